@@ -293,7 +293,7 @@ class Client:
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
             raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
         if not path.exists():
-            raise OSError(f"nobody listens at {path}")
+            raise OSError(f"no process listens at {path}")
         socket = context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
@@ -330,15 +330,15 @@ class Client:
                 if isinstance(welcome := envelope.body, wire.Welcome):
                     if not self._hello.version_min <= welcome.version <= self._hello.version_max:
                         text = (
-                            f"{self.directory} says version {welcome.version}, this side speaks "
+                            f"{self.directory} has chosen version {welcome.version}, this side supports "
                             f"{self._hello.version_min} to {self._hello.version_max}: update the older side"
                         )
                         raise Failure(Code.UNSUPPORTED_VERSION, text, reported=True)
                     self.epoch = envelope.epoch
                     return welcome
-                raise Failure(Code.NOT_READY, f"{self.directory} does not say welcome: {envelope.body}", reported=True)
+                raise Failure(Code.NOT_READY, f"{self.directory} sent no welcome: {envelope.body}", reported=True)
             if monitor in ready and self._gone(monitor):
-                raise OSError(f"nobody listens at {self.directory / SOCKET_NAME}")
+                raise OSError(f"no process listens at {self.directory / SOCKET_NAME}")
         raise OSError(f"{self.directory} sent no welcome within {_CONNECT_LIMIT_S:.0f} s")
 
     def _poller(self, socket: zmq.Socket, monitor: zmq.Socket) -> zmq.Poller:
@@ -432,10 +432,10 @@ class Client:
         """Answers a request of the peer. The peer's ids are independent of our own."""
         kind, body = Kind.PONG, wire.body_of(wire.Empty())
         if request.required:
-            kind, text = Kind.ERROR, f"bits {request.required:#x} of the header's bytes 20 and 21 are not known here"
+            kind, text = Kind.ERROR, f"bits {request.required:#x} of the header's bytes 20 and 21 are unknown here"
             body = wire.body_of(wire.Error(Code.UNSUPPORTED, text))
         elif request.kind != Kind.PING:
-            kind, text = Kind.ERROR, f"kind {request.kind} is not for an engine to answer"
+            kind, text = Kind.ERROR, f"kind {request.kind} is no request to an engine"
             body = wire.body_of(wire.Error(Code.UNKNOWN_KIND, text))
         self._send_now(socket, wire.header(self._version, kind, request.correlation, 0, self.epoch), body)
 

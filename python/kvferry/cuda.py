@@ -54,7 +54,7 @@ class Context:
         try:
             self._library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
-            raise CudaError(f"the CUDA driver is not there: {error}") from error
+            raise CudaError(f"the CUDA driver is missing: {error}") from error
         self._context = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
         if not self._context:

@@ -99,7 +99,7 @@ class Group:
                     raise Unsupported(f"the KV cache of layer {name} is {type(tensor).__name__}, not a tensor")
                 if tensor.device.type not in ("cpu", "cuda"):
                     raise Unsupported(
-                        f"the KV cache of layer {name} lies on {tensor.device}: kvferry reaches memory of the CPU and "
+                        f"the KV cache of layer {name} is on {tensor.device}: kvferry reaches memory of the CPU and "
                         "of CUDA devices"
                     )
                 found.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), tensor)
@@ -125,7 +125,7 @@ class KvMemory:
         devices = {str(tensor.device) for tensor in tensors}
         if len(devices) != 1:
             where = ", ".join(sorted(devices)) or "nowhere"
-            raise Unsupported(f"the engine's KV cache lies on {where}: one device is expected")
+            raise Unsupported(f"the engine's KV cache is on {where}: one device is expected")
         if tensors[0].device.type == "cuda":
             try:
                 self._open_device(tensors)
@@ -387,7 +387,7 @@ class _Described:
         for index, piece in enumerate(pieces):
             if piece.address <= address < piece.address + piece.size:
                 return index, address - piece.address
-        raise Unsupported(f"tensor {layer} lies in no known memory")
+        raise Unsupported(f"tensor {layer} is in no known memory")
 
     def describe(self, layer: int, pieces: list[Piece]) -> dict[str, Any]:
         tensor, view = self.tensors[layer], self.views[layer]

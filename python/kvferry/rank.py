@@ -140,7 +140,7 @@ class RankSession:
         try:
             self._memory.mark(stream, through)
         except OSError as error:
-            logger.debug("kvferry: %s: the device does not say how far it is: %s", self._name, error)
+            logger.debug("kvferry: %s: the device cannot mark its progress: %s", self._name, error)
             return False
         return True
 
@@ -229,10 +229,10 @@ class RankSession:
         reads :attr:`fault` and requests no further stores and loads. Unfinished passes stay in the queue, so that no
         later one is marked or reported.
         """
-        known, self.fault = self.fault, "asking the device what it has written"
+        known, self.fault = self.fault, "reading the progress of the device"
         if not known:
             logger.exception(
-                "kvferry: %s: the device does not say what it has written: requests run without the cache until the "
+                "kvferry: %s: the device reports no progress: requests run without the cache until the "
                 "engine is started again",
                 self._name,
             )
@@ -300,7 +300,7 @@ class RankSession:
         # The rest is reported later.
         rank_request.through = min(rank_request.through, self._known)
         if rank_request.through <= self._outbox.confirmed:
-            raise OSError("the device has not written it yet")
+            raise OSError("the device has not written the pages yet")
         return wire.Written(rank_request.through)
 
     def _look_at_marked(self) -> None:
@@ -384,7 +384,7 @@ class RankSession:
             self._process_killed = True
             waited_s = now - min(self._abandoned_at[request] for request in self._outbox.abandoned)
             logger.error(
-                "kvferry: worker %s gives no pages back for %.0f s and nobody ends it: it is killed",
+                "kvferry: worker %s gives no pages back for %.0f s and no process ends it: it is killed",
                 self._process,
                 waited_s,
             )

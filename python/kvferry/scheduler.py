@@ -74,7 +74,7 @@ class Tracked:
     #: None when the weights of its adapter are unknown: the request neither looks up nor stores pages.
     namespace: bytes | None
     lookup: Lookup | None = None
-    #: Pages that the device had when vLLM last asked for matched tokens.
+    #: Pages that the device had when vLLM last requested the matched tokens.
     device_pages: int = 0
     #: The request is computed without further lookups: one was not answered in time, or a load failed.
     computes: bool = False
@@ -136,7 +136,7 @@ class SchedulerSide:
         #: those whose pages vLLM has reset meanwhile.
         self._loading: dict[str, list[int]] = {}
         self._spoiled: set[str] = set()
-        #: Namespaces that were left and not yet removed at the leader, because it is unknown whether vLLM was asked to
+        #: Namespaces that were left and not yet removed at the leader, because it is unknown whether vLLM will
         #: reset the connector. The next reset of the connector removes them.
         self._left: list[bytes] = []
         #: vLLM has reset its own pages, and no page was computed or loaded since.
@@ -185,7 +185,7 @@ class SchedulerSide:
         lost_at = self._client.lost_at
         if lost_at is None:
             if self._logged_absent:
-                logger.info("kvferry: the leader in %s is there", self._client.directory)
+                logger.info("kvferry: the leader in %s is connected", self._client.directory)
             self._logged_absent = False
         elif not self._logged_absent:
             if time.monotonic() - lost_at < ABSENT_S:
@@ -260,7 +260,7 @@ class SchedulerSide:
         if any(request.num_computed_tokens or request.status.name == "PREEMPTED" for request in requests):
             logger.warning(
                 "kvferry: vLLM could not reset its own pages, since requests hold some that have just been loaded: "
-                "reset it again. This engine finds nothing of before in kvferry"
+                "reset it again. This engine finds no earlier pages in kvferry"
             )
             self._leave(forget=False)
 
@@ -604,7 +604,7 @@ class SchedulerSide:
             self._namespaces.share()
         else:
             why = self._forgetting.problem or "no answer came in time"
-            logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
+            logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds no earlier pages", why)
 
     def _forget(self) -> None:
         """Retries resets until the leader confirms them; after that this engine may share pages again."""

@@ -287,7 +287,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport) and report.fault and not self.fault:
             self.fault = report.fault
-            logger.error("kvferry: %s failed on a rank, whose log says why: requests run without the cache", self.fault)
+            logger.error(
+                "kvferry: %s failed on a rank, whose log has the reason: requests run without the cache", self.fault
+            )
 
     @guarded(default=lambda: (False, None))
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

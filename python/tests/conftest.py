@@ -12,9 +12,9 @@ signals.set_to_defaults()
 
 @pytest.fixture(autouse=True)
 def files_are_older(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test writes counts as written before its own process began. Engines are processes of their own.
+    """Makes files that a test writes count as older than the test's own process. Engines are processes of their own.
 
-    Looks at files have the time that a busy machine takes.
+    Checks of files get the time that a busy machine takes.
     """
     monkeypatch.setattr(files, "began_at", lambda: time.time() + 60)
     monkeypatch.setattr(looks, "LOOKS_S", 60.0)

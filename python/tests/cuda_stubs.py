@@ -1,6 +1,6 @@
 """Builds empty CUDA libraries for a torch that was built for CUDA, so that it can be imported without them.
 
-Every function in them returns 100, which is CUDA's word for "no device". Usage: ``cuda_stubs.py TORCH_DIR OUT_DIR``.
+Every function in them returns 100, CUDA's code for "no device". Usage: ``cuda_stubs.py TORCH_DIR OUT_DIR``.
 Needs ``cc`` and ``readelf``, which comes with it.
 """
 
@@ -22,11 +22,11 @@ def readelf(*arguments: str) -> str:
 
 
 class Library:
-    """What one shared object has and wants."""
+    """The symbols that one shared object defines and requires."""
 
     def __init__(self, path: Path):
         self.needs = re.findall(r"\(NEEDED\).*\[(.+)\]", readelf("-d", str(path)))
-        #: Version name -> the library that must have it.
+        #: Version name -> the library that must define it.
         self.versions: dict[str, str] = {}
         wanted = readelf("-V", str(path)).partition("Version needs section")[2]
         file = ""

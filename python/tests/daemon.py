@@ -17,16 +17,16 @@ import kvferry
 
 #: The program that was installed with the package.
 PROGRAM = str(Path(kvferry.__file__).parents[1] / "bin" / "kvferry")
-#: Deadline of every wait in a test. Only something that hangs takes so long.
+#: Deadline of every wait in a test. Only a hanging process takes that long.
 TIMEOUT_S = 60.0
-#: Of a depot's header and inventory.
+#: Bytes of a depot's header and inventory.
 DEPOT_HEADER_BYTES = 4096
 PAGE_BYTES_AT = 24
 SLOT_BYTES = 80
 
 
 def eventually(what: str, check: Callable[[], Any], grace_s: float = TIMEOUT_S) -> Any:
-    """Waits until ``check`` returns something true, and returns that."""
+    """Waits until ``check`` returns a true value, and returns that value."""
     until = time.monotonic() + grace_s
     while True:
         if found := check():
@@ -36,7 +36,7 @@ def eventually(what: str, check: Callable[[], Any], grace_s: float = TIMEOUT_S) 
 
 
 def environment() -> dict[str, str]:
-    """Without what vLLM needs to run here, and without settings of kvferry."""
+    """The environment without the variables that vLLM needs here, and without settings of kvferry."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("LD_", "KVFERRY_"))}
 
 
@@ -67,14 +67,14 @@ class Daemon:
         self._up = None
 
     def kill(self) -> None:
-        """However it stands."""
+        """Kills the process in any state."""
         if self._up is not None:
             self._up.kill()
             self._up.wait(TIMEOUT_S)
         self._up = None
 
     def status(self, *, missing: bool = False) -> dict[str, Any]:
-        """Returns the output of ``kvferry status --json``; nothing if no leader answers and that is allowed."""
+        """Returns the output of ``kvferry status --json``; empty if no leader answers and ``missing`` is set."""
         command = [PROGRAM, "status", "--json", "--socket-dir", str(self.socket_dir)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0 and missing:
@@ -106,7 +106,7 @@ class Daemon:
     def killed(self, pid: int) -> None:
         """Kills a process, and waits until it is gone."""
         os.kill(pid, signal.SIGKILL)
-        eventually("it is gone", lambda: pid not in [*self._children("leader"), *self.workers])
+        eventually("the process is gone", lambda: pid not in [*self._children("leader"), *self.workers])
 
     def wait_idle(self) -> None:
         """Whether nothing is leased, pinned or in flight."""
@@ -149,7 +149,7 @@ class Daemon:
 
 
 def _flip(path: Path) -> None:
-    """Changes every byte of a depot's pages; src/memory/depot.rs says where they lie."""
+    """Changes every byte of a depot's pages; src/memory/depot.rs describes where they are."""
     depot = np.memmap(path, np.uint8, "r+")
     page_bytes = int(depot[PAGE_BYTES_AT : PAGE_BYTES_AT + 8].view("<u8")[0])
     stride = -(-page_bytes // 64) * 64
@@ -160,7 +160,7 @@ def _flip(path: Path) -> None:
 
 @contextlib.contextmanager
 def running(**settings: Any) -> Iterator[Daemon]:
-    """A daemon that is there, and that leaves nothing behind."""
+    """A running daemon, which leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
         daemon = Daemon(Path(directory) / "s", **settings)
         daemon.start()

@@ -63,7 +63,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 class Process:
-    """A process that leaves no processes behind."""
+    """A process that leaves no child processes behind."""
 
     def __init__(self, command: list[str], env: dict[str, str], **popen: Any):
         self.log = tempfile.TemporaryFile("w+")
@@ -92,7 +92,7 @@ class Process:
             # Python then prints the stack of each thread.
             self.process.send_signal(signal.SIGABRT)
             self.process.wait(TIMEOUT_S)
-            raise AssertionError(f"it does not end by signal {sent}:\n{self.logged()[-8000:]}") from None
+            raise AssertionError(f"the process does not end on signal {sent}:\n{self.logged()[-8000:]}") from None
 
         def gone() -> bool:
             try:
@@ -188,7 +188,7 @@ class Server(Process):
             return answer.read().decode()
 
     def generate(self, *prompts: list[int], max_tokens: int = 16) -> list[Answer]:
-        """Like :class:`Engine`'s method, one prompt after another."""
+        """Generates like :meth:`Engine.generate`, one prompt after another."""
         return [self._complete(prompt, max_tokens) for prompt in prompts]
 
     def _complete(self, prompt: list[int], max_tokens: int) -> Answer:
@@ -236,17 +236,17 @@ def free_port() -> int:
 
 
 def said(answers: list[Answer]) -> list[Any]:
-    """Returns what an engine computed: tokens and log-probabilities, to the last bit."""
+    """Returns the tokens and log-probabilities that an engine computed, to the last bit."""
     return [(answer["tokens"], answer["logprobs"]) for answer in answers]
 
 
 def shared_memory() -> set[str]:
-    """KV memory of torch in shared memory; libraries' own small files are not meant."""
+    """Returns torch's KV memory in shared memory, without the small files of libraries."""
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")}
 
 
 def settled(engine: Engine, daemon: Daemon) -> None:
-    """Everything that was stored is found."""
+    """Waits until all copies are over, so that every stored page is found."""
     eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
 
 

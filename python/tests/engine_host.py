@@ -49,7 +49,7 @@ class Host:
         found = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
         return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
-    # Only with the engine in this process.
+    # Available only with the engine in this process.
 
     @property
     def scheduler(self) -> Any:
@@ -59,7 +59,7 @@ class Host:
         self.llm.llm_engine.add_request(order["id"], prompt(order), sampling(order))
 
     def step(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Runs one step of the engine, idle or not. Returns what ended in it, and the engine's state."""
+        """Runs one step of the engine, idle or not. Returns the requests that ended in it, and the engine's state."""
         core = self.llm.llm_engine.engine_core.engine_core
         outputs = []
         if self.llm.llm_engine.has_unfinished_requests():
@@ -126,14 +126,14 @@ class Host:
 
 
 def answer(output: Any) -> dict[str, Any]:
-    """Tokens, and the five best with their log-probabilities at each; floats go through JSON unchanged."""
+    """Returns tokens, and for each the five best with their log-probabilities; JSON keeps every bit of a float."""
     (made,) = output.outputs
     logprobs = [sorted((token, one.logprob) for token, one in step.items()) for step in made.logprobs]
     return {"tokens": list(made.token_ids), "logprobs": logprobs, "cached": output.num_cached_tokens}
 
 
 def watch_connector() -> list[float]:
-    """How long each call of the connector takes that the engine's start waits for."""
+    """Measures the connector's calls that the engine's start waits for."""
     import kvferry.vllm
 
     spent: list[float] = []

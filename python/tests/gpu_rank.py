@@ -1,6 +1,6 @@
 """A rank with KV memory on a GPU, for test_cuda.py: run with the CUDA driver for tests.
 
-Stores pages, spoils the memory, loads them elsewhere, and compares every byte.
+Stores pages, overwrites the memory, loads the pages elsewhere, and compares every byte.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ from kvferry.rank import RankSession
 PAGES, LAYERS, PAGE_ELEMENTS, ELEMENT_BYTES = 12, 3, 100, 2
 PAGE_BYTES = PAGE_ELEMENTS * ELEMENT_BYTES
 ENGINE = b"g" * 16
-#: Of a chunk, as real drivers have them.
+#: Granularity of a chunk in bytes, as in real drivers.
 CHUNK_BYTES = 2 << 20
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of half-precision numbers that says that it lies on a GPU, where no library for tensors is needed."""
+    """A tensor of half-precision numbers that reports a GPU as its device, so that no GPU library is needed."""
 
     device = torch.device("cuda", 1)  # type: ignore[assignment]
     address: int
@@ -42,7 +42,7 @@ def on_device(address: int) -> OnDevice:
 
 
 def context() -> cuda.Context:
-    """As an engine has one before it knows of kvferry."""
+    """Creates a context, as an engine does before it uses kvferry."""
     library = ctypes.CDLL("libcuda.so.1")
     made = ctypes.c_void_p()
     assert library.cuInit(0) == 0
@@ -75,7 +75,7 @@ def in_chunks(sizes: list[int], way: int) -> int:
 
 def main(socket_dir: Path, kind: str) -> None:
     gpu = context()
-    # Two layers behind each other in one allocation, as an engine's own allocator gives them out, the third by itself.
+    # Two adjacent layers in one allocation, as an engine's allocator places them, and a third in its own.
     match kind:
         case "cuda_ipc":
             both, third = gpu.allocate(1 << 20), gpu.allocate(1 << 16)
@@ -84,7 +84,7 @@ def main(socket_dir: Path, kind: str) -> None:
             third = in_chunks([2 * CHUNK_BYTES], cuda.SHARED_BY_FD)
         case _:
             both, third = (in_chunks([CHUNK_BYTES] * 3, cuda.SHARED_BY_FABRIC) for _ in range(2))
-    # In chunks, the second layer lies across the end of one.
+    # In chunks, the second layer crosses the end of a chunk.
     at = 512 if kind == "cuda_ipc" else CHUNK_BYTES - 3584
     layers = [on_device(both + at), on_device(both + at + PAGES * PAGE_BYTES), on_device(third)]
     chance = random.Random(1)
@@ -96,7 +96,7 @@ def main(socket_dir: Path, kind: str) -> None:
     def page(number: int) -> list[bytes]:
         return [gpu.read(layer.address + number * PAGE_BYTES, PAGE_BYTES) for layer in layers]
 
-    # Several messages for a few chunks.
+    # A few chunks need several messages.
     kvferry.memory._FDS_TOGETHER = 2
     group = Group({str(index): layer for index, layer in enumerate(layers)}, engine_page_tokens=8, device_pages=PAGES)
     memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
@@ -106,7 +106,7 @@ def main(socket_dir: Path, kind: str) -> None:
     assert offsets == [0, at, at + PAGES * PAGE_BYTES]
     handles = [allocation["handle"] for allocation in described["allocations"]]
     chunks = [chunk["handle"] for handle in handles for chunk in handle.get("chunks", [])]
-    # Chunks of a tensor's memory only, and one that proves the mapping.
+    # Only chunks of a tensor's memory, and one for the proof of the mapping.
     assert {name for chunk in chunks for name in chunk} == ({kind} if kind != "cuda_ipc" else set())
     assert len(chunks) == {"cuda_ipc": 0, "ticket": 4, "cuda_fabric": 4}[kind], handles
     assert ("cuda_ipc" in handles[-1]) == (kind == "cuda_ipc")

@@ -32,7 +32,7 @@ _COMMON: dict[str, Any] = {
 
 @functools.cache
 def llama(seed: int = 0) -> Path:
-    """Full attention in every layer: one group of pages. Another seed makes other weights of the same shape."""
+    """Full attention in every layer: one group of pages. Another seed gives other weights of the same shape."""
     wanted = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     folder = _make(f"llama-{seed}", {**_COMMON, **wanted, "tie_word_embeddings": False})
     save_file(_llama_weights(seed), str(folder / "model.safetensors"), {"format": "pt"})
@@ -40,7 +40,7 @@ def llama(seed: int = 0) -> Path:
 
 
 def _llama_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Random weights that are large enough for what is said to depend on every page of the prompt."""
+    """Random weights, large enough that the generated tokens depend on every page of the prompt."""
     chance = torch.Generator().manual_seed(seed)
     hidden, inner, vocabulary = _COMMON["hidden_size"], _COMMON["intermediate_size"], _COMMON["vocab_size"]
     values = _COMMON["num_key_value_heads"] * _COMMON["head_dim"]
@@ -71,7 +71,7 @@ def _llama_weights(seed: int) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def gemma() -> Path:
-    """Sliding windows beside full attention: two groups of pages."""
+    """Sliding windows and full attention: two groups of pages."""
     wanted = {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

@@ -30,10 +30,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.scheduler import SchedulerSide
 
-# The first configuration of a process replaces the handlers of vLLM's loggers, with those by which pytest reads a log.
+# The first configuration of a process replaces the handlers of vLLM's loggers, including those that pytest installed.
 configure_logging_if_needed(LoggingConfig())
 
-#: Steps after which a request that is not over hangs.
+#: Steps after which an unfinished request counts as hanging.
 STEPS_MAX = 300
 
 
@@ -57,7 +57,7 @@ def memory(pages: int) -> KVCacheConfig:
 
 
 class Stepped:
-    """See the module."""
+    """An engine of one rank without a model. See the module's docstring."""
 
     def __init__(self, *, pages: int = 64, config: VllmConfig | None = None):
         self.config = config or engine_config()
@@ -133,7 +133,7 @@ class Stepped:
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled, kv_connector_output=said)
 
     def until_over(self, *requests: Request) -> Iterator[SchedulerOutput]:
-        """Steps until all of these are over; the test answers requests to the leader between the steps."""
+        """Runs steps until all of these have ended; the test answers requests to the leader between the steps."""
         for _ in range(STEPS_MAX):
             if all(RequestStatus.is_finished(request.status) for request in requests):
                 return
@@ -145,7 +145,7 @@ class Stepped:
             pass
 
     def scheduled(self, request: Request) -> list[int]:
-        """Tokens of a request that were computed, by step."""
+        """Returns the number of tokens of a request that each step computed."""
         name = request.request_id
         return [output.num_scheduled_tokens[name] for output in self._outputs if name in output.num_scheduled_tokens]
 

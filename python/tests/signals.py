@@ -1,8 +1,8 @@
-"""Signals at their defaults for what the tests start, and processes that are known to stand still.
+"""Default signal handling for processes that the tests start, and stopping of processes.
 
-A shell without job control starts its background jobs with SIGINT ignored, ``nohup`` with SIGHUP, and a process passes
-on what it ignores or blocks. What a process handles is at its default in the processes that it starts. So the tests
-handle those signals that they were started with ignored, by doing nothing, as before.
+A shell without job control starts its background jobs with SIGINT ignored, ``nohup`` with SIGHUP, and a child
+inherits the signals that its parent ignores or blocks. Signals with a handler are reset to their defaults in children.
+The tests therefore install a handler that does nothing for each signal that was ignored at their start.
 """
 
 import os
@@ -15,7 +15,7 @@ ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
 def set_to_defaults() -> None:
-    """Must be called before any process is started."""
+    """Installs the handlers. Must be called before any process is started."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     for number in ENDING:
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -23,9 +23,9 @@ def set_to_defaults() -> None:
 
 
 def stop(pid: int) -> None:
-    """Stops a process, and waits until it stands.
+    """Stops a process, and waits until it is stopped.
 
-    Its threads go on until one of them has had its turn and has seen the signal: on a busy machine that takes long.
+    Its threads run until one of them is scheduled and receives the signal, which takes long on a busy machine.
     """
     os.kill(pid, signal.SIGSTOP)
 
@@ -34,4 +34,4 @@ def stop(pid: int) -> None:
         states = {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
         return bool(states) and states <= {"T", "Z"}
 
-    eventually(f"process {pid} stands still", stands)
+    eventually(f"process {pid} is stopped", stands)

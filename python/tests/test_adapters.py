@@ -12,7 +12,7 @@ from test_scheduler import PAGE_TOKENS, Engine, Request, found, request
 
 from kvferry import files, wire
 
-#: A file of an adapter.
+#: Name of an adapter's file.
 ADAPTER = "adapter_model.safetensors"
 LOCAL = files.Local("/x", (), 0.0)
 
@@ -22,7 +22,7 @@ def engine() -> Engine:
     return Engine()
 
 
-def test_adapters_are_apart(engine: Engine, tmp_path: Path) -> None:
+def test_adapters_have_separate_namespaces(engine: Engine, tmp_path: Path) -> None:
     found(engine, 0)
     seen = set()
     here, there = str(folder(tmp_path / "here")), str(folder(tmp_path / "there"))
@@ -35,14 +35,14 @@ def test_adapters_are_apart(engine: Engine, tmp_path: Path) -> None:
 
 
 def folder(path: Path, content: str = "one") -> Path:
-    """An adapter's folder."""
+    """Creates an adapter's folder."""
     path.mkdir(exist_ok=True)
     (path / ADAPTER).write_text(content)
     return path
 
 
 def named(engine: Engine, asking: Request) -> bytes | None:
-    """The namespace of a request that vLLM is about to schedule."""
+    """Returns the namespace of a request that vLLM is about to schedule."""
     engine.side.matched_tokens(asking, 0)
     return engine.side.track(asking).namespace
 
@@ -51,8 +51,8 @@ def adapter(name: str, path: str, *, number: int = 1, anew: bool = False) -> Sim
     return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=path, load_inplace=anew)
 
 
-def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_anew(engine: Engine, tmp_path: Path) -> None:
-    """vLLM reads the files again when the adapter had to give way to others, and does not say so."""
+def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_again(engine: Engine, tmp_path: Path) -> None:
+    """vLLM evicts adapters and reads their files again without a notice."""
 
     def namespace(number: int, path: Path = tmp_path, **how: bool) -> bytes | None:
         engine.step({})
@@ -70,7 +70,7 @@ def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_anew(eng
     assert namespace(2) == second
     assert namespace(1) is None
     assert namespace(2, anew=True) is None, "vLLM reads its files in each step"
-    assert namespace(2) is None, "nobody knows when they were read last"
+    assert namespace(2) is None, "the time of the last read is unknown"
     assert namespace(3) == second
     assert namespace(3, folder(tmp_path / "elsewhere")) is None
     assert namespace(3) is None, "its weights were replaced in place"
@@ -91,9 +91,7 @@ def test_more_adapters_than_can_be_remembered_are_not_cached(
     assert caplog.text.count("adapters were loaded") == 1
 
 
-def test_a_request_that_waits_is_named_by_the_files_that_are_there_when_it_is_scheduled(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_a_waiting_request_is_named_by_the_files_at_the_time_of_scheduling(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / ADAPTER).write_text("one")
     found(engine, 2)
     asking = request("a", 16)
@@ -106,11 +104,11 @@ def test_a_request_that_waits_is_named_by_the_files_that_are_there_when_it_is_sc
     step = engine.step({})
     assert (step.loaded, step.failed_pages) == (["a"], [1, 2]), "they are computed"
     again = engine.leader.last(wire.Lookup).message
-    assert again.device_pages * again.hash_bytes == len(again.hashes), "the leader holds nothing of what was found"
+    assert again.device_pages * again.hash_bytes == len(again.hashes), "the leader holds none of the found pages"
     assert engine.side.matched_tokens(asking, 0) == 0
 
 
-def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(engine: Engine, tmp_path: Path) -> None:
+def test_a_request_that_runs_while_its_adapter_is_replaced_stores_nothing_more(engine: Engine, tmp_path: Path) -> None:
     found(engine, 0)
     running, anew = request("a", 16), request("b", 9)
     running.lora_request = adapter("one", str(folder(tmp_path / "one")))
@@ -127,14 +125,14 @@ def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(engine: Eng
 
 @pytest.mark.parametrize("unseen_before", [False, True])
 @pytest.mark.parametrize("change", ["a file is added", "it is away for a moment"])
-def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
+def test_an_adapter_stays_known_while_the_files_that_vllm_reads_are_unchanged(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, unseen_before: bool
 ) -> None:
     there = folder(tmp_path / "adapter")
     found(engine, 0)
     monkeypatch.setattr("kvferry.namespaces.CLOCK_S", 0.0)
     if unseen_before:
-        eventually("the clock of files goes on", lambda: time.time() > there.stat().st_ctime)
+        eventually("the file clock advances", lambda: time.time() > there.stat().st_ctime)
         runs(engine, adapter("one", str(there)), 0, monkeypatch, seen=False)
         monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
     began = time.time()
@@ -150,7 +148,7 @@ def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
     assert first is not None
     match change:
         case "a file is added":
-            eventually("the clock of files goes on", lambda: newer_file(there / "README.md") > began)
+            eventually("the file clock advances", lambda: newer_file(there / "README.md") > began)
         case "it is away for a moment":
             there.rename(tmp_path / "away")
             assert namespace() is None
@@ -159,14 +157,14 @@ def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
 
 
 def newer_file(path: Path) -> float:
-    """Makes a file; when its folder was changed by that."""
+    """Creates a file; returns when that changed its folder."""
     path.unlink(missing_ok=True)
     path.write_text("new")
     return path.parent.stat().st_ctime
 
 
-def test_a_request_whose_files_were_not_seen_in_time_stores_nothing(engine: Engine, tmp_path: Path) -> None:
-    """Another request of the same adapter has seen them."""
+def test_a_request_whose_files_were_not_checked_in_time_stores_nothing(engine: Engine, tmp_path: Path) -> None:
+    """Another request of the same adapter has checked the files."""
     found(engine, 0)
     path = folder(tmp_path / "adapter")
     for name, there in (("a", True), ("b", False)):
@@ -180,10 +178,10 @@ def test_a_request_whose_files_were_not_seen_in_time_stores_nothing(engine: Engi
         assert engine.leader.count(wire.Store) == 1
 
 
-def test_a_request_that_is_loaded_and_waits_for_its_adapter_stores_nothing_of_newer_files(
+def test_a_loaded_request_that_waits_for_its_adapter_stores_no_pages_of_newer_files(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """vLLM loads the adapter once there is room for it, which may be long after its pages were loaded."""
+    """vLLM loads the adapter when there is room for it, possibly long after the request's pages were loaded."""
     found(engine, 2)
     asking = request("a", 16)
     asking.lora_request = adapter("one", str(folder(tmp_path)))
@@ -200,10 +198,10 @@ def test_a_request_that_is_loaded_and_waits_for_its_adapter_stores_nothing_of_ne
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_request_that_came_in_a_pause_is_named_by_the_files_that_are_there_after_it(
+def test_a_request_that_arrived_in_a_pause_is_named_by_the_files_after_the_pause(
     engine: Engine, tmp_path: Path, reset: bool
 ) -> None:
-    """No step begins while an engine is paused."""
+    """A paused engine begins no step."""
     found(engine, 0)
     asking = request("a", 16)
     asking.lora_request = adapter("one", str(folder(tmp_path)))
@@ -220,13 +218,13 @@ def test_a_request_that_came_in_a_pause_is_named_by_the_files_that_are_there_aft
         name = engine.leader.last(wire.Lookup).message.namespace
         assert named(engine, fresh) == name
     else:
-        assert reset, "it was named while the older files were there"
+        assert reset, "the request was named by the older files"
 
 
 def test_pages_that_were_computed_with_unknown_files_are_not_stored_as_those_of_known_ones(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """The files were away for a moment, and others lie there when the adapter is loaded again."""
+    """The files are missing for a moment, and other files are present when the adapter is loaded again."""
     found(engine, 0)
     path = tmp_path / "adapter"
     first, second = request("a", 16), request("b", 17)
@@ -248,13 +246,13 @@ def test_pages_that_were_computed_with_unknown_files_are_not_stored_as_those_of_
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("seen_before", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
-def test_files_that_were_looked_at_too_late_are_known_again_if_they_did_not_change(
+def test_files_that_were_checked_too_late_are_known_again_if_unchanged(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool, seen_before: bool, reset: bool
 ) -> None:
-    """vLLM may have read the older files, or the newer ones, and goes on with them."""
+    """vLLM may have read the older or the newer files, and keeps their weights."""
     found(engine, 0)
     path = folder(tmp_path / "adapter")
-    # What the test changes is newer by more than clocks differ.
+    # Files that the test changes are newer by more than the clocks' difference.
     monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0 if not changed else 60.0)
     for step, (seen, computed) in enumerate(((seen_before, 0), (False, 0), (True, 8), (True, 0))):
         if step == 2 and reset:
@@ -267,7 +265,7 @@ def test_files_that_were_looked_at_too_late_are_known_again_if_they_did_not_chan
 def runs(
     engine: Engine, lora: SimpleNamespace, computed: int, monkeypatch: pytest.MonkeyPatch, *, seen: bool = True
 ) -> None:
-    """Runs a request with an adapter whose files can be looked at in time, or not."""
+    """Runs a request with an adapter whose files can be checked in time (``seen``), or not."""
     asking = request(f"r{time.monotonic_ns()}", 16)
     asking.lora_request = lora
     monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0 if seen else 0.0)
@@ -280,10 +278,10 @@ def runs(
 
 
 @pytest.mark.parametrize("seen_first", [False, True])
-def test_pages_of_a_number_are_not_stored_as_those_of_another_one(
+def test_pages_of_one_adapter_number_are_not_stored_as_those_of_another(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_first: bool
 ) -> None:
-    """vLLM computes with what it loaded under a number, whatever name and path come with it."""
+    """vLLM computes with the weights that it loaded under a number, whatever name and path a request has."""
     found(engine, 0)
     one, two = (str(folder(tmp_path / name)) for name in ("one", "two"))
     if seen_first:
@@ -298,10 +296,10 @@ def test_pages_of_a_number_are_not_stored_as_those_of_another_one(
 
 @pytest.mark.parametrize("first_seen", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_number_that_came_with_another_name_unseen_is_not_cached(
+def test_an_adapter_number_reused_under_another_name_unchecked_is_not_cached(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_seen: bool, in_place: bool
 ) -> None:
-    """vLLM may have loaded either under it, once the first had to give way."""
+    """vLLM may have either adapter under the number after the first was evicted."""
     found(engine, 0)
     one, two = (str(folder(tmp_path / name)) for name in ("one", "two"))
     runs(engine, adapter("one", one), 0, monkeypatch, seen=first_seen)
@@ -312,7 +310,7 @@ def test_a_number_that_came_with_another_name_unseen_is_not_cached(
     assert engine.leader.count(wire.Store) == stores
 
 
-def test_a_number_that_is_used_for_another_path_after_it_was_not_seen_is_not_cached(
+def test_an_unchecked_adapter_number_reused_for_another_path_is_not_cached(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(engine, 0)
@@ -324,10 +322,10 @@ def test_a_number_that_is_used_for_another_path_after_it_was_not_seen_is_not_cac
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_pages_of_a_number_that_was_given_other_files_are_not_stored_under_its_first_name(
+def test_pages_of_an_adapter_number_with_other_files_are_not_stored_under_its_first_name(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
-    """A request goes on with the new weights and the old name. Then the adapter is loaded again from its first path."""
+    """A request continues with the new weights and the old name. Then the first path is loaded again."""
     found(engine, 0)
     old, new = (str(folder(tmp_path / name)) for name in ("old", "new"))
     runs(engine, adapter("one", old), 0, monkeypatch)
@@ -339,10 +337,8 @@ def test_pages_of_a_number_that_was_given_other_files_are_not_stored_under_its_f
     assert engine.leader.count(wire.Store) == stores + 1
 
 
-def test_a_request_that_runs_while_the_files_of_its_adapter_change_stores_nothing_more(
-    engine: Engine, tmp_path: Path
-) -> None:
-    """vLLM reads them again when the adapter had to give way to others, and schedules its requests as before."""
+def test_a_running_request_stores_nothing_after_the_files_of_its_adapter_change(engine: Engine, tmp_path: Path) -> None:
+    """vLLM reads the files again after an eviction of the adapter, and schedules its requests as before."""
     found(engine, 0)
     one, two = (str(folder(tmp_path / name, name)) for name in ("one", "two"))
     link = tmp_path / "current"
@@ -360,7 +356,7 @@ def test_a_request_that_runs_while_the_files_of_its_adapter_change_stores_nothin
     assert engine.leader.count(wire.Store) == 1
 
 
-def test_a_request_whose_files_are_not_seen_in_a_step_stores_its_pages_in_a_later_one(
+def test_a_request_whose_files_are_not_checked_in_a_step_stores_its_pages_in_a_later_one(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(engine, 0)
@@ -378,7 +374,7 @@ def test_a_request_whose_files_are_not_seen_in_a_step_stores_its_pages_in_a_late
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_an_adapter_that_is_loaded_again_from_unchanged_files_is_stored_behind_its_pages(
+def test_an_adapter_loaded_again_from_unchanged_files_is_stored_after_its_earlier_pages(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:
     found(engine, 0)
@@ -393,7 +389,7 @@ def test_an_adapter_that_is_loaded_again_from_unchanged_files_is_stored_behind_i
 def test_a_request_whose_pages_turn_out_to_be_of_other_files_stores_nothing_more(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """Its adapter's former number was given other files while requests of that ran, which is seen after it began."""
+    """The adapter's former number got other files while its requests ran; that is detected after this one began."""
     found(engine, 0)
     old, new = (str(folder(tmp_path / name)) for name in ("old", "new"))
     begins, behind, other = request("a", 16), request("b", 16), request("c", 9)
@@ -408,14 +404,16 @@ def test_a_request_whose_pages_turn_out_to_be_of_other_files_stores_nothing_more
     assert engine.leader.count(wire.Store) == 0
 
 
-def test_a_path_that_is_not_utf_8(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_path_that_is_not_utf_8_is_no_fault(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found(engine, 0)
     path = folder(Path(os.fsdecode(bytes(tmp_path) + b"/\xff")))
     runs(engine, adapter("one", str(path)), 0, monkeypatch)
     assert engine.leader.count(wire.Store) == 1
 
 
-def test_what_cannot_be_remembered_as_unseen_is_not_cached(
+def test_unchecked_adapters_beyond_the_limit_are_not_cached(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.namespaces.ADAPTERS_MAX", 2)
@@ -432,10 +430,10 @@ def test_what_cannot_be_remembered_as_unseen_is_not_cached(
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_request_behind_pages_of_other_files_stores_nothing_once_it_has_a_name(
+def test_a_request_after_pages_of_other_files_stores_nothing_once_it_has_a_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reset: bool
 ) -> None:
-    """Its files are seen with a reset, or when vLLM schedules it anew with the pages that it has."""
+    """The files are checked at a reset, or when vLLM schedules the request again with its pages."""
     engine = Engine(shared_after_reset=True)
     found(engine, 0)
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
@@ -460,10 +458,10 @@ def test_a_request_behind_pages_of_other_files_stores_nothing_once_it_has_a_name
     assert engine.leader.count(wire.Store) == 1
 
 
-def test_a_look_that_succeeds_late_sees_that_the_device_has_pages_of_other_files(
+def test_a_check_that_succeeds_late_detects_that_the_device_has_pages_of_other_files(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of an adapter that was loaded again are seen when its request is scheduled, and not before."""
+    """The files of an adapter that was loaded again are checked when its request is scheduled, not earlier."""
     found(engine, 0)
     path = folder(tmp_path / "adapter")
     for number, computed in ((1, 0), (2, 8)):
@@ -481,7 +479,7 @@ def test_a_look_that_succeeds_late_sees_that_the_device_has_pages_of_other_files
     assert engine.leader.count(wire.Store) == 1
 
 
-def test_more_names_than_are_remembered_count_as_old_ones_on_the_device(
+def test_names_beyond_the_limit_count_as_older_ones_on_the_device(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.namespaces.ON_DEVICE_MAX", 1)
@@ -502,7 +500,7 @@ def test_more_names_than_are_remembered_count_as_old_ones_on_the_device(
     assert len(engine.side._namespaces._on_device) == 1
 
 
-def test_files_are_looked_at_once_in_a_step(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_checked_once_per_step(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(engine.side._namespaces._looks, "_look", lambda path: seen.append(path))
     asking = request("a", 9)
@@ -514,7 +512,7 @@ def test_files_are_looked_at_once_in_a_step(engine: Engine, tmp_path: Path, monk
         engine.step({})
 
 
-def test_files_that_hang_keep_no_other_request_waiting(
+def test_files_that_hang_delay_no_other_request(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
@@ -528,7 +526,7 @@ def test_files_that_hang_keep_no_other_request_waiting(
         assert engine.side.matched_tokens(asking, 0) == (0 if path else 2 * PAGE_TOKENS)
         engine.tables[name] = [1, 2, 3]
         engine.step({asking: 12})
-    assert engine.leader.count(wire.Store) == 1, "what is not known is not stored"
+    assert engine.leader.count(wire.Store) == 1, "unknown weights are not stored"
     assert caplog.text.count("looking at /x takes longer") == 1
     goes_on.set()
     monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
@@ -539,4 +537,4 @@ def test_files_that_hang_keep_no_other_request_waiting(
         asking.lora_request = adapter("one", "/x", number=ord("a"))
         return engine.side.matched_tokens(asking, 0) == 2 * PAGE_TOKENS
 
-    eventually("its files can be looked at again", known)
+    eventually("its files can be checked again", known)

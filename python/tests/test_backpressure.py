@@ -1,4 +1,4 @@
-"""Stores take a bounded part of the engine's pages."""
+"""Limits on the engine's pages that stores hold."""
 
 import pytest
 from engine import PAGE_TOKENS, tokens
@@ -9,7 +9,7 @@ from kvferry import wire
 
 
 def store(engine: Engine, name: str, pages: list[int], *, ends: bool) -> int:
-    """A request fills pages, and may end while they are stored. Returns how often the leader was asked for a store."""
+    """Fills pages by a request, which may end while they are stored. Returns the number of stores requested."""
     asking = request(name, len(pages) * 4)
     engine.side.matched_tokens(asking, 0)
     engine.tables[name] = pages
@@ -23,7 +23,7 @@ def store(engine: Engine, name: str, pages: list[int], *, ends: bool) -> int:
 
 
 def test_pages_that_only_stores_hold_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a hundred pages five: a request that ends with more than that still under copy stops the stores of others."""
+    """The limit is 5 of 100 pages: a request that ends with more pages under copy stops the stores of others."""
     engine = Engine()
     found(engine, 0)
     assert store(engine, "a", [1, 2, 3, 4, 5, 6, 7, 8], ends=False) == 1
@@ -39,21 +39,21 @@ def test_pages_that_only_stores_hold_are_bounded(caplog: pytest.LogCaptureFixtur
 
 
 def test_pages_that_several_stores_hold_count_as_held_by_stores_alone() -> None:
-    """Requests that share what the device has store it each."""
+    """Each of two requests that share device pages stores them."""
     engine = Engine()
     found(engine, 0)
     shared = [1, 2, 3, 4, 5, 6, 7, 8]
     assert store(engine, "a", shared, ends=False) == 1
     assert store(engine, "b", shared, ends=True) == 2
-    assert not engine.side.frees_soon(), "a request holds them, too"
+    assert not engine.side.frees_soon(), "a request holds the pages, too"
     engine.pool.free_blocks(engine.pool.blocks[1:9])
     assert engine.side.frees_soon()
-    assert engine.side._copies.pages_alone() == 8, "each once"
+    assert engine.side._copies.pages_alone() == 8, "each page counts once"
     assert store(engine, "c", [20], ends=True) == 2
     assert engine.side.stores_skipped_backpressure == 1
 
 
-def test_a_store_that_was_skipped_is_tried_again_with_the_next_page() -> None:
+def test_a_skipped_store_is_retried_with_the_next_page() -> None:
     engine = Engine()
     found(engine, 0)
     assert store(engine, "a", [1, 2, 3, 4, 5, 6], ends=True) == 1
@@ -68,10 +68,10 @@ def test_a_store_that_was_skipped_is_tried_again_with_the_next_page() -> None:
     assert engine.leader.last(wire.Store).message.source == [[11, 3]]
 
 
-def test_bytes_under_way_are_bounded() -> None:
+def test_bytes_of_running_stores_are_bounded() -> None:
     engine = Engine(store_mb_max=4 * PAGE_BYTES // 1_000_000)
     found(engine, 0)
-    assert store(engine, "a", [1, 2, 3, 4, 5, 6], ends=False) == 1, "one may be larger than all together"
+    assert store(engine, "a", [1, 2, 3, 4, 5, 6], ends=False) == 1, "one store alone may exceed the limit"
     assert store(engine, "b", [11], ends=False) == 1
     engine.leader.last(wire.Store).end(wire.StoreAnswer(6, 0))
     engine.step()
@@ -81,8 +81,8 @@ def test_bytes_under_way_are_bounded() -> None:
     assert engine.side.stores_skipped_backpressure == 2
 
 
-def test_an_engine_beside_a_leader_that_stands_still_keeps_its_pages() -> None:
-    """With vLLM's own pool: stores never end, and requests go on."""
+def test_an_engine_keeps_its_pages_while_the_leader_is_paused() -> None:
+    """With vLLM's own pool: stores never end, and requests continue."""
     engine = Stepped(pages=64)
     found(engine, 0)
     free = engine.free_pages()
@@ -90,5 +90,5 @@ def test_an_engine_beside_a_leader_that_stands_still_keeps_its_pages() -> None:
         engine.run(engine.add(tokens(PAGE_TOKENS * 4, seed=number)))
     assert engine.leader is not None
     held = free - engine.free_pages()
-    assert 0 < held <= 64 * 5 // 100 + 4, "the last store may go beyond it"
+    assert 0 < held <= 64 * 5 // 100 + 4, "the last store may exceed the limit"
     assert engine.connector._scheduler.stores_skipped_backpressure > 30

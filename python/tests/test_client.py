@@ -1,4 +1,4 @@
-"""The client's side of a session with one process of kvferry."""
+"""Tests of the client's side of a session."""
 
 import contextlib
 import time
@@ -19,7 +19,7 @@ FOUND = wire.LookupAnswer(2)
 
 
 class Fake:
-    """A server whose messages a test chooses."""
+    """A server whose messages are chosen by the test."""
 
     def __init__(self, directory: Path, **welcome: int):
         self.path = directory / "kvferry.sock"
@@ -47,7 +47,7 @@ class Fake:
         return peer, wire.Envelope(kind, int.from_bytes(parts[0][8:16], "big"), 0, None)
 
     def receive_refusal(self) -> wire.Envelope:
-        """The next error."""
+        """Returns the next error."""
         _, _, parts = self._receive()
         envelope = wire.read(parts)
         assert isinstance(envelope.body, wire.Error), envelope
@@ -57,8 +57,8 @@ class Fake:
         until = time.monotonic() + 10
         while True:
             left_s = until - time.monotonic()
-            assert left_s > 0, "nothing but hellos and pings came"
-            assert self.socket.poll(left_s * 1000), "nothing came"
+            assert left_s > 0, "received only hellos and pings"
+            assert self.socket.poll(left_s * 1000), "received nothing"
             peer, *parts = self.socket.recv_multipart()
             kind = int.from_bytes(parts[0][6:8], "big")
             if kind == Kind.HELLO:
@@ -69,7 +69,7 @@ class Fake:
                 return peer, kind, parts
 
     def greet(self, client: Client) -> None:
-        """Says welcome, and waits until the client knows."""
+        """Sends the welcome, and waits until the client has received it."""
         peer, *_ = self.socket.recv_multipart()
         self.say(peer, Kind.WELCOME, 0, wire.Welcome(**self.welcome), epoch=7)
         eventually("a welcome", lambda: client.listening)
@@ -97,11 +97,11 @@ def talking(directory: Path, **turn: object) -> Iterator[Client]:
 
 
 def ended(pending: PendingRequest) -> PendingRequest:
-    assert pending.wait(TIMEOUT_S), "no end"
+    assert pending.wait(TIMEOUT_S), "the request did not end"
     return pending
 
 
-def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) -> None:
+def test_a_request_ends_with_an_answer_a_refusal_or_a_failure_for_a_wrong_kind(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         first, second, third = (client.request(LOOKUP, TIMEOUT_S) for _ in range(3))
@@ -124,20 +124,20 @@ def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) ->
             True,
             True,
         )
-        assert not failure.over, "it does not say so"
+        assert not failure.over, "the error does not state `over`"
         failure = ended(third).failure
         assert failure is not None
         assert not failure.over, "whatever that was, nobody knows how the request ended"
         assert client.epoch == 7
 
 
-def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> None:
+def test_an_error_states_whether_the_request_still_runs(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
         asked = client.request(LOOKUP, 20)
         assert server.receive()[1].correlation == asked.id
-        # The connection breaks, and the request is sent again: a `busy` does not cover the first one.
+        # The connection breaks, and the request is sent again: `busy` then does not cover the first sending.
         server.close()
         server.open()
         peer, envelope = server.receive()
@@ -154,18 +154,18 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
         assert failure.over
 
 
-def test_nobody_there_is_told_in_time(directory: Path) -> None:
+def test_a_request_without_a_listener_fails_at_its_deadline(directory: Path) -> None:
     with talking(directory) as client:
         begun = time.monotonic()
         failure = ended(client.request(LOOKUP, 0.2, grace_s=0.1)).failure
         assert failure is not None
         assert (failure.code, failure.reported) == (Code.DEADLINE, False)
         assert 0.3 <= time.monotonic() - begun < TIMEOUT_S
-        assert "nobody listens" in client.problem
+        assert "no process listens" in client.problem
         assert not client.listening
 
 
-def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> None:
+def test_an_unanswered_request_is_sent_again_under_its_id(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
@@ -176,7 +176,7 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         server.close()
         failure = ended(bound).failure
         assert failure is not None
-        assert not failure.over, "it may have been carried out"
+        assert not failure.over, "the request may have been carried out"
         server.open()
         peer, envelope = server.receive()
         assert envelope.correlation == kept.id
@@ -185,12 +185,10 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         assert client.link > link
         stale = ended(client.request(LOOKUP, TIMEOUT_S, link=link)).failure
         assert stale is not None
-        assert stale.over, "it was never sent"
+        assert stale.over, "the request was never sent"
 
 
-def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_send_over_a_lost_connection_does_not_block(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket without a peer takes no message: a send must not wait for a peer."""
     server = Fake(directory)
     with talking(directory) as client:
@@ -203,7 +201,7 @@ def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
             questions.append(client.request(LOOKUP, 2 * TIMEOUT_S))
             return not client.listening
 
-        eventually("it is noticed", noticed)
+        eventually("the loss is noticed", noticed)
         server.open()
         for pending in questions:
             peer, envelope = server.receive()
@@ -213,7 +211,7 @@ def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80\x80", b"\xff" * 100, b"\x81\xa9hit_pages\xa1x"])
-def test_garbage_breaks_the_connection_and_nothing_else(directory: Path, garbage: bytes) -> None:
+def test_garbage_breaks_only_the_connection(directory: Path, garbage: bytes) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         pending = client.request(LOOKUP, TIMEOUT_S)
@@ -232,7 +230,7 @@ def test_a_header_of_another_length_or_magic_is_no_message() -> None:
             wire.read(parts)
 
 
-def test_what_is_not_known_ends_neither_the_connection_nor_a_question(directory: Path) -> None:
+def test_unknown_messages_end_neither_the_connection_nor_a_request(directory: Path) -> None:
     """A server may be newer: ids of its requests are independent of ours, and its unknown answers are ignored."""
     server = Fake(directory)
     with talking(directory) as client:
@@ -253,7 +251,7 @@ def test_what_is_not_known_ends_neither_the_connection_nor_a_question(directory:
         assert client.link == link
 
 
-def test_required_bits_that_are_not_known(directory: Path) -> None:
+def test_unknown_required_bits_are_refused(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         pending = client.request(LOOKUP, 20)
@@ -270,13 +268,13 @@ def test_required_bits_that_are_not_known(directory: Path) -> None:
         assert client.link == link
 
 
-def test_bytes_of_the_header_that_need_not_be_understood_are_skipped() -> None:
+def test_unknown_optional_bytes_of_the_header_are_skipped() -> None:
     head = bytearray(wire.header(2, Kind.LOOKUP_ANSWER, 1, 0, 0))
     head[22:24] = b"\xff\xff"
     assert wire.read([bytes(head), wire.body_of(FOUND)]).body == FOUND
 
 
-def test_a_version_that_was_not_offered_is_refused_in_words(directory: Path) -> None:
+def test_a_version_that_was_not_offered_is_refused_with_the_reason(directory: Path) -> None:
     server = Fake(directory, version=3)
     with talking(directory) as client:
 
@@ -284,20 +282,20 @@ def test_a_version_that_was_not_offered_is_refused_in_words(directory: Path) -> 
             if server.socket.poll(0):
                 peer, *_ = server.socket.recv_multipart()
                 server.say(peer, Kind.WELCOME, 0, wire.Welcome(**server.welcome))
-            return "says version 3, this side speaks 2 to 2" in client.problem
+            return "has chosen version 3, this side supports 2 to 2" in client.problem
 
-        eventually("it says why", refused)
+        eventually("the reason is logged", refused)
         assert not client.listening
 
 
-def test_silence_is_a_lost_connection(directory: Path) -> None:
+def test_a_silent_connection_counts_as_lost(directory: Path) -> None:
     server = Fake(directory, heartbeat_ms=20)
     with talking(directory) as client:
         eventually(
             "a welcome", lambda: client.listening or (server.socket.poll(0) and server.receive(pings=True) and False)
         )
         link = client.link
-        eventually("it is lost", lambda: client.link != link)
+        eventually("the connection is lost", lambda: client.link != link)
         assert "silent for three heartbeats" in client.problem
 
 
@@ -319,17 +317,17 @@ def test_a_client_that_only_listens_pings(directory: Path) -> None:
                     server.say(peer, Kind.PONG, 0, wire.Empty())
                     said = time.monotonic()
                 longest_s = max(longest_s, time.monotonic() - said)
-        assert longest_s < 3, f"it said nothing for {longest_s:.1f} s"
+        assert longest_s < 3, f"the client sent nothing for {longest_s:.1f} s"
         assert all(ended(pending).answer == FOUND for pending in questions)
         assert client.link == link
 
 
-def test_credits_are_kept(directory: Path) -> None:
+def test_a_client_stays_within_its_credits(directory: Path) -> None:
     server = Fake(directory, request_credits=2)
     with talking(directory) as client:
         questions = [client.request(LOOKUP, TIMEOUT_S) for _ in range(5)]
         received = [server.receive() for _ in range(2)]
-        assert not server.socket.poll(100), "two may wait, not more"
+        assert not server.socket.poll(100), "at most two requests may wait"
         for left in (3, 2, 1, 0, 0):
             peer, envelope = received.pop(0)
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
@@ -338,12 +336,12 @@ def test_credits_are_kept(directory: Path) -> None:
         assert all(ended(pending).answer == FOUND for pending in questions)
 
 
-def test_an_urgent_question_overtakes_what_waits_for_credits(directory: Path) -> None:
+def test_an_urgent_request_overtakes_requests_that_wait_for_credits(directory: Path) -> None:
     server = Fake(directory, request_credits=128)
     with talking(directory) as client:
         questions = [client.request(LOOKUP, 20) for _ in range(200)]
         received = [server.receive() for _ in range(126)]
-        assert not server.socket.poll(100), "the others wait"
+        assert not server.socket.poll(100), "the other requests wait"
         urgent = client.request(wire.CancelStores(), 20, urgent=True)
         peer, envelope = server.receive()
         assert (envelope.kind, envelope.correlation) == (Kind.CANCEL_STORES, urgent.id)
@@ -361,11 +359,11 @@ def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
     Fake(directory)
     directory.chmod(0o755)
     with talking(directory) as client:
-        eventually("it says why", lambda: "chmod 700" in client.problem)
+        eventually("the reason is logged", lambda: "chmod 700" in client.problem)
         assert not client.listening
 
 
-def test_closing_ends_every_question(directory: Path) -> None:
+def test_closing_ends_every_request(directory: Path) -> None:
     with talking(directory) as client:
         pending = client.request(LOOKUP, 60)
         client.close()
@@ -377,7 +375,7 @@ def test_closing_ends_every_question(directory: Path) -> None:
         assert late.over
 
 
-def test_a_turn_comes_when_something_happens_and_when_its_time_has_come(directory: Path) -> None:
+def test_turn_is_called_on_events_and_at_its_time(directory: Path) -> None:
     turns: list[float] = []
 
     def turn() -> float:
@@ -388,7 +386,7 @@ def test_a_turn_comes_when_something_happens_and_when_its_time_has_come(director
         eventually("some turns", lambda: len(turns) > 10)
 
 
-def test_with_a_real_leader() -> None:
+def test_a_client_reconnects_to_a_restarted_leader() -> None:
     with running(ranks=1) as daemon, talking(daemon.socket_dir / "leader") as client:
         failure = ended(client.request(LOOKUP, TIMEOUT_S)).failure
         assert failure is not None
@@ -400,6 +398,6 @@ def test_with_a_real_leader() -> None:
         assert ended(client.request(LOOKUP, TIMEOUT_S)).failure is not None
 
 
-def test_runs_of_neighbours() -> None:
+def test_consecutive_pages_are_encoded_as_runs() -> None:
     assert wire.runs([3, 5, 6, 7, 9, 8]) == [3, [5, 3], 9, 8]
     assert wire.runs([]) == []

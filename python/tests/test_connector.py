@@ -1,4 +1,4 @@
-"""What the connector refuses, and how it is made."""
+"""Tests of the connector's creation and of its refusals."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_the_installed_interface_is_the_known_one() -> None:
     assert compat.differences(*KNOWN) == []
 
 
-def test_an_interface_that_differs_is_named() -> None:
+def test_differences_of_the_interface_are_listed() -> None:
     class Other(KVConnectorBase_V1):
         def get_num_new_matched_tokens(self, request: Any) -> Any:  # type: ignore[override]
             pass
@@ -87,9 +87,7 @@ def test_an_interface_that_differs_is_named() -> None:
         ({"prefix_caching_hash_algo": "xxhash_cbor"}, "PYTHONHASHSEED"),
     ],
 )
-def test_settings_with_which_it_would_go_wrong(
-    changes: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsafe_settings_are_refused(changes: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     connector.check_config(config())
     with pytest.raises(ValueError, match=text):
@@ -106,10 +104,10 @@ def test_settings_with_which_it_would_go_wrong(
         ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy of MultiConnector is 'fail'"),
     ],
 )
-def test_settings_around_several_connectors_count(
+def test_the_settings_around_several_connectors_apply(
     changes: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's scheduler obeys those, not each connector's own."""
+    """vLLM's scheduler uses the outer settings, not each connector's own."""
     outer = config(kv_connector="MultiConnector", **changes)
     monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: outer)
     with pytest.raises(ValueError, match=text):
@@ -136,14 +134,16 @@ def test_every_hash_algorithm_of_vllm_is_judged() -> None:
         ([FullAttentionSpec], {"enable_sleep_mode": True}, "enable_sleep_mode is True"),
     ],
 )
-def test_what_is_not_supported_is_said(kinds: list[type], changes: dict[str, int], text: str | None) -> None:
+def test_unsupported_settings_and_groups_are_named(
+    kinds: list[type], changes: dict[str, int], text: str | None
+) -> None:
     found = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object.__new__(kind)) for kind in kinds])
     why = connector.why_unreachable(config(**changes)) or kv_groups.why_not_served(found)  # type: ignore[arg-type]
     assert (why is None) == (text is None)
     assert text is None or text in (why or "")
 
 
-def test_groups_in_words() -> None:
+def test_groups_are_translated_to_the_wire() -> None:
     plain = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     window = SlidingWindowSpec(**plain, sliding_window=128)
     chunk = ChunkedLocalAttentionSpec(**plain, attention_chunk_size=64)
@@ -181,14 +181,14 @@ def kv_cache(*specs: Any) -> Any:
     return KVCacheConfig(9, [], [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)])
 
 
-def test_shards_are_those_that_differ() -> None:
+def test_the_number_of_shards_is_that_of_distinct_slices() -> None:
     every = kv_cache(FullAttentionSpec(**PLAIN))
     for heads, ranks, shards in (({8}, 2, 2), ({2}, 8, 2), ({1}, 4, 1), ({2, 4}, 8, 8), (set(), 8, 8)):
         assert kv_groups.shards(every, ranks, heads) == shards
     latent = MLAAttentionSpec(**PLAIN, max_tp_shards=1)
     assert kv_groups.shards(kv_cache(latent, latent), 4, {8}) == 1
     unknown = MLAAttentionSpec(**PLAIN)
-    assert kv_groups.shards(kv_cache(latent, unknown), 4, {1}) == 4, "one layer may be each rank's own"
+    assert kv_groups.shards(kv_cache(latent, unknown), 4, {1}) == 4, "each rank may have its own slice of one layer"
     assert kv_groups.shards(kv_cache(latent, FullAttentionSpec(**PLAIN)), 4, {1}) == 4
 
 
@@ -216,7 +216,7 @@ def test_every_total_of_heads_counts(target: Any, draft: Any, totals: set[int]) 
 
 
 def test_a_mixed_group_is_judged_by_its_ranks() -> None:
-    """vLLM shows its scheduler one layer of a group; only the ranks see that the others differ."""
+    """vLLM's scheduler receives one layer of a group; only the ranks receive the layers that differ."""
     mixed = UniformTypeKVCacheSpecs(
         block_size=16,
         kv_cache_specs={"a": FullAttentionSpec(**PLAIN), "b": SlidingWindowSpec(**PLAIN, sliding_window=128)},
@@ -256,13 +256,13 @@ def test_a_page_has_bytes_of_all_layers() -> None:
         ({"weights": 7}, "weights is 7: give a text"),
     ],
 )
-def test_extra_settings_that_are_wrong(extra: dict[str, Any], text: str) -> None:
+def test_wrong_extra_settings_are_refused(extra: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match="kv_connector_extra_config") as refused:
         Settings.read(extra)
     assert text in str(refused.value)
 
 
-def test_extra_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert Settings.read({}) == Settings(Path("/run/user/7/kvferry"))
     monkeypatch.delenv("XDG_RUNTIME_DIR")

@@ -1,4 +1,4 @@
-"""What names the bytes of pages: the weights, above all."""
+"""Tests of the names of page contents: above all, of the weights."""
 
 import json
 import os
@@ -19,7 +19,7 @@ COMMITS = ("a" * 40, "b" * 40)
 
 
 class HfConfig:
-    """As much of a configuration as is looked at."""
+    """The parts of a configuration that are used."""
 
     def __init__(self, commit: str | None = None, **values: Any):
         self._commit_hash = commit
@@ -76,7 +76,7 @@ def both(made: Any, **given: Any) -> tuple[str, str]:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    """A cache of the Hub with one repository, whose branch ``main`` is at the first commit."""
+    """Creates a Hub cache with one repository, whose branch ``main`` is at the first commit."""
     for commit in COMMITS:
         (tmp_path / "models--org--model" / "snapshots" / commit).mkdir(parents=True)
         (tmp_path / "models--org--model" / "snapshots" / commit / "config.json").write_text("{}")
@@ -89,15 +89,15 @@ def move(hub: Path, commit: str) -> None:
     (hub / "models--org--model" / "refs" / "main").write_text(commit)
 
 
-def test_a_name_on_the_hub_is_the_commit_that_lies_here(hub: Path) -> None:
-    """The branch moves between two starts of an engine: what was stored before is not found after."""
+def test_a_name_on_the_hub_is_identified_by_the_local_commit(hub: Path) -> None:
+    """The branch moves between two starts of an engine: pages from before are not found after."""
     cached = {"download_dir": str(hub)}
     first = both(config("org/model", **cached))
     assert both(config("org/model", instance="another start", **cached)) == first
     move(hub, COMMITS[1])
     second = both(config("org/model", **cached))
     assert not set(first) & set(second)
-    assert both(config("org/model", revision=COMMITS[0])) == first, "whatever led to the commit"
+    assert both(config("org/model", revision=COMMITS[0])) == first, "the way to the commit does not matter"
     assert both(config("org/model", revision=COMMITS[1])) == second
     assert content.weights_of(config("org/model", revision=COMMITS[0]), settings()).shared
 
@@ -109,15 +109,15 @@ def test_a_branch_that_moved_while_the_engine_started_is_not_trusted(hub: Path) 
 
 
 @pytest.mark.parametrize("model", ["org/unknown", "s3://bucket/model", "/nowhere/model", "org/repository:Q4"])
-def test_weights_that_cannot_be_identified_are_this_starts_own(
+def test_weights_that_cannot_be_identified_are_private_to_this_start(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cached = {"download_dir": str(tmp_path)}
     first = both(config(model, **cached))
-    assert both(config(model, **cached)) == first, "all processes of an engine say the same"
+    assert both(config(model, **cached)) == first, "all processes of an engine have the same text"
     again = both(config(model, instance="another start", **cached))
     assert again[0] != first[0]
-    assert again[1] == first[1], "both may stand beside each other at one leader"
+    assert again[1] == first[1], "both may be replicas of one leader"
     content.tell_unknown_weights(config(model, **cached), content.weights_of(config(model, **cached), settings()))
     assert f"the weights of {model} cannot be identified" in caplog.text
     declared = both(config(model, **cached), weights="v1")
@@ -125,19 +125,19 @@ def test_weights_that_cannot_be_identified_are_this_starts_own(
     assert not set(both(config(model, **cached), weights="v2")) & set(declared)
 
 
-def test_weights_from_object_storage_are_named_by_where_they_come_from(tmp_path: Path) -> None:
+def test_weights_from_object_storage_are_named_by_their_source(tmp_path: Path) -> None:
     made = config(str(tmp_path), model_weights="s3://bucket/model")
     assert content.weights_of(made, settings()).shared is False
 
 
-def test_files_are_looked_at_before_what_is_declared(tmp_path: Path) -> None:
+def test_files_take_precedence_over_the_weights_setting(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("one")
     first = both(config(str(tmp_path)), weights="v1")
     (tmp_path / "weights").write_text("another")
     assert not set(both(config(str(tmp_path)), weights="v1")) & set(first)
 
 
-def test_random_weights_are_a_matter_of_the_seed() -> None:
+def test_random_weights_are_named_by_their_seed() -> None:
     dummy = {"load_format": "dummy"}
     first = both(config("org/model", **dummy))
     assert both(config("org/model", instance="another start", **dummy)) == first
@@ -153,7 +153,7 @@ def test_random_weights_are_a_matter_of_the_seed() -> None:
         {"model_loader_extra_config": {"a": 1}},
     ],
 )
-def test_content_names_what_weights_are_read_as(change: dict[str, Any], tmp_path: Path) -> None:
+def test_content_depends_on_how_weights_are_read(change: dict[str, Any], tmp_path: Path) -> None:
     assert not set(both(config(str(tmp_path)))) & set(both(config(str(tmp_path), **change)))
 
 
@@ -177,12 +177,12 @@ def test_a_configuration_with_keys_of_several_kinds() -> None:
     assert content.sorted_json({1: "x"}) != content.sorted_json({"1": "x"})
 
 
-def test_what_is_described_is_the_same_in_every_process() -> None:
-    assert content.described(test_random_weights_are_a_matter_of_the_seed).endswith("_the_seed>")
+def test_descriptions_are_equal_in_every_process() -> None:
+    assert content.described(test_random_weights_are_named_by_their_seed).endswith("_the_seed>")
     assert content.described({"a": 1}) == "{'a': 1}"
 
 
-def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_identified_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(name)
@@ -197,7 +197,7 @@ def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.
     assert files.look(str(tmp_path / "loop")) is None
 
 
-def test_a_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
+def test_a_file_is_identified_by_its_metadata(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_text("one")
     first = text_of(file)
@@ -211,7 +211,7 @@ def text_of(path: Path | str) -> str:
     return found.text()
 
 
-def test_an_engine_began_before_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_an_engine_writes_are_newer_than_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     began = files.began_at()
     (tmp_path / "weights").write_text("one")
@@ -219,7 +219,7 @@ def test_an_engine_began_before_what_it_writes(tmp_path: Path, monkeypatch: pyte
     assert abs(files.began_at() - began) < 1.0
 
 
-def test_a_link_counts_from_where_it_lies(tmp_path: Path) -> None:
+def test_a_relative_link_is_resolved_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "shared" / "models" / "a").mkdir(parents=True)
     (tmp_path / "shared" / "models" / "a" / "weights").write_text("one")
     (tmp_path / "app" / "releases" / "5").mkdir(parents=True)
@@ -228,8 +228,8 @@ def test_a_link_counts_from_where_it_lies(tmp_path: Path) -> None:
     assert text_of(tmp_path / "app" / "current" / "models" / "a") == text_of(tmp_path / "shared" / "models" / "a")
 
 
-def test_what_follows_a_link_counts_from_where_it_leads(tmp_path: Path) -> None:
-    """``link/..`` is not the folder in which the link lies, though there is one of that name, too."""
+def test_the_path_after_a_link_is_resolved_from_the_links_target(tmp_path: Path) -> None:
+    """``link/..`` is the parent of the link's target, not the folder that contains the link."""
     for where in (tmp_path, tmp_path / "far"):
         (where / "model").mkdir(parents=True)
         (where / "model" / "weights").write_text(str(where))
@@ -241,14 +241,14 @@ def test_what_follows_a_link_counts_from_where_it_leads(tmp_path: Path) -> None:
     assert found.changed_at >= (tmp_path / "link").lstat().st_ctime
 
 
-def test_a_loop_of_links_is_nothing(tmp_path: Path) -> None:
+def test_a_loop_of_links_leads_to_no_files(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")
     assert files.look(str(tmp_path / "one")) is None
-    assert text_of(tmp_path), "it is no weights, and does not hide those beside it"
+    assert text_of(tmp_path), "the entry is no weights file, and does not hide the others"
 
 
-def test_weights_one_folder_down_count(tmp_path: Path) -> None:
+def test_weights_in_a_subfolder_are_part_of_the_name(tmp_path: Path) -> None:
     (tmp_path / "whisper").mkdir()
     (tmp_path / "whisper" / "model.safetensors").write_text("one")
     first = text_of(tmp_path)
@@ -265,7 +265,7 @@ def test_a_clock_that_is_set_forward_makes_no_file_older_than_the_engine(monkeyp
     assert files.began_at() == pytest.approx(began - 3600, abs=1)
 
 
-def test_a_process_that_was_forked_began_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_has_its_own_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     reads, writes = os.pipe()
     now = time.time()
@@ -273,12 +273,14 @@ def test_a_process_that_was_forked_began_then(monkeypatch: pytest.MonkeyPatch) -
         os.write(writes, str(files.began_at()).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    # The start of a process is known to a hundredth of a second.
+    # The start time of a process has a resolution of 10 ms.
     assert float(os.read(reads, 64)) > now - 0.1 > files.began_at()
 
 
 @pytest.mark.parametrize("load_format", ["ipc_cache", "tensorizer", "modelexpress", "npcache", "a plugin's"])
-def test_weights_that_are_read_from_elsewhere_are_this_starts_own(load_format: str, hub: Path, tmp_path: Path) -> None:
+def test_weights_that_are_read_from_elsewhere_are_private_to_this_start(
+    load_format: str, hub: Path, tmp_path: Path
+) -> None:
     """A copy that a server on this machine holds may be of older files than those at the path."""
     (tmp_path / "weights").write_text("one")
     for model in (str(tmp_path), "org/model"):
@@ -287,8 +289,8 @@ def test_weights_that_are_read_from_elsewhere_are_this_starts_own(load_format: s
         assert content.weights_of(made, settings(weights="v1")).shared
 
 
-def test_a_model_that_is_made_of_others_is_this_starts_own(tmp_path: Path) -> None:
-    """Its folder does not have the weights of the other ones, nor does its configuration name their commits."""
+def test_a_model_made_of_other_models_is_private_to_this_start(tmp_path: Path) -> None:
+    """Its folder lacks the weights of the other models, and its configuration does not name their commits."""
     for values, shared in (
         ({"text_model_id": None}, True),
         ({"text_model_id": "org/model"}, False),
@@ -302,17 +304,17 @@ def test_a_model_that_is_made_of_others_is_this_starts_own(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "change", [{"load_format": "pt"}, {"ignore_patterns": ["original/*"]}, {"speculative_config": "/draft"}]
 )
-def test_pages_are_kept_apart_by_what_is_read_of_a_folder(change: dict[str, Any], tmp_path: Path) -> None:
+def test_pages_are_separated_by_the_files_that_are_read_of_a_folder(change: dict[str, Any], tmp_path: Path) -> None:
     if path := change.get("speculative_config"):
         draft = SimpleNamespace(model=str(tmp_path) + path, model_weights="", revision=None)
         change = {"speculative_config": SimpleNamespace(draft_model_config=draft)}
     one, other = config(str(tmp_path)), config(str(tmp_path), **change)
     other.speculative_config = change.get("speculative_config")
     assert both(one)[0] != both(other)[0]
-    assert both(one)[1] == both(other)[1], "engines that stand beside each other need not agree in it"
+    assert both(one)[1] == both(other)[1], "replicas need not agree on it"
 
 
-def test_adapters_are_kept_apart_by_how_they_are_applied(tmp_path: Path) -> None:
+def test_adapters_are_separated_by_the_options_that_apply_them(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("one")
 
     def named(**changes: Any) -> bytes | None:
@@ -329,13 +331,13 @@ def test_adapters_are_kept_apart_by_how_they_are_applied(tmp_path: Path) -> None
     )
 
 
-def test_a_folder_without_files_of_an_adapter_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_adapter_files_is_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("one")
     assert Namespaces("base", "one", declared=True).of(adapter(str(tmp_path))) is None
 
 
 def test_a_model_is_the_same_where_the_hub_is_offline(hub: Path) -> None:
-    """vLLM has the folder of the snapshot in the place of the name then."""
+    """In offline mode vLLM has the snapshot's folder in place of the name."""
     online = config("org/model", revision=Branch("main"))
     online.model_config.hf_config = HfConfig(COMMITS[1], _name_or_path="org/model", layers=1)
     offline = config(str(hub / "models--org--model" / "snapshots" / COMMITS[1]))
@@ -345,14 +347,14 @@ def test_a_model_is_the_same_where_the_hub_is_offline(hub: Path) -> None:
     assert both(online)[0] != both(offline)[0]
 
 
-def test_a_draft_model_has_the_users_promise_too(tmp_path: Path) -> None:
+def test_the_weights_setting_covers_the_draft_model(tmp_path: Path) -> None:
     for name in ("model", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("one")
     made = config(str(tmp_path / "model"))
     alone = both(made, weights="v1")[0]
     made.speculative_config = SimpleNamespace(draft_model_config=made.model_config)
-    assert both(made, weights="v1")[0] == alone, "tokens are guessed without a model"
+    assert both(made, weights="v1")[0] == alone, "the method drafts tokens without a model"
     draft = SimpleNamespace(model=str(tmp_path / "draft"), model_weights="", revision=None)
     made.speculative_config = SimpleNamespace(draft_model_config=draft)
     first = [both(made, weights="v1")[0], both(made)[0]]
@@ -363,8 +365,8 @@ def test_a_draft_model_has_the_users_promise_too(tmp_path: Path) -> None:
     assert both(made)[0] not in (*first, *again)
 
 
-def test_layers_that_draft_are_named_by_the_commit_that_they_come_from(hub: Path) -> None:
-    """vLLM reads them at the revision of the draft model, which need not be that of the model."""
+def test_draft_layers_are_named_by_their_own_commit(hub: Path) -> None:
+    """vLLM reads draft layers at the draft model's revision, which may differ from the model's."""
     made = config("org/model", revision=COMMITS[0], download_dir=str(hub))
     seen = set()
     for revision in (COMMITS[0], COMMITS[1], None):
@@ -382,20 +384,20 @@ def test_a_path_in_object_storage_is_no_snapshot() -> None:
 
 
 class Branch(str):
-    """A branch whose commit vLLM has asked for."""
+    """The branch's commit was requested by vLLM."""
 
     resolved = COMMITS[1]
 
 
-def test_the_commit_is_the_one_that_vllm_asked_for(hub: Path) -> None:
+def test_the_commit_is_the_one_that_vllm_requested(hub: Path) -> None:
     made = config("org/model", revision=Branch("main"), download_dir=str(hub))
     assert COMMITS[1] in content.weights_of(made, settings()).name
     elsewhere = config("s3://bucket/model", revision=COMMITS[0], download_dir=str(hub))
-    assert not content.weights_of(elsewhere, settings()).shared, "a commit of another place"
+    assert not content.weights_of(elsewhere, settings()).shared, "the commit belongs to another repository"
 
 
 def test_a_model_of_which_vllm_fetched_what_it_reads_has_a_commit(hub: Path) -> None:
-    """The library of the Hub knows of files that are not there, and says so; an adapter may need any of them."""
+    """The Hub library reports missing files; an adapter may need any of them."""
     repository = hub / "models--org--model"
     (repository / "trees").mkdir()
     listed = {name: {"size": 2, "blob_id": "0" * 40} for name in ("config.json", "README.md")}
@@ -406,7 +408,7 @@ def test_a_model_of_which_vllm_fetched_what_it_reads_has_a_commit(hub: Path) -> 
 
 
 def changed_by(change: str, folder: Path) -> None:
-    """Changes what lies in ``folder / "model"``, a link to ``v1``, and keeps times of modification."""
+    """Changes the contents of ``folder / "model"``, a link to ``v1``, and keeps modification times."""
     match change:
         case "a file is written over":
             file = folder / "v1" / "weights"
@@ -447,7 +449,7 @@ def changed_by(change: str, folder: Path) -> None:
 def test_files_that_change_while_an_engine_starts_are_not_trusted(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are looked at when the weights have been loaded."""
+    """The files are checked after the weights were loaded."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("one")
@@ -463,7 +465,7 @@ def test_files_that_change_while_an_engine_starts_are_not_trusted(
     monkeypatch.setattr(files, "began_at", lambda: began)
     first = content.weights_of(config(model), settings())
     assert first.shared
-    # The clock of files goes in steps of a few milliseconds.
+    # The file clock has a resolution of a few milliseconds.
     while not (tmp_path / "clock").exists() or (tmp_path / "clock").stat().st_ctime <= began:
         (tmp_path / "clock").write_text("")
     changed_by(change, tmp_path)
@@ -475,7 +477,7 @@ def test_files_that_change_while_an_engine_starts_are_not_trusted(
     named = content.content_of(config(model), settings())
     monkeypatch.setattr(files, "began_at", lambda: time.time() + 60)
     assert content.weights_of(config(model), settings(weights="v1")) == declared
-    assert content.content_of(config(model), settings()) == named, "both may stand beside each other at one leader"
+    assert content.content_of(config(model), settings()) == named, "both may be replicas of one leader"
     later = content.weights_of(config(model), settings())
     assert later.shared
     same = change == "a link that it leads over is made anew"
@@ -487,10 +489,10 @@ def adapter(path: str) -> Any:
     return SimpleNamespace(lora_int_id=1, lora_name="one", lora_path=path, load_inplace=False)
 
 
-def test_an_adapter_on_the_hub_is_this_starts_own_unless_nothing_can_move(
+def test_an_adapter_on_the_hub_is_private_to_this_start_unless_the_hub_is_offline(
     hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM resolves its name after this does, and a branch may have moved by then."""
+    """vLLM resolves the name later, and the branch may have moved by then."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     for offline, shared in ((False, False), (True, True)):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
@@ -501,17 +503,17 @@ def test_an_adapter_on_the_hub_is_this_starts_own_unless_nothing_can_move(
     move(hub, COMMITS[1])
     assert Namespaces("base", "one").of(adapter("org/model")) != first
     one.next_step()
-    assert one.of(adapter("org/model")) is None, "it may have been read again"
+    assert one.of(adapter("org/model")) is None, "vLLM may have read the adapter again"
     monkeypatch.setattr(files, "began_at", lambda: 0.0)
     moved, again = (Namespaces("base", start).of(adapter("org/model")) for start in ("one", "two"))
-    assert moved != again, "it may have been loaded before the branch moved"
+    assert moved != again, "the adapter may have been loaded before the branch moved"
     assert Namespaces("base", "one").of(adapter("org/unknown")) is None
 
 
-def test_an_adapter_that_is_newer_than_the_engine_is_this_starts_own(
+def test_an_adapter_newer_than_the_engine_is_private_to_this_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM may have loaded it long before its first request, and its files may have changed in between."""
+    """vLLM may have loaded the adapter long before its first request, and its files may have changed in between."""
     (tmp_path / "adapter_config.json").write_text("one")
     older = Namespaces("base", "one").of(adapter(str(tmp_path)))
     monkeypatch.setattr(files, "began_at", lambda: 0.0)
@@ -525,7 +527,7 @@ def test_an_adapter_that_is_newer_than_the_engine_is_this_starts_own(
     assert len(declared) == 1, "the user promises that files do not change once they were loaded"
 
 
-def test_private_namespaces_are_nobody_elses() -> None:
+def test_private_namespaces_belong_to_one_engine() -> None:
     one, two = Namespaces("base", "one"), Namespaces("base", "two")
     shared = one.of(None)
     assert two.of(None) == shared

@@ -1,4 +1,4 @@
-"""KV memory on a GPU, by the CUDA driver for tests, with a real leader and worker."""
+"""Tests of KV memory on a GPU, with the CUDA driver for tests and a real leader and worker."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from daemon import TIMEOUT_S, running
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, str]:
-    """With which a process finds the driver for tests."""
+    """Returns the environment variables with which a process loads the driver for tests."""
     library = os.environ["FAKE_CUDA_LIBRARY"]
     for name in ("libcuda.so", "libcuda.so.1"):
         (tmp_path / name).symlink_to(library)
@@ -29,7 +29,7 @@ def script(source: str, *arguments: str, **changes: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "ticket", "cuda_fabric"])
-def test_there_and_back(variables: dict[str, str], kind: str) -> None:
+def test_pages_on_a_gpu_come_back_unchanged(variables: dict[str, str], kind: str) -> None:
     with running(ranks=1, g2="16MiB", variables=variables) as daemon:
         rank = Path(__file__).parent / "gpu_rank.py"
         done = script(str(rank), str(daemon.socket_dir), kind, **variables)
@@ -45,7 +45,7 @@ def test_there_and_back(variables: dict[str, str], kind: str) -> None:
         ("*/cuMemGetAddressRange_v2/1/1", "Memory of some allocators, such as cudaMallocAsync, has no handles"),
     ],
 )
-def test_memory_without_handles_is_refused_in_words(variables: dict[str, str], fail: str, text: str) -> None:
+def test_memory_without_handles_is_refused_with_the_reason(variables: dict[str, str], fail: str, text: str) -> None:
     source = """
 import ctypes, gpu_rank
 from kvferry.memory import Group, KvMemory, Place, Unsupported
@@ -63,7 +63,7 @@ except Unsupported as error:
     assert text in done.stdout, done.stdout + done.stderr
 
 
-def test_chunks_that_nobody_may_share(variables: dict[str, str]) -> None:
+def test_chunks_that_cannot_be_shared_are_refused(variables: dict[str, str]) -> None:
     source = """
 import gpu_rank
 from kvferry.memory import Group, KvMemory, Place, Unsupported
@@ -79,13 +79,13 @@ except Unsupported as error:
     assert "chunks that were made without a way to share them" in done.stdout, done.stdout + done.stderr
 
 
-def test_without_a_driver() -> None:
+def test_a_missing_driver_is_reported() -> None:
     source = "from kvferry import cuda\ntry:\n    cuda.Context()\nexcept cuda.CudaError as error:\n    print(error)"
     done = script(source, LD_LIBRARY_PATH="")
     assert "CUDA" in done.stdout, done.stdout + done.stderr
 
 
-#: A rank's memory, made on the thread that runs this, whose current context is another device's afterwards.
+#: Creates a rank's memory on the running thread, whose current context is another device's afterwards.
 MEMORY = """
 import ctypes, gpu_rank
 from kvferry import cuda
@@ -98,8 +98,8 @@ library = ctypes.CDLL("libcuda.so.1")
 WHOLE = MEMORY.format(address="gpu.allocate(1 << 20)")
 
 
-def test_a_capture_of_the_engine_is_not_made_blind(variables: dict[str, str]) -> None:
-    """An unsafe call under a capture ends it, also on the thread that gave kvferry the memory."""
+def test_unsafe_calls_during_a_capture_of_the_engine_are_still_detected(variables: dict[str, str]) -> None:
+    """An unsafe call invalidates a running capture, also on the thread that passed the memory to kvferry."""
     source = f"""{WHOLE}
 stream, graph, address = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
 assert library.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(1)) == 0
@@ -146,7 +146,7 @@ def test_a_mig_instance_has_a_name_of_its_own(variables: dict[str, str]) -> None
     assert instance[4:] != whole[4:]
 
 
-#: Hands the memory to a worker as it is seen from here, and says why not.
+#: Sends the memory to a worker as this process sees it, and prints the reason of a refusal.
 HAND_OVER = """
 import socket, struct, sys, tempfile, threading
 from pathlib import Path
@@ -191,13 +191,13 @@ def test_a_worker_in_another_pid_namespace_is_not_given_ipc_handles(variables: d
 
 
 def test_chunks_reach_a_worker_in_another_pid_namespace(variables: dict[str, str]) -> None:
-    """All of a registration is shared by descriptors then, the proof of the mapping too."""
+    """The whole registration is shared by descriptors, including the proof of the mapping."""
     chunks = "gpu_rank.in_chunks([gpu_rank.CHUNK_BYTES], cuda.SHARED_BY_FD)"
     done = script(MEMORY.format(address=chunks) + HAND_OVER, **variables)
     assert done.stdout.splitlines() == ["here: 2", "elsewhere: 2", "below: 2"], done.stdout + done.stderr
 
 
-def test_every_chunk_of_new_memory_can_be_told_from_the_others(variables: dict[str, str]) -> None:
+def test_the_proofs_of_all_chunks_of_new_memory_differ(variables: dict[str, str]) -> None:
     source = """
 import gpu_rank
 from kvferry import cuda
@@ -238,7 +238,7 @@ print("told apart")
 def test_a_chunk_that_shows_other_memory_is_not_served(
     variables: dict[str, str], way: str, capfd: pytest.CaptureFixture
 ) -> None:
-    """The driver shows the first chunk twice. Asked again it shows what it should, and that is served."""
+    """The driver maps the first chunk twice. On a second request it maps the right chunk, which is served."""
     source = f"""
 import sys
 from pathlib import Path
@@ -266,7 +266,7 @@ print("registered")
     assert "registration.allocations[0].handle.chunks[1] shows other bytes" in said, said
 
 
-#: Registers, and again with the next worker, while it writes most of its pages.
+#: Registers its memory, then again with the next worker, while it writes to most pages.
 WRITER = """
 import random, sys, threading
 from pathlib import Path
@@ -300,7 +300,7 @@ finally:
 """
 
 
-def test_an_engine_that_writes_registers_again(variables: dict[str, str]) -> None:
+def test_an_engine_that_writes_to_its_memory_can_register_again(variables: dict[str, str]) -> None:
     with running(ranks=1, g2="16MiB", variables=variables) as daemon:
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-c", WRITER, str(daemon.socket_dir)]

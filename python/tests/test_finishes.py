@@ -1,4 +1,4 @@
-"""The end of a request is sent until the leader has confirmed it."""
+"""Tests of `finish`, which is sent until the leader has confirmed it."""
 
 import pytest
 from test_scheduler import Engine, found, refused, request
@@ -32,11 +32,11 @@ def finished(engine: Engine) -> list[int]:
     return [asked.message.slot for asked in engine.leader.asked if isinstance(asked.message, wire.Finish)]
 
 
-def test_a_finish_without_an_answer_is_said_again_until_it_has_one(engine: Engine) -> None:
+def test_a_finish_without_an_answer_is_retried_until_it_is_answered(engine: Engine) -> None:
     slot = finish(engine, "a")
     for times in (2, 3):
         engine.step()
-        assert len(finished(engine)) == times - 1, "one is under way"
+        assert len(finished(engine)) == times - 1, "one request is in flight"
         engine.leader.last(wire.Finish).end(silence())
         engine.step()
         assert finished(engine) == [slot] * times
@@ -45,8 +45,8 @@ def test_a_finish_without_an_answer_is_said_again_until_it_has_one(engine: Engin
     assert len(finished(engine)) == 3
 
 
-def test_a_finish_that_could_not_be_asked_is_asked_later(engine: Engine) -> None:
-    """No answer arrives, and the limit of open requests is reached."""
+def test_a_finish_that_could_not_be_sent_is_sent_later(engine: Engine) -> None:
+    """Sends requests without an answer until the limit of open requests is reached."""
     engine.leader.answers[wire.Finish] = Failure(Code.BUSY, "4096 questions", reported=False, retry=True, over=True)
     slots = [finish(engine, f"{number}") for number in range(5)]
     said = len(finished(engine))
@@ -62,7 +62,7 @@ def test_a_finish_that_could_not_be_asked_is_asked_later(engine: Engine) -> None
     assert len(finished(engine)) == said
 
 
-def test_the_pause_between_two_tries(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+def test_retries_of_a_finish_have_a_pause(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     monkeypatch.setattr(finishes, "AGAIN_PAUSE_S", 1000.0)
     finish(engine, "a")
     engine.leader.last(wire.Finish).end(silence())
@@ -71,7 +71,7 @@ def test_the_pause_between_two_tries(monkeypatch: pytest.MonkeyPatch, engine: En
     assert len(finished(engine)) == 1
 
 
-def test_what_cannot_be_finished_is_let_be(engine: Engine) -> None:
+def test_a_finish_that_cannot_succeed_is_not_retried(engine: Engine) -> None:
     finish(engine, "a")
     engine.leader.last(wire.Finish).end(refused(Code.UNKNOWN_SLOT))
     engine.step()
@@ -83,7 +83,7 @@ def test_what_cannot_be_finished_is_let_be(engine: Engine) -> None:
     assert len(finished(engine)) == 2, "a new leader has no slots of the old one"
 
 
-def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+def test_owed_requests_are_bounded(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     monkeypatch.setattr(finishes, "OWED_MAX", 6)
     monkeypatch.setattr(finishes, "AGAIN_AT_ONCE", 4)
     slots = [finish(engine, f"{number}") for number in range(8)]
@@ -95,7 +95,7 @@ def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch, engine: Engine
     engine.leader.link = 0
     engine.leader.last(wire.Finish).end(silence())
     engine.step()
-    assert len(finished(engine)) == 12, "nobody is there"
+    assert len(finished(engine)) == 12, "no leader is connected"
     engine.leader.link = 1
     engine.step()
     assert finished(engine)[12:] == [slots[6]]

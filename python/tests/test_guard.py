@@ -1,4 +1,4 @@
-"""A fault in any hook of the connector costs hits, and no request; no page is given back early."""
+"""A fault in any hook of the connector costs hits, but no request; no page is freed too early."""
 
 import contextlib
 import inspect
@@ -27,7 +27,7 @@ from kvferry.wire import Code
 
 PAGES = 64
 HOOKS = sorted(name for name, hook in vars(KvferryConnector).items() if hasattr(hook, "guarded"))
-#: These do nothing at all.
+#: Hooks that do nothing.
 EMPTY = {"start_load_kv", "wait_for_layer_load", "save_kv_layer"}
 
 
@@ -44,7 +44,7 @@ def test_every_hook_is_guarded() -> None:
 
 @contextmanager
 def faulty(name: str, *, after: bool, times: int = 1) -> Iterator[list[int]]:
-    """The hook raises, before or after it has done its work, the next times that it is called."""
+    """Makes the next calls of the hook raise, before or after the hook's work."""
     hook = getattr(KvferryConnector, name)
     sound = hook.__wrapped__
     raised: list[int] = []
@@ -71,7 +71,7 @@ def answer_loads(engine: Stepped, what: Any) -> None:
             asked.end(what)
 
 
-#: When the fault comes: before anything, while a load is under way, or with its end.
+#: The moment of the fault: before any work, while a load runs, or at the end of a load.
 MOMENTS = ("start", "loading", "loaded")
 
 
@@ -88,7 +88,7 @@ def test_a_fault_costs_hits_and_no_request(hook: str, caplog: pytest.LogCaptureF
     assert seen > 0 or hook in UNSEEN, "the hook was never called"
 
 
-#: Hooks that the made-up engine does not call; :func:`test_hooks_that_are_called_apart` does.
+#: Hooks that the simulated engine does not call; :func:`test_a_fault_in_a_hook_outside_a_step_costs_no_request` does.
 UNSEEN = {
     "register_kv_caches",
     "request_finished",
@@ -104,7 +104,7 @@ def unknown() -> Failure:
 
 
 def one_fault(hook: str, after: bool, moment: str, answer: Any) -> int:
-    """Returns how often the fault was seen. The first page of a load that nobody knows of is computed, too."""
+    """Returns how often the fault was raised. The first page of a load without a report is computed, too."""
     prompt = tokens(PAGE_TOKENS * 4, seed=1)
     raised: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -132,7 +132,7 @@ def one_fault(hook: str, after: bool, moment: str, answer: Any) -> int:
         in_place = answer.pages if isinstance(answer, wire.LoadAnswer) else 0
         computed = sum(engine.scheduled(first)) - 3
         assert 4 * PAGE_TOKENS - in_place * PAGE_TOKENS <= computed <= 4 * PAGE_TOKENS
-        # A later request, for which no page is found.
+        # A later request finds no page.
         lookups, declined = leader.count(wire.Lookup), bool(raised)
         second = engine.add(tokens(PAGE_TOKENS * 4, seed=2))
         for _ in engine.until_over(second):
@@ -143,7 +143,7 @@ def one_fault(hook: str, after: bool, moment: str, answer: Any) -> int:
             assert leader.count(wire.Lookup) == lookups
             assert sum(engine.scheduled(second)) - 3 == 4 * PAGE_TOKENS
         held = {page for asked in open_stores(engine) for page in pages_of(asked.message.source)}
-        assert engine.free_pages() == free - len(held), "pages that are read are held, no others"
+        assert engine.free_pages() == free - len(held), "only pages that are read are held"
         for asked in open_stores(engine):
             asked.end(wire.StoreAnswer(1, 0))
         for _ in range(3):
@@ -163,7 +163,7 @@ def pages_of(items: list) -> Iterator[int]:
         yield from [item] if isinstance(item, int) else range(item[0], item[0] + item[1])
 
 
-def test_hooks_that_are_called_apart() -> None:
+def test_a_fault_in_a_hook_outside_a_step_costs_no_request() -> None:
     apart: tuple[tuple[str, Any, Any], ...] = (
         ("register_kv_caches", lambda made: made.rank.register_kv_caches({}), None),
         ("request_finished", lambda made: made.connector.request_finished(made.add([1, 2]), []), (False, None)),
@@ -183,8 +183,8 @@ def test_hooks_that_are_called_apart() -> None:
             made.run(made.add(tokens(PAGE_TOKENS * 3, seed=3)))
 
 
-def test_a_hook_that_always_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """Those that begin something: it is told once, and everything is computed."""
+def test_a_hook_that_always_fails_is_logged_once_and_stops_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """A fault in a hook that begins work is logged once, and everything is computed."""
     for hook in ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"):
         caplog.clear()
         with faulty(hook, after=False, times=1 << 30) as raised:
@@ -203,13 +203,13 @@ def test_a_fault_on_a_rank_ends_lookups_everywhere(caplog: pytest.LogCaptureFixt
     with faulty("wait_for_save", after=False):
         engine.run(engine.add(tokens(PAGE_TOKENS * 4, seed=1)))
     assert engine.rank.fault == engine.connector.fault == "wait_for_save"
-    assert "wait_for_save failed on a rank, whose log says why" in caplog.text
+    assert "wait_for_save failed on a rank, whose log has the reason" in caplog.text
 
 
-def test_a_device_that_does_not_say_what_it_has_written_ends_lookups(
+def test_a_device_that_reports_no_progress_ends_lookups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No step is known to be written any more, so that each load behind it would wait for all of its time."""
+    """Later steps are never known to be written, so that each load after them would wait for its whole deadline."""
 
     def broken() -> bool:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -226,24 +226,24 @@ def test_a_device_that_does_not_say_what_it_has_written_ends_lookups(
         first = engine.add(tokens(PAGE_TOKENS * 4, seed=1))
         for _ in engine.until_over(first):
             answer_loads(engine, wire.LoadAnswer(2))
-        eventually("it is said", lambda: "unspecified launch failure" in caplog.text)
+        eventually("the fault is logged", lambda: "unspecified launch failure" in caplog.text)
         engine.step()
         lookups, loads, stores = (leader.count(kind) for kind in (wire.Lookup, wire.Load, wire.Store))
         assert loads == 1
         second = engine.add(tokens(PAGE_TOKENS * 4, seed=2))
-        # No answer to its load would arrive.
+        # The load would get no answer.
         engine.run(second)
         assert sum(engine.scheduled(second)) - 3 == 4 * PAGE_TOKENS
         assert (leader.count(wire.Lookup), leader.count(wire.Load)) == (lookups, loads)
         assert leader.count(wire.Store) == stores
         assert engine.connector.fault == session.fault
-        assert f"{session.fault} failed on a rank, whose log says why" in caplog.text
-        assert caplog.text.count("the device does not say what it has written") == 1
+        assert f"{session.fault} failed on a rank, whose log has the reason" in caplog.text
+        assert caplog.text.count("the device reports no progress") == 1
     finally:
         engine.rank.shutdown()
 
 
-def test_what_is_done_instead_may_fail_too() -> None:
+def test_a_fallback_may_fail_too() -> None:
     class Hooks(Faults):
         def _instead(self) -> int:
             raise ValueError
@@ -263,7 +263,7 @@ def test_what_is_done_instead_may_fail_too() -> None:
         hooks.interrupted()
 
 
-def test_reports_are_made_once() -> None:
+def test_each_report_is_made_once() -> None:
     reports = Reports()
     step = StepMetadata(loaded=["a"], failed_pages=[3], abandon=[7])
     for _ in range(2):
@@ -291,4 +291,4 @@ def test_the_end_of_a_step_is_reported_with_the_step() -> None:
         reports.failed_pages()
         for _ in range(2):
             report = reports.report("")
-            assert (report.stepped_through if report else 0) == reported, "the same when it is asked for again"
+            assert (report.stepped_through if report else 0) == reported, "a repeated call returns the same"

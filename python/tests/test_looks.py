@@ -9,7 +9,7 @@ from daemon import eventually
 from kvferry.looks import Looks
 
 
-def test_a_look_that_was_given_up_answers_for_no_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_an_abandoned_check_is_not_used_for_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, looked = threading.Event(), []
 
     def look(path: str) -> str:
@@ -22,7 +22,7 @@ def test_a_look_that_was_given_up_answers_for_no_other_path(monkeypatch: pytest.
     looks = Looks(look)
     assert looks.at("slow") is None
     looks.next_step()
-    assert looks.at("other") is None, "one look at a time"
+    assert looks.at("other") is None, "one check at a time"
     assert looked == ["slow"]
     goes_on.set()
     monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
@@ -33,11 +33,11 @@ def test_a_look_that_was_given_up_answers_for_no_other_path(monkeypatch: pytest.
         assert found in (None, "other")
         return found == "other"
 
-    eventually("it looks again", answers)
+    eventually("checks run again", answers)
 
 
-def test_a_step_has_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty folders that take just less than the limit are not waited for one after another."""
+def test_all_checks_of_a_step_share_one_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty folders that take just less than the limit are not awaited one after another."""
     monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
     goes_on = threading.Event()
     looks: Looks[str] = Looks(lambda path: goes_on.wait(60) and path)
@@ -60,7 +60,7 @@ def test_storage_that_is_a_little_too_slow_does_not_stop_every_step(monkeypatch:
 
 
 def test_many_folders_of_a_fast_disk_do_not_count_as_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that has looked at all that it has time for leaves the others to the next one."""
+    """A step that has used its time leaves the other folders to the next step."""
     monkeypatch.setattr("kvferry.looks.PAUSE_S", 60.0)
     looks: Looks[str] = Looks(lambda path: path)
     assert looks.at("one") == "one"
@@ -71,7 +71,7 @@ def test_many_folders_of_a_fast_disk_do_not_count_as_a_slow_one(monkeypatch: pyt
 
 
 def test_several_folders_of_a_slow_disk_do_not_stop_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes more than half of a step's time, so that one of them is always given up."""
+    """Each folder takes more than half of a step's time, so that one check is always given up."""
     monkeypatch.setattr("kvferry.looks.PAUSE_S", 60.0)
     goes_on, looked = threading.Event(), []
     looks: Looks[str] = Looks(lambda path: looked.append(path) or ((path == "one" or goes_on.wait(60)) and path))
@@ -79,7 +79,7 @@ def test_several_folders_of_a_slow_disk_do_not_stop_every_step(monkeypatch: pyte
     looks._left_s = 0.01
     assert looks.at("two") is None
     monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
-    eventually("it has taken its time", lambda: time.monotonic() - looks._requested_at > 0.01)
+    eventually("the check has taken too long", lambda: time.monotonic() - looks._requested_at > 0.01)
     goes_on.set()
     eventually("the look is over", lambda: not looks._answers.empty())
     for _ in range(20):

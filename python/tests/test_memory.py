@@ -1,4 +1,4 @@
-"""KV memory as vLLM lays it out: described, mapped by a real worker, stored and loaded, compared byte by byte."""
+"""Tests of KV memory in vLLM's layouts: mapped by a real worker, stored, loaded, and compared byte by byte."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from kvferry.memory import Group, KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
 
 PAGES, LAYERS, HEADS, PAGE_TOKENS, CONTENT = 12, 3, 2, 8, 16
-#: Where each of (layer, page, head, token, content) lies, outermost first: the layouts of vLLM 0.32.
+#: Order of the axes (layer, page, head, token, content), outermost first: the layouts of vLLM 0.32.
 LAYOUTS = {
     "LBHNC": (0, 1, 2, 3, 4),
     "LBNHC": (0, 1, 3, 2, 4),
@@ -37,7 +37,7 @@ def group(tensors: Any, pages: int = PAGES, **more: Any) -> Group:
 
 
 def layers(order: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """One storage of all layers, in an order; each layer as (page, head, token, content)."""
+    """Returns one storage of all layers in this order, with each layer as (page, head, token, content)."""
     shape = (LAYERS, PAGES, HEADS, PAGE_TOKENS, CONTENT)
     physical = torch.zeros([shape[axis] for axis in order], dtype=dtype)
     logical = physical.permute([order.index(axis) for axis in range(5)])
@@ -97,7 +97,7 @@ class Talk:
 
 
 def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int = 1, role: str = "kv") -> None:
-    """Stores pages, spoils the memory, and loads them elsewhere: only what was loaded changes, to what was stored."""
+    """Stores pages, overwrites the memory, and loads the pages elsewhere: only loaded pages change."""
     talk = Talk(daemon, group(tensors, role=role))
     try:
         daemon.wait_ready()
@@ -123,7 +123,7 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int =
 
 
 def test_pages_of_other_content_are_not_found(daemon: Daemon) -> None:
-    """Engines of equal shape and namespace, one after another: a model and another one, such as a fine-tuned one."""
+    """Two engines of equal shape and namespace run in turn: a model, and another one such as a fine-tuned one."""
     found = []
     for content in (b"model", b"model, tuned", b"model"):
         tensors = {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}
@@ -137,12 +137,12 @@ def test_pages_of_other_content_are_not_found(daemon: Daemon) -> None:
     assert found == [0, 0, 3]
 
 
-def test_memory_without_content_is_turned_away(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_without_content_is_refused(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     tensors = {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}
     kept = KvMemory([group(tensors)], dataclasses.replace(PLACE, content=b""))
     session = RankSession(daemon.socket_dir / "worker-0-0", b"n" * 16, 0, 0, kept)
     try:
-        eventually("it is told", lambda: "content is absent or empty: name model, revision" in caplog.text)
+        eventually("the refusal is logged", lambda: "content is absent or empty: name model, revision" in caplog.text)
         assert not session.registered
     finally:
         session.close()
@@ -150,25 +150,25 @@ def test_memory_without_content_is_turned_away(daemon: Daemon, caplog: pytest.Lo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(daemon: Daemon, layout: str, dtype: torch.dtype) -> None:
+def test_pages_of_every_layout_come_back_unchanged(daemon: Daemon, layout: str, dtype: torch.dtype) -> None:
     there_and_back(daemon, layers(LAYOUTS[layout], dtype))
 
 
-def test_layers_of_their_own_and_layers_that_share(daemon: Daemon) -> None:
+def test_layers_with_own_and_shared_memory_come_back_unchanged(daemon: Daemon) -> None:
     own = {f"layer.{index}": torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT) for index in range(LAYERS)}
     own["layer.3"] = own["layer.1"]
     there_and_back(daemon, own)
 
 
-def test_latent_pages(daemon: Daemon) -> None:
+def test_latent_pages_come_back_unchanged(daemon: Daemon) -> None:
     there_and_back(daemon, {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}, role="latent")
 
 
-def test_kernel_blocks_that_are_smaller_than_pages(daemon: Daemon) -> None:
+def test_pages_of_several_kernel_blocks_come_back_unchanged(daemon: Daemon) -> None:
     there_and_back(daemon, {"layer": torch.zeros(PAGES * 2, HEADS, PAGE_TOKENS // 2, CONTENT)}, rows=2)
 
 
-def test_a_tensor_in_the_middle_of_its_storage(daemon: Daemon) -> None:
+def test_a_tensor_in_the_middle_of_its_storage_comes_back_unchanged(daemon: Daemon) -> None:
     whole = torch.zeros(1000 + PAGES * 64)
     there_and_back(daemon, {"layer": whole[7 : 7 + PAGES * 64].view(PAGES, 2, 4, 8)})
 
@@ -187,13 +187,13 @@ def test_the_storage_moves_in_place_and_has_no_name() -> None:
     kept.close()
 
 
-def test_what_cannot_be_shared_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_shared_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = layers(LAYOUTS["LBHNC"], torch.float32)
     with pytest.raises(Unsupported, match="12 blocks along its first axis, the engine counts 5 pages"):
         KvMemory([group(tensors, 5)], PLACE)
     with pytest.raises(Unsupported, match="is NoneType, not a tensor"):
         KvMemory([group({"layer": None})], PLACE)
-    with pytest.raises(Unsupported, match="lies on meta"):
+    with pytest.raises(Unsupported, match="is on meta"):
         KvMemory([group({"layer": torch.zeros(PAGES, 1, 8, 8, device="meta")})], PLACE)
 
     class Full:
@@ -206,7 +206,7 @@ def test_what_cannot_be_shared_is_refused_in_words(monkeypatch: pytest.MonkeyPat
 
 
 def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    """Sliding windows and a state beside full attention, all in the same memory: described, declined, logged."""
+    """Groups of sliding windows, a state and full attention in the same memory are described, declined and logged."""
     caplog.set_level("INFO")
     storage = torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT)
     whole = storage.view(PAGES, -1)
@@ -246,7 +246,7 @@ def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog:
 
 
 def test_a_window_alone_is_not_served_either(daemon: Daemon) -> None:
-    """And an engine that is served goes on beside it."""
+    """A served engine continues beside the refused one."""
     tensors = layers(LAYOUTS["LBHNC"], torch.float32)
     served = Talk(daemon, group(tensors))
     try:
@@ -259,7 +259,7 @@ def test_a_window_alone_is_not_served_either(daemon: Daemon) -> None:
         served.close()
 
 
-def test_a_worker_that_is_not_there(tmp_path: Path) -> None:
+def test_memory_cannot_be_sent_to_a_missing_worker(tmp_path: Path) -> None:
     kept = KvMemory([group({"layer": torch.zeros(PAGES, 1, 8, 8)})], PLACE)
     with pytest.raises(OSError, match="does not exist"):
         kept.hand_over(0, tmp_path / "nobody")

@@ -1,4 +1,4 @@
-"""Loads that wait for a step of their engine: a scheduler's side, a rank and a kvferry, without vLLM."""
+"""Tests of loads that wait for a step of their engine: the scheduler's side, a rank and kvferry, without vLLM."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
 
 ENGINE = b"e" * 16
-#: A load's own time, which a step takes longer than.
+#: A load's own time; a step takes longer.
 LOAD_S = 0.3
 
 
@@ -51,10 +51,10 @@ class Engine:
         return self.side.step(output)  # type: ignore[arg-type]
 
     def matched(self, asking: Request) -> int:
-        return eventually("it is found", lambda: self.side.matched_tokens(asking, 0))
+        return eventually("the pages are found", lambda: self.side.matched_tokens(asking, 0))
 
     def over(self) -> StepMetadata:
-        """The step in which a load is known to be over."""
+        """Runs steps until a load is over; returns the last one."""
         return eventually("the load is over", lambda: step if (step := self.step()).loaded else None)
 
     def close(self) -> None:
@@ -69,14 +69,14 @@ def daemon() -> Iterator[Daemon]:
 
 
 def load_behind_a_step(engine: Engine) -> int:
-    """Stores two pages, then gives the rank a step, then loads the pages. Returns the number of the step."""
+    """Stores two pages, sends the rank a step, then loads the pages. Returns the number of the step."""
     asking = request("a", 2 * PAGE_TOKENS + 1)
     eventually("a slot is open", lambda: engine.side.matched_tokens(asking, 0) == 0)
     stored = engine.step(asking, (1, 2, 3))
     engine.rank.wrote(stored.written_through)
     report = RankReport({}, "", stored.written_through)
     engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=report))  # type: ignore[arg-type]
-    eventually("it is stored", lambda: engine.step() and len(engine.side._copies) == 0)
+    eventually("the pages are stored", lambda: engine.step() and len(engine.side._copies) == 0)
     engine.side.finished(asking)  # type: ignore[arg-type]
     through = engine.step(request("busy", 1), (7,)).written_through
     again = request("a", 2 * PAGE_TOKENS + 1)
@@ -86,19 +86,19 @@ def load_behind_a_step(engine: Engine) -> int:
     return through
 
 
-def test_a_step_that_takes_longer_than_a_load_may_makes_no_miss(daemon: Daemon) -> None:
+def test_a_step_longer_than_a_loads_own_time_causes_no_miss(daemon: Daemon) -> None:
     engine = Engine(daemon, step_timeout_ms=int(TIMEOUT_S * 1000))
     through = load_behind_a_step(engine)
     (copy,) = engine.side._copies._open.values()
     assert copy.pending is not None
-    assert not copy.pending.wait(2 * LOAD_S), "it waits for the step"
+    assert not copy.pending.wait(2 * LOAD_S), "the load waits for the step"
     engine.rank.wrote(through)
     over = engine.over()
     assert (over.loaded, over.failed_pages, copy.answer) == (["a"], [], wire.LoadAnswer(2))
     engine.close()
 
 
-def test_a_step_that_never_ends_makes_a_miss_within_a_limit_and_costs_no_worker(daemon: Daemon) -> None:
+def test_a_step_that_never_ends_causes_a_miss_within_a_limit_and_ends_no_worker(daemon: Daemon) -> None:
     engine = Engine(daemon, step_timeout_ms=500)
     worker = daemon.pid()
     begun = time.monotonic()

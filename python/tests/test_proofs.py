@@ -1,4 +1,4 @@
-"""Where device memory is marked and read to prove its mapping; without a driver."""
+"""Tests of the places where device memory is marked and read to prove its mapping; without a driver."""
 
 import random
 
@@ -8,12 +8,12 @@ import torch
 from kvferry.proofs import PROOF_BYTES, Proofs
 
 SIZE = 4000
-#: Parts of memory that are shared by themselves; the tensors' bytes lie in all of them.
+#: Parts of memory that are shared by themselves; each contains bytes of the tensors.
 PARTS = [(1000, 500), (1500, 1500), (3000, 1000)]
 
 
 class Memory:
-    """A device's, from address 1000 on."""
+    """Device memory from address 1000 on."""
 
     def __init__(self) -> None:
         self.bytes = bytearray(SIZE)
@@ -48,7 +48,7 @@ def elements(found: At) -> set[int]:
     return {byte for place in places for byte in (place, place + 1)}
 
 
-#: Without gaps, with some between pages, and with some between halves, in any order of axes.
+#: Tensors without gaps, with gaps between pages, and with gaps between halves, in any order of axes.
 LAYOUTS = [
     ((10, 120), (120, 1)),
     ((10, 60), (125, 1)),
@@ -88,13 +88,13 @@ def test_memory_that_is_in_use_is_read_and_not_written() -> None:
     proofs = Proofs(memory, PARTS, [tensor(1000, (2000,), (1,))], new=False)  # type: ignore[arg-type]
     assert not memory.written
     for part in PARTS:
-        # Drawn places may be the same.
+        # Drawn places may coincide.
         places = [place for place, _ in proofs.read([part])]
         assert 1 <= len(places) <= 3
         assert all(part[0] <= place <= sum(part) - PROOF_BYTES for place in places)
 
 
-def test_tensors_in_which_no_proof_fits() -> None:
+def test_tensors_without_room_for_a_proof_are_not_marked() -> None:
     memory = Memory()
     proofs = Proofs(memory, PARTS, [tensor(1000, (50, 10), (40, 1))], new=True)  # type: ignore[arg-type]
     assert not memory.written

@@ -1,4 +1,4 @@
-"""What a rank owes its worker, and how it detects the end of all copies."""
+"""Tests of the requests that a rank owes its worker, and of the end of all copies."""
 
 import contextlib
 import os
@@ -37,14 +37,14 @@ def registered(side: Outbox, after: int = 0) -> None:
     assert side.answered(Register(after), True) == []
 
 
-def test_what_is_written_is_said_behind_the_registration_and_again_to_the_next_worker() -> None:
+def test_written_pages_are_reported_after_the_registration_and_again_to_the_next_worker() -> None:
     side = Outbox()
     side.wrote(4)
     assert rank_requests(side) == [Register(0)]
     side.answered(Register(0), True)
     assert rank_requests(side) == [Written(4)]
     side.wrote(9)
-    assert rank_requests(side) == [], "one at a time"
+    assert rank_requests(side) == [], "one request at a time"
     side.answered(Written(4), True)
     assert rank_requests(side) == [Written(9)]
     side.answered(Written(9), True)
@@ -55,7 +55,7 @@ def test_what_is_written_is_said_behind_the_registration_and_again_to_the_next_w
     assert rank_requests(side) == [Written(9)]
 
 
-def test_what_was_not_confirmed_is_asked_again() -> None:
+def test_an_unconfirmed_request_is_sent_again() -> None:
     side = Outbox()
     for _ in range(2):
         assert rank_requests(side) == [Register(0)]
@@ -74,7 +74,7 @@ def test_abandoned_requests_are_over_for_every_later_worker() -> None:
     registered(side)
     side.abandon([5])
     side.lost()
-    assert rank_requests(side) == [Register(5), Abandon([5])], "not behind the registration"
+    assert rank_requests(side) == [Register(5), Abandon([5])], "the abandon does not wait for the registration"
     side.abandon([8])
     assert side.answered(Abandon([5]), True) == [5]
     assert rank_requests(side) == [Abandon([8])]
@@ -82,7 +82,7 @@ def test_abandoned_requests_are_over_for_every_later_worker() -> None:
     assert rank_requests(side) == []
 
 
-def test_a_worker_that_has_forgotten_the_memory_gets_it_again() -> None:
+def test_memory_is_registered_again_with_a_worker_that_lost_it() -> None:
     side = Outbox()
     registered(side)
     side.wrote(2)
@@ -122,13 +122,13 @@ def over(session: RankSession, requests: list[int]) -> None:
     eventually("nothing is copied for them", all_over)
 
 
-def test_a_worker_gives_pages_back(session: RankSession) -> None:
+def test_an_abandoned_request_is_over_once_the_worker_confirms_it(session: RankSession) -> None:
     session.abandon([7, 9])
     over(session, [7, 9])
     assert session.over() == []
 
 
-def test_what_a_device_still_writes_is_not_said_to_be_written(session: RankSession) -> None:
+def test_pages_that_the_device_still_writes_are_not_reported_as_written(session: RankSession) -> None:
     eventually("it is registered", lambda: session.registered)
     done = {4: False, 7: False}
     looked: list[int] = []
@@ -144,34 +144,32 @@ def test_what_a_device_still_writes_is_not_said_to_be_written(session: RankSessi
     session.wrote(4, when(7))
     session.wrote(7, when(7))
     session.wrote(9)
-    eventually("it is looked at again and again", lambda: len(looked) > 3)
+    eventually("the device is checked repeatedly", lambda: len(looked) > 3)
     assert set(looked) == {4}, "in order"
     assert session._outbox.written == 0
     done[4] = True
-    eventually("the next one is looked at", lambda: 7 in looked)
+    eventually("the next pass is checked", lambda: 7 in looked)
     assert session._outbox.written == 4
     done[7] = True
-    eventually("what stands behind it is said, too", lambda: session._outbox.confirmed == 9)
+    eventually("later passes are reported, too", lambda: session._outbox.confirmed == 9)
 
 
-def test_a_device_that_does_not_answer_ends_no_conversation(
-    session: RankSession, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_that_does_not_answer_ends_no_session(session: RankSession, caplog: pytest.LogCaptureFixture) -> None:
     eventually("it is registered", lambda: session.registered)
 
     def broken() -> bool:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     session.wrote(4, broken)
-    eventually("it is said", lambda: "unspecified launch failure" in caplog.text)
-    assert session.fault == "asking the device what it has written"
+    eventually("the fault is logged", lambda: "unspecified launch failure" in caplog.text)
+    assert session.fault == "reading the progress of the device"
     session.wrote(9, lambda: True)
     session.abandon([3])
     over(session, [3])
-    assert session._outbox.written == 0, "nothing behind it is known to be written"
+    assert session._outbox.written == 0, "no later pass is known to be written"
 
 
-def test_another_worker_registers_by_itself(session: RankSession, daemon: Daemon) -> None:
+def test_memory_is_registered_with_another_worker(session: RankSession, daemon: Daemon) -> None:
     daemon.killed(daemon.pid())
     session.abandon([7])
     over(session, [7])
@@ -195,7 +193,7 @@ def test_without_any_worker_nothing_is_copied(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def leader_and_worker(directory: Path, **variables: str) -> Iterator[tuple[subprocess.Popen, subprocess.Popen]]:
-    """There is no supervisor."""
+    """No supervisor ends the worker."""
     directory.chmod(0o700)
     sides = [["leader"], ["worker", "--rank", "0"]]
     common = ["--g2", "16MiB", "--socket-dir", str(directory)]
@@ -211,10 +209,8 @@ def leader_and_worker(directory: Path, **variables: str) -> Iterator[tuple[subpr
             process.wait(TIMEOUT_S)
 
 
-def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The leader is gone."""
+def test_a_paused_worker_without_a_supervisor_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader is killed, so that no process ends the worker."""
     monkeypatch.setattr(rank, "KILL_AFTER_S", 1.0)
     with leader_and_worker(tmp_path) as (leader, worker), contextlib.closing(begin(tmp_path / "worker-0-0")) as session:
         eventually("it is registered", lambda: session.registered)
@@ -225,10 +221,10 @@ def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
         assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
 
 
-def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
+def test_a_worker_that_accepts_connections_and_answers_nothing_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No connection lasts for a quarter of the time: a new one does not restart the time."""
+    """No connection lasts for a quarter of the time: a new connection does not restart the time."""
     monkeypatch.setattr(rank, "KILL_AFTER_S", 1.0)
     tmp_path.chmod(0o700)
     command = [sys.executable, __file__, str(tmp_path), "greets"]
@@ -237,11 +233,11 @@ def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
     assert worker.stdout.readline() == "listens\n"
     session = begin(tmp_path)
     try:
-        eventually("it has the memory", lambda: session._process == worker.pid)
+        eventually("the worker has the memory", lambda: session._process == worker.pid)
         session.abandon([7])
         over(session, [7])
         assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
-        assert next(session._client._links) > 6, "connections came and went"
+        assert next(session._client._links) > 6, "several connections were made and lost"
     finally:
         worker.kill()
         worker.wait(TIMEOUT_S)
@@ -250,7 +246,7 @@ def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
 
 @contextlib.contextmanager
 def thread_stands_still(session: RankSession) -> Iterator[None]:
-    """The rank's thread stands between its wait and its next turn, for longer than a worker has."""
+    """The rank's thread is paused between its wait and its next turn, for longer than the limit of a worker."""
     stands, goes_on = threading.Event(), threading.Event()
     drain = session._client._drain_wake
 
@@ -270,7 +266,7 @@ def thread_stands_still(session: RankSession) -> Iterator[None]:
         goes_on.set()
 
 
-def test_a_rank_that_stood_still_before_it_reads_the_answer_kills_no_worker(
+def test_a_rank_that_was_paused_before_it_read_the_answer_kills_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank, "KILL_AFTER_S", 2.0)
@@ -281,14 +277,14 @@ def test_a_rank_that_stood_still_before_it_reads_the_answer_kills_no_worker(
         eventually("it is registered", lambda: session.registered)
         stop(worker.pid)
         session.abandon([7])
-        eventually("it is asked", lambda: Abandon in session._outbox.sent)
+        eventually("the abandon is sent", lambda: Abandon in session._outbox.sent)
         with thread_stands_still(session):
             worker.send_signal(signal.SIGCONT)
         over(session, [7])
         assert worker.poll() is None
 
 
-def test_a_rank_that_stood_still_before_it_asks_kills_no_worker(
+def test_a_rank_that_was_paused_before_it_sent_its_request_kills_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank, "KILL_AFTER_S", 2.0)
@@ -304,7 +300,7 @@ def test_a_rank_that_stood_still_before_it_asks_kills_no_worker(
 
 
 def looks(silence: Silence, begin_s: float, seconds: float, link: Callable[[float], int]) -> float | None:
-    """Looks once a second, and asks over every connection; says after how long the worker is given up, if it is."""
+    """Checks once a second, with a request over every connection; returns when the worker is given up, or None."""
     for passed_s in range(int(seconds) + 1):
         present = link(begin_s + passed_s)
         if silence.look(begin_s + passed_s, 30.0, present):
@@ -314,15 +310,15 @@ def looks(silence: Silence, begin_s: float, seconds: float, link: Callable[[floa
     return None
 
 
-def test_a_worker_is_given_up_when_it_was_asked_and_the_time_was_run_through() -> None:
+def test_a_worker_is_given_up_after_a_sent_request_and_the_full_running_time() -> None:
     assert looks(Silence(), 100, 60, lambda now: 1) == 30
-    assert looks(Silence(), 100, 60, lambda now: 0) == 30, "nobody to ask"
+    assert looks(Silence(), 100, 60, lambda now: 0) == 30, "no connection to send a request over"
     assert looks(Silence(), 100, 60, lambda now: 1 if now < 128 else 2) == 38, "one more quarter over a new connection"
     assert looks(Silence(), 100, 60, lambda now: int(now)) == 45, "two more for connections that come and go"
 
 
 @pytest.mark.parametrize("before_s", [0, 1, 8, 22, 29])
-def test_a_thread_that_stood_still_gives_up_no_worker_in_the_next_quarter(before_s: int) -> None:
+def test_a_thread_that_was_paused_gives_up_no_worker_in_the_next_quarter(before_s: int) -> None:
     silence = Silence()
     assert looks(silence, 100, before_s, lambda now: 1) is None
     again_s = looks(silence, 10_000, 60, lambda now: 1)
@@ -331,15 +327,15 @@ def test_a_thread_that_stood_still_gives_up_no_worker_in_the_next_quarter(before
     assert looks(Silence(), 20_000, 60, lambda now: 1) == 30
 
 
-def test_what_was_answered_does_not_count_for_the_next_question() -> None:
+def test_the_wait_for_an_answered_request_does_not_count_for_the_next() -> None:
     silence = Silence()
     assert looks(silence, 100, 29, lambda now: 1) is None
     silence.end()
     assert looks(silence, 130, 60, lambda now: 1) == 30
 
 
-def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
-    """The worker lets the memory of an engine that was killed go, and takes that of the next one."""
+def test_an_engine_leaves_nothing_behind_however_it_ends(daemon: Daemon) -> None:
+    """The worker unmaps the memory of a killed engine, and maps that of the next one."""
     engine = subprocess.Popen([sys.executable, __file__, str(daemon.socket_dir)], stdout=subprocess.PIPE, text=True)
     assert engine.stdout is not None
     assert engine.stdout.readline() == "registered\n"
@@ -354,8 +350,8 @@ def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
     session.close()
 
 
-def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
-    """Nothing closes, and nobody is silent for long enough: the end of the process is what is noticed."""
+def test_a_dead_engine_whose_connections_survive_in_a_child_is_released() -> None:
+    """No connection closes or is silent for long enough: the worker detects the end of the process itself."""
     with running(ranks=1, g2="16MiB", variables={"KVFERRY_HEARTBEAT_MS": "60000"}) as daemon:
         command = [sys.executable, __file__, str(daemon.socket_dir), "with a child"]
         engine = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
@@ -365,11 +361,11 @@ def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
         engine.kill()
         engine.wait(TIMEOUT_S)
         eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
-        # The child ends when its standard input does.
+        # The child ends when its standard input ends.
         engine.communicate()
 
 
-def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> None:
+def test_passes_outside_the_timeline_are_reported_when_they_end() -> None:
     """The worker was replaced by one that does not read the device's timeline."""
     session = object.__new__(RankSession)
     session._known, session._timeline, session._lock = 0, False, threading.Lock()
@@ -383,7 +379,7 @@ def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> No
     outbox.answered(rank_request, True)
     rank_request = outbox.next()
     assert rank_request == Written(7)
-    with pytest.raises(OSError, match="has not written it yet"):
+    with pytest.raises(OSError, match="has not written the pages yet"):
         session._message(rank_request)
     outbox.answered(rank_request, False)
     over[6] = True
@@ -393,8 +389,8 @@ def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> No
     assert not session._marked
 
 
-def test_a_device_that_does_not_answer_for_a_worker_that_does_not_look() -> None:
-    """As above, and the device fails: what was known is told, and the rest is not asked for again and again."""
+def test_a_device_failure_is_a_fault_when_the_worker_does_not_read_the_timeline() -> None:
+    """As above, and the device fails: completed passes are reported, and the rest is not checked again."""
     session = object.__new__(RankSession)
     session._known, session._timeline, session._lock, session._name = 0, False, threading.Lock(), "rank 0"
     session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
@@ -413,8 +409,8 @@ def test_a_device_that_does_not_answer_for_a_worker_that_does_not_look() -> None
     assert not session._marked
 
 
-def test_a_word_of_one_stream_says_nothing_of_another() -> None:
-    """Two streams in turn: a mark of the second one must not pass for the end of the first one's work."""
+def test_a_mark_of_one_stream_does_not_cover_another_stream() -> None:
+    """Two streams in turn: a mark of the second must not count as the end of the first one's work."""
     session = object.__new__(RankSession)
     marks: list[tuple[int, int]] = []
     session._memory = SimpleNamespace(  # type: ignore[assignment]
@@ -439,7 +435,7 @@ def test_a_word_of_one_stream_says_nothing_of_another() -> None:
     assert marks == [(70, 1)], "the first stream may still write"
     over[2] = over[3] = True
     session._look_at_writing()
-    assert outbox.written == 1, "the first one is not over"
+    assert outbox.written == 1, "the first pass is not over"
     over[1] = True
     session._look_at_writing()
     assert outbox.written == 3
@@ -447,7 +443,7 @@ def test_a_word_of_one_stream_says_nothing_of_another() -> None:
     assert marks == [(70, 1), (80, 4)]
 
 
-def test_a_worker_that_looks_for_itself_is_told_of_stores_alone() -> None:
+def test_a_worker_that_reads_the_timeline_is_notified_of_stores_only() -> None:
     session = object.__new__(RankSession)
     session._memory = SimpleNamespace(has_timeline=True, mark=lambda stream, through: None)  # type: ignore[assignment]
     session._client = SimpleNamespace(poke=lambda: None)  # type: ignore[assignment]
@@ -463,7 +459,7 @@ def test_a_worker_that_looks_for_itself_is_told_of_stores_alone() -> None:
 
 
 def engine_memory(daemon: Daemon) -> list[str]:
-    """Descriptors of an engine's memory that the worker has."""
+    """Returns the descriptors of engine memory that the worker has open."""
     folder = Path(f"/proc/{daemon.workers[0]}/fd")
     links = []
     for name in os.listdir(folder):
@@ -473,7 +469,7 @@ def engine_memory(daemon: Daemon) -> list[str]:
 
 
 def test_descriptors_that_an_engine_leaves_behind_are_closed(daemon: Daemon) -> None:
-    """At its end, and not when nobody has asked for them for a while."""
+    """The descriptors are closed at the end of the engine, not by the timeout of unused descriptors."""
     command = [sys.executable, __file__, str(daemon.socket_dir / "worker-0-0"), "hands over"]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert engine.stdout is not None
@@ -485,18 +481,18 @@ def test_descriptors_that_an_engine_leaves_behind_are_closed(daemon: Daemon) -> 
     eventually("they are closed", lambda: not engine_memory(daemon), 25)
 
 
-def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_rank_logs_the_reason_once(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     session = begin(daemon.socket_dir / "worker-0-0", ranks=3)
-    eventually("it is told", lambda: "tp_size" in caplog.text)
-    eventually("it has asked some times", lambda: session._pause_s > 0.3)
+    eventually("the refusal is logged", lambda: "tp_size" in caplog.text)
+    eventually("the rank has retried", lambda: session._pause_s > 0.3)
     assert caplog.text.count("is turned away") == 1
-    # One of a request that is not answered yet, at most.
+    # At most one descriptor, of an open request.
     assert len(engine_memory(daemon)) <= 1
     session.close()
 
 
 def hand_over(directory: Path) -> None:
-    """An engine that dies before it registers."""
+    """Sends descriptors as an engine that dies before it registers."""
     group = Group({"layer": torch.zeros(4, 1, 8, 8)}, engine_page_tokens=8, device_pages=4)
     KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test")).hand_over(0, directory)
     print("handed over", flush=True)
@@ -504,7 +500,7 @@ def hand_over(directory: Path) -> None:
 
 
 def greet(directory: Path) -> None:
-    """A worker that takes connections and descriptors, and sends nothing but the welcome."""
+    """A worker that accepts connections and descriptors, and sends nothing but the welcome."""
     fds = socket.socket(socket.AF_UNIX)
     fds.bind(os.fspath(directory / FD_SOCKET_NAME))
     fds.listen()
@@ -523,13 +519,13 @@ def greet(directory: Path) -> None:
     while True:
         peer, head, _ = ranks.recv_multipart()
         if int.from_bytes(head[6:8], "big") == wire.Kind.HELLO:
-            # Ranks give a connection up after three heartbeats without a message.
+            # Ranks close a connection after three heartbeats without a message.
             welcome = wire.Welcome(version=2, heartbeat_ms=20, request_credits=64, byte_credits=1 << 20)
             ranks.send_multipart([peer, wire.header(2, wire.Kind.WELCOME, 0, 0, 7), wire.body_of(welcome)])
 
 
 def main(socket_dir: Path, *child: str) -> None:
-    """An engine that registers, holds a lease, and waits for its end, alone or beside a child that has its sockets."""
+    """An engine that registers, holds a lease, and waits to be killed, optionally with a child that has its sockets."""
     session = begin(socket_dir / "worker-0-0")
     eventually("it is registered", lambda: session.registered)
     Daemon(socket_dir).wait_ready()

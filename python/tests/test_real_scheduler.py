@@ -1,4 +1,4 @@
-"""What only vLLM's own scheduler shows: the order of its calls, its pool of pages, its settings."""
+"""Tests with vLLM's own scheduler: the order of its calls, its pool of pages, its settings."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from kvferry import wire
 
 
-def test_a_prompt_is_loaded_stored_and_all_pages_come_back() -> None:
+def test_a_prompt_is_loaded_and_stored_and_all_pages_are_returned() -> None:
     engine = Stepped()
     free = engine.free_pages()
     found(engine, 2)
@@ -21,7 +21,7 @@ def test_a_prompt_is_loaded_stored_and_all_pages_come_back() -> None:
     load = engine.leader.last(wire.Load)
     load.end(wire.LoadAnswer(2))
     engine.run(asking)
-    assert engine.scheduled(asking) == [2 * PAGE_TOKENS, 1, 1, 1], "the rest of the prompt alone is computed"
+    assert engine.scheduled(asking) == [2 * PAGE_TOKENS, 1, 1, 1], "only the rest of the prompt is computed"
     store = engine.leader.last(wire.Store)
     assert engine.free_pages() == free - 4
     store.end(wire.StoreAnswer(4, 0))
@@ -29,8 +29,8 @@ def test_a_prompt_is_loaded_stored_and_all_pages_come_back() -> None:
     assert engine.free_pages() == free
 
 
-def test_a_load_has_no_time_for_steps_that_are_over() -> None:
-    """vLLM hands over what a rank reports of a step when the step has ended."""
+def test_a_load_gets_no_time_for_steps_that_have_ended() -> None:
+    """vLLM passes on a rank's report of a step when the step has ended."""
     engine = Stepped()
     found(engine, 2)
     for seed in (1, 2):
@@ -45,7 +45,7 @@ def test_a_load_has_no_time_for_steps_that_are_over() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_nothing_is_served_where_prefix_caching_is_off(cached: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM makes hashes of pages for a connector then, too."""
+    """vLLM computes page hashes for a connector even without prefix caching."""
     engine = Stepped(config=engine_config(enable_prefix_caching=cached))
     asking = engine.add(tokens(PAGE_TOKENS * 4, seed=1))
     if engine.leader is not None:
@@ -64,22 +64,22 @@ def test_weights_that_may_change_are_never_shared_after_a_reset() -> None:
         Stepped(config=engine_config(transfer, weight_transfer_config={"backend": "nccl"}))
 
 
-def test_weights_that_may_change_are_shared_with_nobody() -> None:
-    """vLLM changes them in place and says nothing: pages of any time after the start may be of others."""
+def test_weights_that_may_change_are_not_shared() -> None:
+    """vLLM changes weights in place without a notice: pages of any time after the start may be of other weights."""
     namespaces = []
     for changes in ({}, {}, {"weight_transfer_config": {"backend": "nccl"}}, {"weight_transfer_config": {}}):
         engine = Stepped(config=engine_config(**changes))
         found(engine, 0)
         engine.run(engine.add(tokens(PAGE_TOKENS * 4, seed=1)))
         namespaces.append(engine.leader.last(wire.Lookup).message.namespace)
-        assert engine.leader.count(wire.Store) == 1, "for itself it stores"
-        assert not engine.leader.count(wire.Reset), "there is nothing to forget"
+        assert engine.leader.count(wire.Store) == 1, "the engine stores for itself"
+        assert not engine.leader.count(wire.Reset), "there is nothing to remove"
     assert namespaces[0] == namespaces[1]
     assert len(set(namespaces)) == 3
 
 
 def test_pages_of_an_adapters_older_files_are_not_stored_as_those_of_newer_ones(tmp_path: Path) -> None:
-    """vLLM finds its own pages by the adapter's name and path, whatever lies there now."""
+    """vLLM finds its own pages by the adapter's name and path, whatever files are there now."""
     (tmp_path / ADAPTER).write_text("one")
     engine = Stepped()
     found(engine, 0)
@@ -96,8 +96,8 @@ def test_pages_of_an_adapters_older_files_are_not_stored_as_those_of_newer_ones(
             assert engine.scheduled(longer)[0] < PAGE_TOKENS * 6, "the device's pages are used"
             assert engine.leader.count(wire.Store) == 1
             assert engine.scheduler.reset_prefix_cache()
-    assert engine.leader.count(wire.Store) == 2, "what is computed after a reset is stored"
+    assert engine.leader.count(wire.Store) == 2, "pages computed after a reset are stored"
     assert engine.leader.last(wire.Store).message.first_page == 0
     longest = engine.add(prompt + tokens(PAGE_TOKENS * 2, seed=2), lora=LoRARequest("a", 3, str(tmp_path)))
     engine.run(longest)
-    assert engine.leader.count(wire.Store) == 3, "so is what is computed behind it"
+    assert engine.leader.count(wire.Store) == 3, "so are the pages that follow them"

@@ -1,4 +1,4 @@
-"""Resets of the scheduler's side: what an engine finds and stores afterwards."""
+"""Tests of resets on the scheduler's side: the pages that an engine finds and stores afterwards."""
 
 import time
 from pathlib import Path
@@ -27,8 +27,8 @@ def namespace_of(engine: Engine) -> bytes:
     return engine.side.track(request(f"r{time.monotonic_ns()}", 9)).namespace
 
 
-def test_weights_that_changed_in_memory_are_nobody_elses() -> None:
-    """Two replicas: one gets new weights, the other one keeps the old ones and stores in the old namespace."""
+def test_weights_that_changed_in_memory_are_private_to_the_engine() -> None:
+    """Two replicas: one gets new weights, the other keeps the old weights and stores in the old namespace."""
     one, two = Engine(), Engine()
     shared = namespace_of(one)
     assert namespace_of(two) == shared
@@ -42,10 +42,10 @@ def test_weights_that_changed_in_memory_are_nobody_elses() -> None:
             seen.add(private)
             for _ in range(5):
                 engine.step()
-            assert namespace_of(engine) == private, "as long as the engine lives"
+            assert namespace_of(engine) == private, "for the lifetime of the engine"
 
 
-def test_a_reset_names_what_is_to_be_forgotten(engine: Engine, tmp_path: Path) -> None:
+def test_a_reset_names_the_namespace_to_remove(engine: Engine, tmp_path: Path) -> None:
     """Other engines and models keep their pages."""
     used = {namespace_of(engine)}
     asking = request("b", 9)
@@ -59,12 +59,12 @@ def test_a_reset_names_what_is_to_be_forgotten(engine: Engine, tmp_path: Path) -
         used.add(namespace_of(engine))
         named(engine, asking)
     resets = [asked.message.namespace for asked in engine.leader.asked if isinstance(asked.message, wire.Reset)]
-    assert len(resets) == len(set(resets)), "each is asked for once"
+    assert len(resets) == len(set(resets)), "one reset for each namespace"
     assert None not in resets
     assert used - set(resets) == {namespace_of(engine)}
 
 
-def test_what_a_request_has_from_before_a_reset_stays_its_own(engine: Engine) -> None:
+def test_pages_after_a_requests_pages_from_before_a_reset_are_not_stored(engine: Engine) -> None:
     """A page depends on those before it: it is stored only after all of them were computed again."""
     found(engine, 0)
     asking = request("a", 8)
@@ -84,8 +84,8 @@ def test_what_a_request_has_from_before_a_reset_stays_its_own(engine: Engine) ->
     assert (message.first_page, message.source) == (0, [[1, 3]])
 
 
-def test_nothing_is_stored_behind_pages_from_before_a_reset_that_the_device_kept(engine: Engine) -> None:
-    """vLLM's own reset fails while a request runs; the connector's does not. New requests hit the old pages."""
+def test_nothing_is_stored_after_device_pages_from_before_a_reset(engine: Engine) -> None:
+    """vLLM's own reset fails while a request runs, the connector's succeeds. New requests hit the old pages."""
     engine.pool.touch(engine.pool.blocks[1:4])
     assert not engine.pool.reset_prefix_cache()
     assert engine.side.reset()
@@ -106,7 +106,7 @@ def test_nothing_is_stored_behind_pages_from_before_a_reset_that_the_device_kept
     engine.side.matched_tokens(alone, 0)
     engine.tables["c"] = [5, 6]
     engine.step({alone: 8})
-    assert engine.leader.last(wire.Store).message.source == [[5, 2]], "it computed all of its pages"
+    assert engine.leader.last(wire.Store).message.source == [[5, 2]], "the request computed all of its pages"
     engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
     engine.step()
     engine.pool.free_blocks(engine.pool.blocks[1:4])
@@ -116,7 +116,7 @@ def test_nothing_is_stored_behind_pages_from_before_a_reset_that_the_device_kept
     later.num_computed_tokens = 8
     engine.tables["d"] = [1, 2, 3]
     engine.step({later: 4})
-    assert engine.leader.last(wire.Store).message.first_page == 0, "the device has none of the old ones any more"
+    assert engine.leader.last(wire.Store).message.first_page == 0, "the device has no old pages any more"
 
 
 @pytest.mark.parametrize("steps_between", [False, True])
@@ -124,7 +124,7 @@ def test_a_reset_of_both_caches_leaves_no_old_pages(engine: Engine, steps_betwee
     assert engine.pool.reset_prefix_cache()
     found(engine, 0)
     if steps_between:
-        # What it computes is on the device when the connector is reset.
+        # Its pages are on the device when the connector is reset.
         before = request("before", 8)
         engine.side.matched_tokens(before, 0)
         engine.tables["before"] = [1, 2]
@@ -164,13 +164,13 @@ def test_a_load_from_before_a_reset_is_computed(engine: Engine) -> None:
     assert (step.loaded, step.failed_pages) == (["a"], [10, 11, 12, 13])
 
 
-def test_a_reset_waits_for_nobody(engine: Engine) -> None:
+def test_a_reset_does_not_wait_for_the_leader(engine: Engine) -> None:
     namespace_of(engine)
     assert engine.side.reset()
     assert not engine.leader.last(wire.Reset).waited
 
 
-def test_loaded_pages_are_not_stored_behind_a_reset(steady: Engine) -> None:
+def test_loaded_pages_are_not_stored_after_a_reset(steady: Engine) -> None:
     engine = steady
     found(engine, 4)
     asking = request("a", 17)
@@ -187,7 +187,7 @@ def test_loaded_pages_are_not_stored_behind_a_reset(steady: Engine) -> None:
     assert (message.first_page, message.source) == (4, [14])
 
 
-def test_reset_is_confirmed_or_not(steady: Engine) -> None:
+def test_an_unconfirmed_reset_leaves_the_namespace(steady: Engine) -> None:
     engine = steady
     before = namespace_of(engine)
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(3)
@@ -196,23 +196,23 @@ def test_reset_is_confirmed_or_not(steady: Engine) -> None:
     for code in (Code.DRAINING, Code.LEASED):
         engine.leader.answers[wire.Reset] = refused(code)
         assert engine.side.reset()
-        assert namespace_of(engine) != before, "what the leader kept is not found any more"
+        assert namespace_of(engine) != before, "pages that the leader kept are no longer found"
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
     assert engine.side.reset()
-    assert namespace_of(engine) == before, "the leader has none of it any more"
+    assert namespace_of(engine) == before, "the leader has removed every page"
     engine.leader.link = 0
     asked = len(engine.leader.asked)
     assert engine.side.reset()
-    assert len(engine.leader.asked) == asked, "nobody is waited for"
+    assert len(engine.leader.asked) == asked, "without a leader nothing is sent"
 
 
-def test_a_reset_that_was_not_confirmed_is_asked_for_until_it_is(steady: Engine) -> None:
+def test_an_unconfirmed_reset_is_retried_until_it_is_confirmed(steady: Engine) -> None:
     engine = steady
     before = namespace_of(engine)
     engine.leader.answers[wire.Reset] = refused(Code.DRAINING)
     assert engine.side.reset()
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
-    eventually("it is asked again", lambda: engine.step() and namespace_of(engine) == before)
+    eventually("the reset is retried", lambda: engine.step() and namespace_of(engine) == before)
     resets = engine.leader.count(wire.Reset)
     engine.step()
     assert engine.leader.count(wire.Reset) == resets
@@ -235,7 +235,7 @@ def test_an_answer_to_an_older_reset_does_not_confirm_a_newer_one(steady: Engine
     assert namespace_of(engine) != before
 
 
-def test_a_reset_does_not_open_what_is_finished(engine: Engine) -> None:
+def test_a_reset_does_not_reopen_a_finished_slot(engine: Engine) -> None:
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
@@ -248,7 +248,7 @@ def test_a_reset_does_not_open_what_is_finished(engine: Engine) -> None:
     assert engine.leader.count(wire.Lookup) == lookups
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_after_it(steady: Engine) -> None:
+def test_pages_computed_before_a_reset_are_not_stored_after_it(steady: Engine) -> None:
     engine = steady
     found(engine, 0)
     asking = request("a", 8)
@@ -264,20 +264,20 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(steady: Engine)
     assert (message.first_page, message.source) == (2, [3])
 
 
-def test_a_reset_takes_back_what_lookups_found(engine: Engine) -> None:
+def test_a_reset_releases_the_pages_that_lookups_found(engine: Engine) -> None:
     found(engine, 4)
     asking = request("a", 33)
     assert engine.side.matched_tokens(asking, 0) == 16
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(4)
     assert engine.side.reset()
     let_go = engine.leader.last(wire.Lookup).message
-    assert (let_go.slot, let_go.device_pages) == (engine.leader.asked[0].message.slot, 8), "or it would be refused"
+    assert (let_go.slot, let_go.device_pages) == (engine.leader.asked[0].message.slot, 8), "as the leader requires"
     found(engine, 0)
     assert engine.side.matched_tokens(asking, 0) == 0
 
 
-def test_what_cannot_be_confirmed_is_not_waited_for(steady: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More namespaces were left than are remembered."""
+def test_a_reset_that_cannot_be_confirmed_is_not_awaited(steady: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has left more namespaces than are remembered."""
     monkeypatch.setattr("kvferry.resets.FORGET_MAX", 1)
     steady.leader.answers[wire.Reset] = wire.ResetAnswer(1)
     forgetting = steady.side._forgetting

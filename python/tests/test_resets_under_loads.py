@@ -1,4 +1,4 @@
-"""vLLM's own scheduler resets its cache while pages are loaded: it preempts what runs, and nothing else."""
+"""Resets of vLLM's own scheduler while pages are loaded: vLLM preempts running requests only."""
 
 import pytest
 from engine import PAGE_TOKENS, tokens
@@ -18,7 +18,7 @@ def engine() -> Stepped:
 
 
 def loading(engine: Stepped, count: int = 1) -> list[Request]:
-    """Requests that share two pages of the device, and load two more each."""
+    """Starts requests that share two device pages, and load two more each."""
     found(engine, 0)
     engine.run(engine.add(PROMPT[: PAGE_TOKENS * 2 + 1]))
     engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
@@ -53,14 +53,14 @@ def store_all(engine: Stepped) -> None:
 
 
 @pytest.mark.parametrize("ended", ["no", "seen", "one by one"])
-def test_what_is_loaded_is_computed_behind_a_reset(engine: Stepped, ended: str) -> None:
+def test_loading_pages_are_computed_after_a_reset(engine: Stepped, ended: str) -> None:
     free = engine.free_pages()
     requests = loading(engine, 3)
     found(engine, 0)
     running = engine.add(tokens(PAGE_TOKENS, seed=9), max_tokens=30)
     engine.step()
     if ended == "seen":
-        # Known to be over, and not yet reported to the ranks.
+        # The load is known to be over, and not yet reported to the ranks.
         end_loads(engine)
         engine.connector._scheduler._settle()
     before = namespaces(engine)[-1]
@@ -73,14 +73,14 @@ def test_what_is_loaded_is_computed_behind_a_reset(engine: Stepped, ended: str) 
     end_loads(engine)
     engine.run(*requests, running)
     computed = sorted(engine.scheduled(request)[0] for request in requests)
-    assert computed == [PAGE_TOKENS * 4, PAGE_TOKENS * 4, PAGE_TOKENS * 6], "one of them for all what they share"
+    assert computed == [PAGE_TOKENS * 4, PAGE_TOKENS * 4, PAGE_TOKENS * 6], "the shared pages are computed once"
     engine.run(engine.add(PROMPT))
     assert namespaces(engine)[-1] != before
     store_all(engine)
     assert engine.free_pages() == free
 
 
-def test_what_was_found_on_the_device_before_a_reset_is_found_by_nobody(engine: Stepped) -> None:
+def test_device_pages_from_before_a_reset_are_not_found(engine: Stepped) -> None:
     (request,) = loading(engine)
     assert reset(engine)
     found(engine, 0)
@@ -89,20 +89,20 @@ def test_what_was_found_on_the_device_before_a_reset_is_found_by_nobody(engine: 
     assert engine.scheduled(other)[0] == PAGE_TOKENS * 2 + 1
     end_loads(engine)
     engine.run(request)
-    # It began anew, and found the pages that the other one computed.
+    # The request started again, and found the pages that the other request computed.
     assert engine.scheduled(request)[0] == request.num_prompt_tokens - PAGE_TOKENS * 2
 
 
 def test_a_pause_ends_while_pages_are_loaded(engine: Stepped) -> None:
-    """A paused engine takes no step for its requests, and a load would end in none."""
+    """A paused engine runs no step for its requests, so that no load would end."""
     (request,) = loading(engine)
     engine.add(tokens(PAGE_TOKENS * 3, seed=9))
     found(engine, 0)
     engine.step()
     engine.leader.cancels = True
-    assert engine.leader.count(wire.Store) == 2, "a store is under way, too"
+    assert engine.leader.count(wire.Store) == 2, "a store runs, too"
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    assert not engine.scheduler.has_requests(), "or vLLM would wait with the reset"
+    assert not engine.scheduler.has_requests(), "otherwise vLLM would delay the reset"
     assert reset(engine)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert engine.scheduler.has_requests()
@@ -111,7 +111,7 @@ def test_a_pause_ends_while_pages_are_loaded(engine: Stepped) -> None:
     assert sum(engine.scheduled(request)) >= request.num_prompt_tokens
 
 
-def test_a_request_that_was_aborted_under_its_load_holds_no_reset_up(engine: Stepped) -> None:
+def test_a_request_that_was_aborted_during_its_load_delays_no_reset(engine: Stepped) -> None:
     free = engine.free_pages()
     (request,) = loading(engine)
     engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
@@ -124,7 +124,7 @@ def test_a_request_that_was_aborted_under_its_load_holds_no_reset_up(engine: Ste
 
 
 def test_a_reset_that_vllm_refuses_leaves_the_namespace(engine: Stepped) -> None:
-    """A request whose load vLLM knows to be over, and that it has not scheduled, cannot be taken back."""
+    """A request whose load is over, and that vLLM has not scheduled yet, cannot be preempted."""
     (request,) = loading(engine)
     end_loads(engine)
     engine.step()
@@ -133,7 +133,7 @@ def test_a_reset_that_vllm_refuses_leaves_the_namespace(engine: Stepped) -> None
         reset(engine)
     stores = engine.leader.count(wire.Store)
     engine.run(request)
-    assert engine.leader.count(wire.Store) == stores, "it goes on with pages from before"
+    assert engine.leader.count(wire.Store) == stores, "the request continues with pages from before"
     assert reset(engine)
     found(engine, 0)
     engine.run(engine.add(PROMPT))
@@ -142,7 +142,7 @@ def test_a_reset_that_vllm_refuses_leaves_the_namespace(engine: Stepped) -> None
 
 
 def test_a_reset_of_the_device_alone_leaves_other_engines_their_pages(engine: Stepped) -> None:
-    """It cannot be told from a reset of everything that vLLM gave up, and need not be: only names are left."""
+    """Such a reset looks like a complete one that vLLM gave up. Both only make the engine leave its namespaces."""
     (request,) = loading(engine)
     end_loads(engine)
     engine.step()
@@ -150,18 +150,18 @@ def test_a_reset_of_the_device_alone_leaves_other_engines_their_pages(engine: St
     assert not engine.scheduler.reset_prefix_cache()
     engine.run(request)
     assert engine.leader.count(wire.Reset) == 0
-    # One that is meant has the leader forget those, too.
+    # A complete reset removes them at the leader, too.
     assert reset(engine)
     engine.step()
     assert engine.leader.last(wire.Reset).message.namespace == shared
 
 
-def test_what_is_loaded_behind_a_reset_of_the_device_alone_is_of_before_the_next(engine: Stepped) -> None:
+def test_pages_loaded_after_a_reset_of_the_device_alone_are_from_before_the_next_reset(engine: Stepped) -> None:
     (request,) = loading(engine)
     end_loads(engine)
     engine.run(request)
     store_all(engine)
-    assert engine.scheduler.reset_prefix_cache(), "its pages, and nothing in kvferry"
+    assert engine.scheduler.reset_prefix_cache(), "vLLM's own pages only, nothing in kvferry"
     found(engine, 4)
     request = engine.add(PROMPT[: PAGE_TOKENS * 4 + 1])
     engine.step()
@@ -174,6 +174,6 @@ def test_what_is_loaded_behind_a_reset_of_the_device_alone_is_of_before_the_next
     found(engine, 0)
     other = engine.add(PROMPT)
     engine.run(request, other)
-    assert engine.scheduled(other)[0] < len(PROMPT), "it finds loaded pages on the device"
+    assert engine.scheduled(other)[0] < len(PROMPT), "the request finds loaded pages on the device"
     assert namespaces(engine)[-1] != before
     assert engine.leader.count(wire.Store) == stores

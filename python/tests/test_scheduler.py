@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector, call by call, with a simulated leader."""
+"""Tests of the scheduler's side of the connector, call by call, with a simulated leader."""
 
 import itertools
 import time
@@ -25,7 +25,7 @@ RANKS = 2
 
 
 class Asked:
-    """A request that the test answers."""
+    """A request that is answered by the test."""
 
     def __init__(self, number: int, message: Any, until: Callable | None):
         self.id, self.message, self.until = number, message, until
@@ -56,7 +56,7 @@ class Leader:
         self.directory, self.turn = directory, turn
         self.link = self.epoch = 1
         self.lost_at: float | None = None
-        self.problem = "nobody listens"
+        self.problem = "no process listens"
         self.asked: list[Asked] = []
         self.answers: dict[type, Any] = {}
         #: Whether the leader carries out `cancel_stores`.
@@ -86,7 +86,7 @@ class Leader:
         asked.timeout_s = timeout_s
         self.asked.append(asked)
         if isinstance(message, wire.CancelStores) and self.cancels:
-            assert urgent, "it must not wait behind the stores that it ends"
+            assert urgent, "the cancel must not queue behind the stores that it ends"
             for store in [each for each in self.asked if isinstance(each.message, wire.Store) and not each.done]:
                 store.end(wire.StoreAnswer(0, 0, failed_pages=1))
             asked.end(wire.CancelStoresAnswer(1))
@@ -111,7 +111,7 @@ class Block:
 
 
 class Pool:
-    """A fake of vLLM's pool, as far as it is used."""
+    """A fake of the used parts of vLLM's pool."""
 
     def __init__(self) -> None:
         self.blocks = [Block(number) for number in range(100)]
@@ -152,7 +152,7 @@ class Request:
 
 
 class Engine:
-    """The side under test, and what vLLM would do around it."""
+    """The scheduler's side, and the calls that vLLM makes around it."""
 
     def __init__(self, **settings: Any):
         self.side = SchedulerSide(
@@ -211,7 +211,7 @@ def unknown() -> Failure:
     return Failure(Code.DEADLINE, "nobody knows", reported=False)
 
 
-def test_a_token_is_left_to_compute(engine: Engine) -> None:
+def test_at_least_one_token_is_left_to_compute(engine: Engine) -> None:
     found(engine, 100)
     assert engine.side.matched_tokens(request("a", 12), 0) == 8
     assert engine.side.matched_tokens(request("b", 13), 0) == 12
@@ -219,7 +219,7 @@ def test_a_token_is_left_to_compute(engine: Engine) -> None:
     assert engine.side.matched_tokens(request("d", 13), 12) == 0
 
 
-def test_what_the_device_has_comes_first(engine: Engine) -> None:
+def test_pages_of_the_device_come_first(engine: Engine) -> None:
     found(engine, 2)
     asking = request("a", 33)
     assert engine.side.matched_tokens(asking, 8) == 8
@@ -230,7 +230,7 @@ def test_what_the_device_has_comes_first(engine: Engine) -> None:
     assert (load.first_page, load.destination) == (2, [[12, 2]])
 
 
-def test_a_load_has_the_time_that_its_bytes_take() -> None:
+def test_a_loads_deadline_grows_with_its_bytes() -> None:
     engine = Engine(load_timeout_ms=500, load_mb_per_s=4)
     found(engine, 8)
     for name, tokens, limit_s in (("a", 9, 1.0), ("b", 33, 2.5)):
@@ -241,9 +241,9 @@ def test_a_load_has_the_time_that_its_bytes_take() -> None:
     assert Settings(Path("/nowhere")).load_limit_s(3_000_000_000) == 5.0
 
 
-def test_a_load_has_time_for_steps_that_are_under_way() -> None:
-    """What it waits for is no time of its own: a step of some seconds makes no miss of it. The time is bounded: a step
-    that never ends makes a miss."""
+def test_a_load_gets_time_for_running_steps() -> None:
+    """The wait for a step is added to a load's own time: a step of some seconds causes no miss. The time is bounded: a
+    step that never ends causes a miss."""
     engine = Engine(load_timeout_ms=500, load_mb_per_s=4, step_timeout_ms=7_000)
     found(engine, 8)
     busy = request("busy", 3)
@@ -255,7 +255,7 @@ def test_a_load_has_time_for_steps_that_are_under_way() -> None:
         engine.allocate(asking, list(range(10, 20)), matched or 0)
         return engine.leader.last(wire.Load).timeout_s
 
-    assert limit_s("idle") == 1.0, "no step was given to the ranks"
+    assert limit_s("idle") == 1.0, "no step was sent to the ranks"
     first, second = (engine.step({busy: 1}).written_through for _ in range(2))
     assert limit_s("both") == 8.0
     engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport({}, "", first)))  # type: ignore[arg-type]
@@ -264,8 +264,8 @@ def test_a_load_has_time_for_steps_that_are_under_way() -> None:
     assert limit_s("none") == 1.0
 
 
-def test_what_another_connector_loads_is_let_go(engine: Engine) -> None:
-    """The leader would hold it for half a minute, from everybody."""
+def test_pages_that_another_connector_loads_are_released(engine: Engine) -> None:
+    """Otherwise the leader would hold the pages for 30 s."""
     found(engine, 4)
     asking = request("a", 33)
     assert engine.side.matched_tokens(asking, 0) == 16
@@ -273,11 +273,11 @@ def test_what_another_connector_loads_is_let_go(engine: Engine) -> None:
     let_go = engine.leader.asked[-1].message
     assert (engine.leader.count(wire.Lookup), let_go.device_pages, len(let_go.hashes)) == (2, 8, 8 * 32)
     engine.step({asking: 33})
-    assert engine.leader.count(wire.Lookup) == 2, "what it computes is stored in the same slot"
+    assert engine.leader.count(wire.Lookup) == 2, "computed pages are stored in the same slot"
     assert engine.leader.last(wire.Store).message.slot == let_go.slot
 
 
-def test_nothing_is_let_go_where_nothing_was_found(engine: Engine) -> None:
+def test_nothing_is_released_when_nothing_was_found(engine: Engine) -> None:
     found(engine, 0)
     asking = request("a", 33)
     engine.side.matched_tokens(asking, 0)
@@ -285,7 +285,7 @@ def test_nothing_is_let_go_where_nothing_was_found(engine: Engine) -> None:
     assert engine.leader.count(wire.Lookup) == 1
 
 
-def test_an_answer_that_comes_too_late_holds_nothing() -> None:
+def test_the_pages_of_a_late_answer_are_released() -> None:
     engine = Engine(lookup_timeout_ms=1)
     asking = request("a", 33)
     eventually("it is computed", lambda: engine.side.matched_tokens(asking, 0) == 0)
@@ -293,7 +293,9 @@ def test_an_answer_that_comes_too_late_holds_nothing() -> None:
     assert engine.leader.last(wire.Lookup).message.device_pages == 8
 
 
-def test_a_lookup_is_asked_once_and_again_when_it_is_old(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_is_sent_once_and_repeated_when_its_answer_is_old(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found(engine, 4)
     asking = request("a", 33)
     for device_tokens, asked, matched in ((0, 1, 16), (0, 1, 16), (8, 1, 8), (16, 2, 16), (0, 3, 16)):
@@ -308,18 +310,18 @@ def test_a_lookup_is_asked_once_and_again_when_it_is_old(engine: Engine, monkeyp
     assert engine.leader.count(wire.Lookup) == 5
 
 
-def test_an_answer_that_does_not_come_is_waited_for_but_not_for_long() -> None:
+def test_a_missing_answer_is_awaited_for_a_limited_time() -> None:
     engine = Engine(lookup_timeout_ms=50)
     asking = request("a", 33)
     assert engine.side.matched_tokens(asking, 0) is None
     eventually("it is computed", lambda: engine.side.matched_tokens(asking, 0) == 0)
     assert engine.leader.count(wire.Lookup) == 1
     found(engine, 2)
-    assert engine.side.matched_tokens(asking, 0) == 0, "the request goes on without"
+    assert engine.side.matched_tokens(asking, 0) == 0, "the request continues without the cache"
     assert engine.side.matched_tokens(request("b", 33), 0) == 8
 
 
-def test_nobody_there(engine: Engine) -> None:
+def test_without_a_leader_nothing_is_requested(engine: Engine) -> None:
     engine.leader.link = 0
     asking = request("a", 33)
     assert engine.side.matched_tokens(asking, 0) == 0
@@ -330,7 +332,7 @@ def test_nobody_there(engine: Engine) -> None:
     assert engine.leader.asked == []
 
 
-def test_a_load_that_comes_whole_in_part_and_not_at_all(engine: Engine) -> None:
+def test_a_load_completes_fully_partly_or_not_at_all(engine: Engine) -> None:
     for name, answer, failed in (
         ("a", wire.LoadAnswer(4), []),
         ("b", wire.LoadAnswer(2), [12, 13]),
@@ -346,20 +348,20 @@ def test_a_load_that_comes_whole_in_part_and_not_at_all(engine: Engine) -> None:
         assert engine.step() == StepMetadata()
         lookups = engine.leader.count(wire.Lookup)
         assert engine.side.matched_tokens(asking, 0) == (0 if failed else 16)
-        assert engine.leader.count(wire.Lookup) - lookups == (0 if failed else 1), "a failed load is not tried again"
+        assert engine.leader.count(wire.Lookup) - lookups == (0 if failed else 1), "a failed load is not retried"
 
 
-def test_a_load_waits_for_the_steps_that_ranks_were_given(engine: Engine) -> None:
-    """Steps overlap: one that was given to the ranks may still write pages that its requests have given back."""
+def test_a_load_waits_for_the_steps_that_were_sent_to_the_ranks(engine: Engine) -> None:
+    """Steps overlap: a step that the ranks run may still write pages that its requests have freed."""
     found(engine, 2)
     first, asking = request("first", 3), request("a", 9)
     engine.side.matched_tokens(asking, 0)
     engine.allocate(asking, [1, 2, 3], 8)
-    assert engine.leader.last(wire.Load).message.after == 0, "nothing was given to them"
+    assert engine.leader.last(wire.Load).message.after == 0, "no step was sent to the ranks"
     engine.tables["first"] = [9]
     steps = [engine.step({first: 1}).written_through for _ in range(2)]
     assert 0 < steps[0] < steps[1]
-    assert engine.step().written_through == steps[1], "an empty step may never be said to be over"
+    assert engine.step().written_through == steps[1], "an empty step may never be reported as over"
     later = request("later", 9)
     engine.side.matched_tokens(later, 0)
     engine.allocate(later, [4, 5, 6], 8)
@@ -375,7 +377,7 @@ def test_a_step_that_only_clears_pages_has_a_number(engine: Engine) -> None:
     assert engine.side.step(clears).written_through > 0  # type: ignore[arg-type]
 
 
-def test_a_load_of_which_nobody_knows_is_over_when_every_rank_says_so(engine: Engine) -> None:
+def test_a_load_without_an_answer_is_over_when_every_rank_confirms_it(engine: Engine) -> None:
     found(engine, 4)
     asking = request("a", 17)
     engine.side.matched_tokens(asking, 0)
@@ -383,7 +385,7 @@ def test_a_load_of_which_nobody_knows_is_over_when_every_rank_says_so(engine: En
     load = engine.leader.last(wire.Load)
     load.end(unknown())
     assert engine.step() == StepMetadata(abandon=[load.id])
-    assert engine.step() == StepMetadata(), "each rank is told once"
+    assert engine.step() == StepMetadata(), "each rank is notified once"
     report(engine, {load.id: 1})
     assert engine.step().loaded == [], "the other rank's worker may still write"
     report(engine, {load.id: 1})
@@ -392,14 +394,14 @@ def test_a_load_of_which_nobody_knows_is_over_when_every_rank_says_so(engine: En
     assert engine.step() == StepMetadata()
 
 
-def test_an_error_that_does_not_say_so_frees_no_pages(engine: Engine) -> None:
+def test_an_error_without_over_frees_no_pages(engine: Engine) -> None:
     found(engine, 4)
     asking = request("a", 17)
     engine.side.matched_tokens(asking, 0)
     engine.allocate(asking, [10, 11, 12, 13, 14], 16)
     load = engine.leader.last(wire.Load)
     load.end(Failure(Code.BUSY, "too many requests wait for answers", reported=True, retry=True))
-    assert engine.step() == StepMetadata(abandon=[load.id]), "asked again, it may be under way"
+    assert engine.step() == StepMetadata(abandon=[load.id]), "after a retry the copy may run"
     report(engine, {load.id: 2})
     assert engine.step() == StepMetadata(loaded=["a"], failed_pages=[10, 11, 12, 13])
 
@@ -408,18 +410,18 @@ def report(engine: Engine, over: dict[int, int]) -> None:
     engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport(over)))  # type: ignore[arg-type]
 
 
-def test_without_a_connection_copies_are_not_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_connection_copies_are_not_awaited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     found(engine, 4)
     asking = request("a", 17)
     engine.side.matched_tokens(asking, 0)
     engine.allocate(asking, [10, 11, 12, 13, 14], 16)
     load = engine.leader.last(wire.Load)
     engine.leader.link, engine.leader.lost_at = 0, time.monotonic()
-    assert engine.step().abandon == [], "a leader that is started again answers"
+    assert engine.step().abandon == [], "a restarted leader answers"
     monkeypatch.setattr(inflight, "LOST_S", -1.0)
     assert engine.step().abandon == [load.id]
     load.end(wire.LoadAnswer(4))
-    assert engine.step().loaded == [], "what comes late may be about other pages by now"
+    assert engine.step().loaded == [], "a late answer may concern other pages by now"
     report(engine, {load.id: 2})
     assert engine.step() == StepMetadata(loaded=["a"], failed_pages=[10, 11, 12, 13])
 
@@ -449,7 +451,7 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
 
 
 def test_guessed_tokens_are_not_stored(engine: Engine) -> None:
-    """Of 3 scheduled tokens only the first is certain: the others are drafts that may be rejected."""
+    """Of 3 scheduled tokens only the first is final: the others are drafts that may be rejected."""
     found(engine, 0)
     asking = request("a", 6)
     engine.side.matched_tokens(asking, 0)
@@ -460,7 +462,7 @@ def test_guessed_tokens_are_not_stored(engine: Engine) -> None:
     assert engine.leader.count(wire.Store) == 1
 
 
-def test_parts_of_a_prompt(engine: Engine) -> None:
+def test_each_part_of_a_prompt_stores_the_pages_that_it_fills(engine: Engine) -> None:
     found(engine, 0)
     asking = request("a", 24)
     engine.side.matched_tokens(asking, 0)
@@ -473,7 +475,7 @@ def test_parts_of_a_prompt(engine: Engine) -> None:
     assert firsts == [(0, [1]), (1, [[2, 2]]), (3, [4]), (4, [[5, 2]])]
 
 
-def test_a_store_that_failed_is_tried_again_with_the_next_page(engine: Engine) -> None:
+def test_a_failed_store_is_retried_with_the_next_page(engine: Engine) -> None:
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
@@ -485,13 +487,13 @@ def test_a_store_that_failed_is_tried_again_with_the_next_page(engine: Engine) -
     lookups = engine.leader.count(wire.Lookup)
     asking.grow(4)
     engine.step({asking: 4})
-    assert engine.leader.count(wire.Lookup) == lookups + 1, "the slot is opened anew"
+    assert engine.leader.count(wire.Lookup) == lookups + 1, "the slot is opened again"
     opened, store = engine.leader.asked[-2].message, engine.leader.asked[-1].message
     assert (opened.slot, opened.device_pages, len(opened.hashes)) == (store.slot, 3, 3 * 32)
     assert (store.first_page, store.source, store.more_hashes) == (0, [[1, 3]], b"")
 
 
-def test_another_leader_is_told_about_the_slot(engine: Engine) -> None:
+def test_the_slot_is_opened_again_at_another_leader(engine: Engine) -> None:
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
@@ -512,16 +514,18 @@ def test_pages_of_a_finished_request_are_held_while_they_are_read(engine: Engine
     engine.side.finished(asking)
     assert isinstance(engine.leader.asked[-1].message, wire.Finish)
     assert engine.pool.held() == [1, 2]
-    assert engine.side.copying(), "an idle engine goes on until it is over"
+    assert engine.side.copying(), "an idle engine runs steps until the copy is over"
     again = request("a", 8)
-    assert engine.side.track(again).slot != engine.leader.asked[-1].message.slot, "a name may come again at once"
+    assert engine.side.track(again).slot != engine.leader.asked[-1].message.slot, "a request id may be reused at once"
     engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
     engine.step()
     assert engine.pool.held() == []
     assert not engine.side.copying()
 
 
-def test_an_idle_engine_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_waits_for_unconfirmed_copies_for_a_limited_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
@@ -532,10 +536,10 @@ def test_an_idle_engine_does_not_wait_for_ever(engine: Engine, monkeypatch: pyte
     assert engine.side.copying()
     monkeypatch.setattr(inflight, "ABANDONED_S", -1.0)
     assert not engine.side.copying()
-    assert engine.pool.held() == [1, 2], "nobody knows whether they are read"
+    assert engine.pool.held() == [1, 2], "the pages may still be read"
 
 
-def test_an_aborted_load_gives_its_pages_back_once(engine: Engine) -> None:
+def test_an_aborted_load_returns_its_pages_once(engine: Engine) -> None:
     found(engine, 4)
     asking = request("a", 17)
     engine.side.matched_tokens(asking, 0)
@@ -546,8 +550,8 @@ def test_an_aborted_load_gives_its_pages_back_once(engine: Engine) -> None:
     assert engine.step().loaded == []
 
 
-def test_an_abort_between_a_load_and_its_report_while_an_older_store_reads(engine: Engine) -> None:
-    """Preempted with a store under way, loaded again, aborted."""
+def test_an_abort_after_a_load_keeps_the_pages_of_an_older_store(engine: Engine) -> None:
+    """A request is preempted during a store, loaded again, and aborted."""
     found(engine, 0)
     asking = request("a", 17)
     engine.side.matched_tokens(asking, 0)
@@ -556,7 +560,7 @@ def test_an_abort_between_a_load_and_its_report_while_an_older_store_reads(engin
     store = engine.leader.last(wire.Store)
     asking.num_computed_tokens = 0
     engine.step(preempted=("a",))
-    assert engine.pool.held() == [1, 2, 3, 4], "the copy still reads what was the request's"
+    assert engine.pool.held() == [1, 2, 3, 4], "the copy still reads the pages of the request"
     found(engine, 4)
     engine.side.matched_tokens(asking, 0)
     engine.allocate(asking, [10, 11, 12, 13, 14], 16)
@@ -594,11 +598,11 @@ def test_preemption_waits_a_little_for_pages_that_only_a_store_holds(
     engine.tables["a"] = [1, 2]
     engine.pool.touch(engine.pool.blocks[1:3])
     engine.step({asking: 8})
-    assert not engine.side.frees_soon(), "the request has them too"
+    assert not engine.side.frees_soon(), "the request holds them, too"
     engine.pool.free_blocks(engine.pool.blocks[1:3])
     assert engine.side.frees_soon()
     monkeypatch.setattr("kvferry.scheduler.FREES_SOON_S", 0.0)
-    assert not engine.side.frees_soon(), "nobody waits for a store that takes long"
+    assert not engine.side.frees_soon(), "a slow store is not awaited"
 
 
 def test_stores_are_cancelled_when_the_pool_is_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,8 +613,8 @@ def test_stores_are_cancelled_when_the_pool_is_reset(engine: Engine, monkeypatch
     engine.tables["a"] = [1, 2]
     engine.step({asking: 8})
     monkeypatch.setattr(scheduler, "LAST_STORES_S", 0.2)
-    assert not engine.pool.reset_prefix_cache(), "not for ever"
-    assert engine.leader.count(wire.CancelStores) == 1, "asked again only once it is answered"
+    assert not engine.pool.reset_prefix_cache(), "the wait is bounded"
+    assert engine.leader.count(wire.CancelStores) == 1, "retried only after an answer"
     assert engine.side.copying()
     engine.leader.last(wire.CancelStores).end(Failure(Code.NOT_READY, "not yet", reported=True, retry=True))
     engine.leader.cancels = True
@@ -620,12 +624,12 @@ def test_stores_are_cancelled_when_the_pool_is_reset(engine: Engine, monkeypatch
     assert engine.leader.count(wire.CancelStores) == 2
 
 
-def test_a_pool_without_stores_is_reset_without_a_question(engine: Engine) -> None:
+def test_a_pool_without_stores_is_reset_without_a_request(engine: Engine) -> None:
     assert engine.pool.reset_prefix_cache()
     assert engine.leader.count(wire.CancelStores) == 0
 
 
-def test_a_leader_that_cannot_store_is_left_alone_for_a_while(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_pause_after_one_that_the_leader_could_not_take(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
@@ -650,7 +654,7 @@ def test_a_request_that_does_not_read_the_cache_holds_nothing(engine: Engine) ->
     assert engine.leader.asked == []
 
 
-def test_the_user_is_told_once_that_nobody_is_there(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_absent_leader_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vllm.kvferry")
     engine.leader.lost_at = time.monotonic() - 5
     for _ in range(3):
@@ -660,11 +664,11 @@ def test_the_user_is_told_once_that_nobody_is_there(engine: Engine, caplog: pyte
         engine.leader.turn()
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2
-    assert "no leader answers in /nowhere/leader (nobody listens): requests run without the cache" in texts[0]
-    assert "is there" in texts[1]
+    assert "no leader answers in /nowhere/leader (no process listens): requests run without the cache" in texts[0]
+    assert "is connected" in texts[1]
 
 
-def test_nothing_is_kept_of_requests_that_are_over(engine: Engine) -> None:
+def test_no_record_of_an_ended_request_is_kept(engine: Engine) -> None:
     found(engine, 0)
     engine.leader.answers[wire.Store] = wire.StoreAnswer(2, 0)
     for number in range(50):

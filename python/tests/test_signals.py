@@ -1,4 +1,4 @@
-"""What the tests start has its signals at their defaults, however the tests were started."""
+"""Tests that processes started by the tests have default signal handling, however the tests were started."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ subprocess.run([sys.executable, "-c", "print(open('/proc/self/status').read())"]
 
 
 @pytest.mark.parametrize("ignored", ["", "INT", "INT HUP QUIT TERM"])
-def test_what_is_ignored_here_is_not_ignored_there(ignored: str) -> None:
+def test_ignored_signals_are_not_inherited_by_started_processes(ignored: str) -> None:
     script = 'trap "" $1; shift; exec "$@"' if ignored else 'shift; exec "$@"'
     command = ["sh", "-c", script, "sh", ignored, sys.executable, "-c", STARTED_BY_THE_TESTS]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)

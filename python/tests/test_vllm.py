@@ -1,4 +1,4 @@
-"""A real vLLM with kvferry computes the same as without, to the last bit."""
+"""Tests that a real vLLM computes the same with kvferry as without, to the last bit."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 def loadable(prompts: list[list[int]]) -> int:
-    """Tokens of full pages, of each prompt all but its last token at most."""
+    """Returns the number of tokens in full pages, at most all but the last token of each prompt."""
     return sum((len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS for prompt in prompts)
 
 
@@ -34,7 +34,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def engine(daemon: Daemon) -> Iterator[Engine]:
-    """One engine for all tests that leave it as they found it."""
+    """One engine, shared by all tests that restore its state."""
     engine = Engine(config(daemon.socket_dir, extra={"load_timeout_ms": 2000, "shared_after_reset": True}))
     daemon.pid()
     yield engine
@@ -43,7 +43,7 @@ def engine(daemon: Daemon) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def cold(engine: Engine) -> list:
-    """Returns what the engine computes without any hit."""
+    """Returns the engine's results without any hit."""
     answers = []
     for prompt in PROMPTS:
         engine.reset(connector=True)
@@ -53,7 +53,7 @@ def cold(engine: Engine) -> list:
 
 
 def stored(engine: Engine, daemon: Daemon) -> None:
-    """kvferry has the pages of all prompts, the engine has none."""
+    """Waits until kvferry has the pages of all prompts, and the engine none."""
     daemon.pid()
     engine.reset(connector=True)
     full = {
@@ -70,7 +70,7 @@ def stored(engine: Engine, daemon: Daemon) -> None:
     eventually("the pages of all prompts are stored", found)
 
 
-def test_warm_is_cold(engine: Engine, daemon: Daemon, cold: list) -> None:
+def test_warm_results_equal_cold_results(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
     for prompt, expected in zip(PROMPTS, cold, strict=True):
         engine.reset()
@@ -81,23 +81,23 @@ def test_warm_is_cold(engine: Engine, daemon: Daemon, cold: list) -> None:
         assert answers[0]["cached"] == loadable([prompt])
 
 
-def test_all_at_once(engine: Engine, daemon: Daemon, cold: list) -> None:
+def test_concurrent_warm_results_equal_cold_results(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
     before = engine.external_hits()
     assert said(engine.generate(*PROMPTS)) == cold
     assert engine.external_hits() > before
 
 
-def test_poisoned_pages_are_seen(engine: Engine, daemon: Daemon, cold: list) -> None:
+def test_changed_bytes_in_host_memory_change_the_results(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
     daemon.poison()
     answers = said(engine.generate(BASE))
-    assert answers != cold[:1], "what kvferry has was not used"
+    assert answers != cold[:1], "pages of kvferry were not used"
     engine.reset(connector=True)
     assert said(engine.generate(BASE)) == cold[:1]
 
 
-def test_salts_are_apart(engine: Engine, daemon: Daemon, cold: list) -> None:
+def test_requests_with_different_salts_share_no_pages(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
     before = engine.external_hits()
     salted = {"tokens": BASE, "salt": "another"}
@@ -108,7 +108,7 @@ def test_salts_are_apart(engine: Engine, daemon: Daemon, cold: list) -> None:
     assert engine.external_hits() - before == loadable([BASE])
 
 
-def test_what_was_said_is_found_too(engine: Engine, daemon: Daemon) -> None:
+def test_pages_of_generated_tokens_are_found(engine: Engine, daemon: Daemon) -> None:
     """Pages of generated tokens are stored as they fill."""
     engine.reset(connector=True)
     prompt = tokens(40, seed=6)
@@ -118,7 +118,7 @@ def test_what_was_said_is_found_too(engine: Engine, daemon: Daemon) -> None:
     engine.reset(connector=False)
     before = engine.external_hits()
     warm = engine.generate(longer)
-    # The last token that was generated was never computed.
+    # The KV of the last generated token was never computed.
     assert engine.external_hits() - before == (len(prompt) + 69) // PAGE_TOKENS * PAGE_TOKENS
     engine.reset(connector=True)
     assert said(warm) == said(engine.generate(longer))
@@ -126,7 +126,7 @@ def test_what_was_said_is_found_too(engine: Engine, daemon: Daemon) -> None:
 
 def test_two_failed_pages_are_computed(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
-    # Six of the eight pages are the engine's own, two are to be loaded.
+    # Of the eight pages, the engine has six, and two are loaded.
     engine.generate(BASE[: 6 * PAGE_TOKENS + 1])
     hits = engine.external_hits()
     worker = daemon.pid()
@@ -147,7 +147,7 @@ def waits_for_pages(state: dict, request: str) -> bool:
     )
 
 
-def test_abort_in_a_load(engine: Engine, daemon: Daemon, cold: list) -> None:
+def test_an_abort_during_a_load_frees_its_pages_after_the_copy(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
     free = engine.request("step")["free"]
     worker = daemon.pid()
@@ -168,7 +168,7 @@ def test_abort_in_a_load(engine: Engine, daemon: Daemon, cold: list) -> None:
     assert said(engine.generate(BASE)) == cold[:1]
 
 
-def test_abort_in_a_store(engine: Engine, daemon: Daemon, cold: list) -> None:
+def test_an_abort_during_a_store_frees_its_pages_after_the_copy(engine: Engine, daemon: Daemon, cold: list) -> None:
     engine.reset(connector=True)
     free = engine.request("step")["free"]
     worker = daemon.pid()
@@ -191,8 +191,10 @@ def test_abort_in_a_store(engine: Engine, daemon: Daemon, cold: list) -> None:
     assert said(engine.generate(BASE)) == cold[:1]
 
 
-def test_reset_in_the_middle_of_a_prompt(engine: Engine, daemon: Daemon, cold: list) -> None:
-    """With a store that has just begun: vLLM ends if its pages are still held then."""
+def test_a_reset_in_the_middle_of_a_prompt_does_not_change_its_result(
+    engine: Engine, daemon: Daemon, cold: list
+) -> None:
+    """The store has just begun: vLLM ends if its pages are still held at the reset."""
     engine.reset(connector=True)
     engine.request("add", id="reset", tokens=BASE)
     engine.request("step")
@@ -202,7 +204,7 @@ def test_reset_in_the_middle_of_a_prompt(engine: Engine, daemon: Daemon, cold: l
     daemon.wait_idle()
 
 
-#: Not called while requests run, or not by this engine.
+#: Hooks that are not called while requests run, or not by this engine.
 NOT_CALLED = {
     "bind_gpu_block_pool",
     "has_pending_block_frees",
@@ -221,17 +223,19 @@ def test_a_fault_in_any_hook_costs_hits_and_no_request(engine: Engine, daemon: D
         stored(engine, daemon)
         engine.request("fault", hook=hook)
         assert said(engine.generate(*PROMPTS)) == cold
-        assert hook in engine.request("faults"), "it was not called"
+        assert hook in engine.request("faults"), "the hook was not called"
         engine.reset()
         hits = engine.external_hits()
         assert said(engine.generate(*PROMPTS)) == cold
-        assert engine.external_hits() == hits, "nothing is looked up any more"
+        assert engine.external_hits() == hits, "there are no more lookups"
         engine.request("mend")
         daemon.wait_idle()
 
 
 @pytest.mark.parametrize("victim", ["leader", "worker"])
-def test_killed_between_two_requests(engine: Engine, daemon: Daemon, cold: list, victim: str) -> None:
+def test_results_are_equal_after_kills_between_requests(
+    engine: Engine, daemon: Daemon, cold: list, victim: str
+) -> None:
     stored(engine, daemon)
     hits = engine.external_hits()
     daemon.killed(daemon.leader if victim == "leader" else daemon.pid())
@@ -246,15 +250,15 @@ def test_killed_between_two_requests(engine: Engine, daemon: Daemon, cold: list,
     eventually("pages are loaded again", found)
 
 
-def test_two_engines_share(engine: Engine, daemon: Daemon, cold: list) -> None:
-    """The second one is ``vllm serve``, and is killed in the end."""
+def test_two_engines_share_their_pages(engine: Engine, daemon: Daemon, cold: list) -> None:
+    """The second engine is ``vllm serve``, and is killed at the end."""
     stored(engine, daemon)
     before = shared_memory()
     server = Server(config(daemon.socket_dir, extra={"replica": 1}))
     try:
         daemon.pid(replica=1)
         assert said(server.generate(*PROMPTS[:4])) == json_like(cold[:4])
-        # What one prompt has loaded the next one finds in the engine itself.
+        # The next prompt finds pages that an earlier one loaded in the engine itself.
         assert server.external_hits() > 0
         other = tokens(200, seed=8)
         fresh = server.generate(other)

@@ -1,4 +1,4 @@
-"""Engines of every kind beside kvferry: their starts and ends, more ranks, models that are not supported."""
+"""Tests of engines of every kind with kvferry: starts and ends, several ranks, unsupported models."""
 
 import itertools
 import os
@@ -11,9 +11,9 @@ from engine import Engine, Server, config, said, settled, shared_memory, tokens
 from test_vllm import BASE, PROMPTS, json_like, loadable
 
 FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
-#: How long a start may be delayed by a kvferry that is not there: less than anything that waits for one.
+#: Longest delay of a start without kvferry: less than any wait for kvferry.
 DELAY_MAX_S = 15.0
-#: Engine, dtype and ranks, each at least once; with --full all of them.
+#: Each engine, dtype and number of ranks at least once; with --full every combination.
 SOME = [("processes", "bfloat16", 2)]
 ALL = list(itertools.product(["in-process", "processes", "serve"], ["float32", "bfloat16"], [1, 2]))
 
@@ -23,7 +23,7 @@ def make(kind: str, wanted: dict) -> Engine | Server:
 
 
 @pytest.mark.parametrize(("kind", "dtype", "ranks"), ALL if FULL else SOME)
-def test_warm_is_cold(kind: str, dtype: str, ranks: int) -> None:
+def test_warm_results_equal_cold_results(kind: str, dtype: str, ranks: int) -> None:
     with running(ranks=ranks) as daemon:
         engine = make(kind, config(daemon.socket_dir, dtype=dtype, tensor_parallel_size=ranks))
         try:
@@ -45,8 +45,8 @@ def test_warm_is_cold(kind: str, dtype: str, ranks: int) -> None:
         daemon.wait_idle()
 
 
-def test_started_before_kvferry_and_started_again() -> None:
-    """An engine that begins without kvferry, takes it when it comes, ends; its successor finds what it stored."""
+def test_an_engine_that_started_before_kvferry_uses_it_later() -> None:
+    """An engine starts without kvferry, uses it when it appears, and ends; its successor finds the stored pages."""
     plain = Engine(config(None))
     expected = said(plain.generate(*PROMPTS))
     plain.end()
@@ -57,7 +57,7 @@ def test_started_before_kvferry_and_started_again() -> None:
         assert sum(engine.started["connector_s"]) < DELAY_MAX_S
         assert said(engine.generate(*PROMPTS)) == expected
         warning = "requests run without the cache"
-        eventually("the user is told", lambda: warning in engine.logged())
+        eventually("the warning is logged", lambda: warning in engine.logged())
         daemon.start()
         daemon.wait_ready()
 
@@ -68,7 +68,7 @@ def test_started_before_kvferry_and_started_again() -> None:
 
         eventually("pages are stored", stored)
         assert engine.logged().count(warning) == 1
-        assert shared_memory() == before, "the memory has no name while it is used either"
+        assert shared_memory() == before, "the memory has no name while it is used"
         engine.end(signal.SIGTERM)
         daemon.wait_idle()
         forgotten(daemon)
@@ -78,7 +78,7 @@ def test_started_before_kvferry_and_started_again() -> None:
         assert said(engine.generate(BASE)) == expected[:1]
         assert engine.external_hits() == loadable([BASE])
         daemon.kill()
-        # No kvferry runs any longer; the results are the same.
+        # kvferry has ended; the results are the same.
         engine.request("reset")
         assert said(engine.generate(*PROMPTS)) == expected
         engine.end(signal.SIGINT)
@@ -89,11 +89,11 @@ def forgotten(daemon: Daemon) -> None:
     def gone() -> bool:
         return not any(rank["attached"] for rank in daemon.status()["ranks"])
 
-    eventually("the worker has let the memory go", gone)
+    eventually("the worker has unmapped the memory", gone)
 
 
-def test_more_than_the_device_has() -> None:
-    """Prompts that crowd each other out, with steps that overlap: preempted, resumed, loaded again."""
+def test_results_are_equal_when_prompts_exceed_the_device() -> None:
+    """Prompts exceed the device's pages, with overlapping steps: they are preempted, resumed and loaded again."""
     pages = 40
     prompts = [tokens(400, seed=20 + number) for number in range(6)]
     with running(ranks=1) as daemon:
@@ -115,8 +115,8 @@ def test_more_than_the_device_has() -> None:
         daemon.wait_idle()
 
 
-def test_two_groups_are_declined() -> None:
-    """Sliding windows beside full attention: the engine runs as without kvferry, and logs so."""
+def test_a_model_with_two_groups_is_declined() -> None:
+    """Sliding windows and full attention: the engine runs as without kvferry, and logs the reason."""
     wanted = {"model": str(make_model.gemma()), "load_format": "dummy", "max_model_len": 1024}
     with running(ranks=1) as daemon:
         engine = Engine(config(daemon.socket_dir, disable_hybrid_kv_cache_manager=False, **wanted))
@@ -135,8 +135,8 @@ def test_two_groups_are_declined() -> None:
             engine.end()
 
 
-def test_windows_with_the_pages_of_full_attention_are_kept() -> None:
-    """The same model, when vLLM is told to give every layer the same pages: one group."""
+def test_windows_with_the_pages_of_full_attention_are_served() -> None:
+    """The same model with vLLM configured to give every layer the same pages: one group."""
     wanted = {"model": str(make_model.gemma()), "load_format": "dummy", "max_model_len": 1024}
     with running(ranks=1) as daemon:
         engine = Engine(config(daemon.socket_dir, disable_hybrid_kv_cache_manager=True, **wanted))

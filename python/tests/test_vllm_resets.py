@@ -1,4 +1,4 @@
-"""A real vLLM throws its cache away while kvferry reads pages of it: resets, pauses, and what comes before sleep."""
+"""Tests that a real vLLM drops its cache while kvferry reads its pages: resets, pauses, and the pause before sleep."""
 
 import json
 import threading
@@ -36,15 +36,15 @@ def cold(engine: Engine) -> list:
 
 
 def store_that_does_not_end(engine: Engine, daemon: Daemon, name: str) -> None:
-    """A prompt whose store holds pages, and would for the 30 s of its deadline."""
+    """Starts a prompt whose store holds pages until its deadline of 30 s."""
     engine.reset(connector=True)
     engine.request("hold", on=True)
     engine.request("add", id=name, tokens=PROMPT)
-    wait_steps(engine, "a store is under way", lambda _state: daemon.status()["copies_under_way"])
+    wait_steps(engine, "a store runs", lambda _state: daemon.status()["copies_under_way"])
 
 
 @pytest.mark.parametrize("connector", [False, True])
-def test_running_requests_are_reset(engine: Engine, daemon: Daemon, cold: list, connector: bool) -> None:
+def test_running_requests_survive_a_reset(engine: Engine, daemon: Daemon, cold: list, connector: bool) -> None:
     name = f"reset {connector}"
     store_that_does_not_end(engine, daemon, name)
     begun = time.monotonic()
@@ -59,7 +59,7 @@ def test_running_requests_are_reset(engine: Engine, daemon: Daemon, cold: list, 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_a_paused_engine_has_a_clear_cache(engine: Engine, daemon: Daemon, cold: list, mode: str) -> None:
-    """Sleep begins with a pause, too."""
+    """Sleep mode begins with the same pause."""
     store_that_does_not_end(engine, daemon, mode)
     engine.request("pause", mode=mode)
     assert daemon.status()["copies_under_way"] == 0
@@ -69,14 +69,14 @@ def test_a_paused_engine_has_a_clear_cache(engine: Engine, daemon: Daemon, cold:
         state = wait_steps(engine, "the prompt is done", lambda state: mode in state["done"])
         assert said([state["done"][mode]]) == cold
     else:
-        # Only half of vLLM has received of it here, where both are one process.
+        # With both halves of vLLM in one process, only one of them has handled the abort.
         engine.request("abort", id=mode)
     assert said(engine.generate(PROMPT)) == cold
     daemon.wait_idle()
 
 
 def load_that_does_not_end(engine: Engine, daemon: Daemon, name: str) -> None:
-    """A prompt whose load waits for a step that the rank says nothing of, and would for 12 s."""
+    """Starts a prompt whose load waits, for up to 12 s, for a step that the rank does not report."""
     engine.reset(connector=True)
     engine.generate(PROMPT)
     daemon.wait_idle()
@@ -85,12 +85,12 @@ def load_that_does_not_end(engine: Engine, daemon: Daemon, name: str) -> None:
     engine.request("add", id=f"before {name}", tokens=tokens(40, seed=41))
     engine.request("step")
     engine.request("add", id=name, tokens=PROMPT)
-    wait_steps(engine, "a load is under way", lambda state: "WAITING_FOR_REMOTE_KVS" in state["status"].values())
+    wait_steps(engine, "a load runs", lambda state: "WAITING_FOR_REMOTE_KVS" in state["status"].values())
 
 
 @pytest.mark.parametrize("how", ["reset", "pause"])
 def test_pages_are_loaded_while_the_cache_is_cleared(engine: Engine, daemon: Daemon, cold: list, how: str) -> None:
-    """Weights may have changed then: the prompt is computed, and nothing that was stored before is found."""
+    """Weights may have changed at the reset: the prompt is computed, and no page from before is found."""
     name = f"loads under a {how}"
     load_that_does_not_end(engine, daemon, name)
     if how == "reset":
@@ -101,12 +101,12 @@ def test_pages_are_loaded_while_the_cache_is_cleared(engine: Engine, daemon: Dae
     engine.request("hold", on=False)
     state = wait_steps(engine, "the prompt is done", lambda state: name in state["done"])
     assert said([state["done"][name]]) == cold
-    wait_steps(engine, "the other one is done", lambda state: not state["status"])
+    wait_steps(engine, "the other prompt is done", lambda state: not state["status"])
     daemon.wait_idle()
     engine.reset()
     hits = engine.external_hits()
     assert said(engine.generate(PROMPT)) == cold
-    assert engine.external_hits() > hits, "what it computed was stored under another name, and is found"
+    assert engine.external_hits() > hits, "pages computed after the reset were stored under another name, and are found"
     daemon.wait_idle()
 
 
@@ -169,7 +169,7 @@ def test_resets_and_pauses_under_load() -> None:
                 try:
                     server.generate(tokens(200, seed=seed), max_tokens=8)
                 except Exception as error:
-                    # A pause aborts what runs: that is all that may go wrong.
+                    # A pause aborts running requests; no other failure is allowed.
                     failed.append(f"{error}")
 
         askers = [threading.Thread(target=load, args=(number * 10_000 + 100,)) for number in range(4)]

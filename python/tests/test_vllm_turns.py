@@ -1,4 +1,4 @@
-"""Engines that take turns on one leader: other page sizes, other weights."""
+"""Tests of engines that use one leader in turn: other page sizes, other weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import make_model
 from daemon import Daemon, eventually, running
 from engine import Engine, config, said, settled, tokens
 
-#: All of them fill half of host memory.
+#: Prompts whose pages fill half of host memory.
 PROMPTS = [tokens(270, seed=100 + number) for number in range(8)]
 #: Bytes of a token of the tiny model: 4 layers of 4 heads, keys and values of 32 floats.
 TOKEN_BYTES = 4 * 4 * 2 * 32 * 4
@@ -16,7 +16,7 @@ TOKEN_BYTES = 4 * 4 * 2 * 32 * 4
 
 @contextmanager
 def turn(daemon: Daemon, **changes: Any) -> Iterator[Engine]:
-    """An engine that has the leader for itself, and is forgotten behind that."""
+    """Runs one engine alone with the leader, and waits afterwards until the leader has forgotten it."""
     engine = Engine(config(daemon.socket_dir, **changes))
     try:
         daemon.wait_ready()
@@ -28,11 +28,11 @@ def turn(daemon: Daemon, **changes: Any) -> Iterator[Engine]:
     eventually("the rank is gone", lambda: not any(rank["attached"] for rank in daemon.status()["ranks"]))
 
 
-def test_pages_of_another_size_in_between() -> None:
-    """What the second engine stores lies where the first one's pages lay: the third must not be given any of it.
+def test_pages_of_another_size_in_between_corrupt_no_pages() -> None:
+    """The second engine's pages overwrite the memory of the first one's pages: the third engine must not load them.
 
-    There is room beside the first one's pages, so that none of them has to be evicted: a page number of the second one
-    is free there and yet, with half the page size, stands for bytes in the middle of what the first one stored.
+    There is room beside the first engine's pages, so that none of them has to be evicted. A page number that is free in
+    the first engine's pool means, with half the page size, bytes in the middle of the first engine's pages.
     """
     room = 2 * sum(len(prompt) for prompt in PROMPTS) * TOKEN_BYTES
     with running(ranks=1, g2=str(room)) as daemon:
@@ -43,7 +43,7 @@ def test_pages_of_another_size_in_between() -> None:
             for prompt in PROMPTS[:4]:
                 engine.generate(prompt)
             settled(engine, daemon)
-            assert daemon.counter("published_pages") - published > len(PROMPTS), "it took no room"
+            assert daemon.counter("published_pages") - published > len(PROMPTS), "the second engine stored nothing"
         with turn(daemon, block_size=64) as engine:
             assert [said(engine.generate(prompt)) for prompt in PROMPTS] == expected
 
@@ -59,4 +59,4 @@ def test_other_weights_of_the_same_shape_are_not_found() -> None:
             settled(engine, daemon)
             engine.reset()
             assert said(engine.generate(*PROMPTS[:2])) == answers
-            assert engine.external_hits() > 0, "its own are found"
+            assert engine.external_hits() > 0, "the engine's own pages are found"
