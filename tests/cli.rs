@@ -37,7 +37,7 @@ fn refused(arguments: &[&str], code: i32, words: &[&str]) {
 }
 
 #[test]
-fn more_host_memory_than_there_is() {
+fn more_host_memory_than_available_is_refused() {
     let folder = socket_dir();
     let sockets = folder.path().to_str().expect("UTF-8");
     let up = ["up", "--g2", "900TiB", "--socket-dir", sockets];
@@ -55,7 +55,7 @@ fn more_host_memory_than_there_is() {
 }
 
 #[test]
-fn sizes_that_contradict_each_other() {
+fn contradicting_sizes_are_refused() {
     refused(&["replay", "--ratio", "0"], 78, &["ratio is 0", "1 to 256"]);
     refused(&["replay", "--ratio", "257"], 78, &["ratio is 257"]);
     let overflow = [
@@ -99,7 +99,7 @@ fn sizes_that_contradict_each_other() {
 }
 
 #[test]
-fn flags_that_a_replay_does_not_use() {
+fn flags_that_a_replay_does_not_use_are_refused() {
     for flag in [
         "--d2h-gb-per-s",
         "--h2d-gb-per-s",
@@ -160,7 +160,7 @@ fn flags_that_a_replay_does_not_use() {
 }
 
 #[test]
-fn formulas_that_cannot_be() {
+fn invalid_formulas_are_refused() {
     let folder = socket_dir();
     let path = folder.path().join("formula.toml");
     let name = path.to_str().expect("UTF-8");
@@ -184,7 +184,7 @@ fn a_replay_that_does_not_fit_into_memory_is_refused_before_it_starts() {
 }
 
 #[test]
-fn a_broken_line_in_a_trace() {
+fn a_broken_line_in_a_trace_is_refused() {
     let folder = socket_dir();
     let path = folder.path().join("broken.jsonl");
     let good = r#"{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}"#;
@@ -214,7 +214,7 @@ fn a_broken_line_in_a_trace() {
 }
 
 #[test]
-fn settings_that_do_not_exist() {
+fn unknown_settings_are_refused() {
     let folder = socket_dir();
     let path = folder.path().join("kvferry.toml");
     fs::write(&path, "ratoi = 16\n").expect("written");
@@ -237,7 +237,7 @@ fn settings_that_do_not_exist() {
 }
 
 #[test]
-fn a_socket_directory_that_others_can_write() {
+fn a_socket_directory_that_others_can_write_is_refused() {
     let folder = socket_dir();
     let open = folder.path().join("open");
     fs::create_dir(&open).expect("made");
@@ -253,7 +253,7 @@ fn a_socket_directory_that_others_can_write() {
 }
 
 #[test]
-fn a_socket_directory_without_a_parent() {
+fn a_socket_directory_without_a_parent_is_refused() {
     let folder = socket_dir();
     let nowhere = folder.path().join("nowhere/run");
     let name = nowhere.to_str().expect("UTF-8");
@@ -265,7 +265,7 @@ fn a_socket_directory_without_a_parent() {
 }
 
 #[test]
-fn nobody_is_there() {
+fn commands_without_a_leader_fail_with_a_remedy() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     refused(
@@ -281,7 +281,7 @@ fn nobody_is_there() {
 }
 
 #[test]
-fn a_second_up_in_the_same_directory() {
+fn a_second_up_in_the_same_directory_is_refused() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = ["up", "--g2", "32MiB", "--socket-dir", name];
@@ -306,7 +306,7 @@ fn replay_to(stdout: impl Into<Stdio>) -> Output {
 }
 
 #[test]
-fn a_reader_that_has_seen_enough() {
+fn a_closed_standard_output_is_no_error() {
     let (reads, writes) = std::io::pipe().expect("a pipe");
     drop(reads);
     let output = replay_to(writes);
@@ -316,7 +316,7 @@ fn a_reader_that_has_seen_enough() {
 }
 
 #[test]
-fn results_that_cannot_be_written() {
+fn results_that_cannot_be_written_are_an_error() {
     let full = fs::File::options().write(true).open("/dev/full");
     let output = replay_to(full.expect("a device without room"));
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -325,7 +325,7 @@ fn results_that_cannot_be_written() {
 }
 
 #[test]
-fn a_report_for_a_reader_of_a_named_pipe() {
+fn a_report_is_written_to_a_named_pipe() {
     let folder = socket_dir();
     let path = folder.path().join("report");
     let made = Command::new("mkfifo").arg(&path).status();
@@ -349,7 +349,7 @@ fn a_report_for_a_reader_of_a_named_pipe() {
 }
 
 #[test]
-fn a_report_that_cannot_be_written_or_would_replace_the_trace() {
+fn a_report_that_cannot_be_written_or_would_replace_the_trace_is_refused() {
     let folder = socket_dir();
     let trace = folder.path().join("trace.jsonl");
     let line = r#"{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}"#;
@@ -383,7 +383,7 @@ fn a_report_that_cannot_be_written_or_would_replace_the_trace() {
 }
 
 #[test]
-fn a_second_leader_in_the_same_directory() {
+fn a_second_leader_in_the_same_directory_is_refused() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let first = Running::start(&["leader", "--socket-dir", name]);
@@ -405,7 +405,7 @@ fn a_second_leader_in_the_same_directory() {
 }
 
 #[test]
-fn up_serves_its_status_and_drains_when_told_to_end() {
+fn up_serves_its_status_and_drains_on_a_signal() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = Running::start(&["up", "--ranks", "2", "--g2", "32MiB", "--socket-dir", name]);
@@ -421,7 +421,7 @@ fn up_serves_its_status_and_drains_when_told_to_end() {
 }
 
 #[test]
-fn ranks_that_disagree_are_told_which_rank_and_which_field() {
+fn disagreeing_ranks_are_refused_with_the_rank_and_the_field() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let _up = Running::start(&["up", "--ranks", "2", "--g2", "32MiB", "--socket-dir", name]);
@@ -482,7 +482,7 @@ fn ranks_that_disagree_are_told_which_rank_and_which_field() {
 }
 
 #[test]
-fn a_replay_that_is_told_to_end_leaves_nothing_behind() {
+fn an_interrupted_replay_leaves_nothing_behind() {
     let folder = socket_dir();
     let replay = Running::start_in(&["replay", "--quiet"], folder.path());
     let begun = std::time::Instant::now();
@@ -520,7 +520,7 @@ fn status_once(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
 }
 
 #[test]
-fn every_rank_says_how_far_it_is() {
+fn the_status_reports_the_progress_of_every_rank() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let _up = Running::start(&[
@@ -556,7 +556,7 @@ fn every_rank_says_how_far_it_is() {
 }
 
 #[test]
-fn a_rank_without_memory_says_why_before_it_ends() {
+fn a_rank_without_memory_reports_the_reason_before_it_ends() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let _leader = Running::start(&["leader", "--socket-dir", name]);
@@ -586,7 +586,7 @@ fn a_rank_without_memory_says_why_before_it_ends() {
 }
 
 #[test]
-fn a_numa_node_that_is_not_there() {
+fn a_missing_numa_node_is_refused() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = [

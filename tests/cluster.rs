@@ -182,7 +182,7 @@ fn models_with_odd_geometry_come_back_whole() {
 }
 
 #[test]
-fn what_all_ranks_hold_is_stored_once_and_loaded_by_each() {
+fn pages_that_all_ranks_hold_are_stored_once_and_loaded_by_each() {
     for (model, ranks, shards) in [("deepseek-v3-mla", 4, 1), ("llama-3-8b", 16, 8)] {
         let report = replay(&[
             "--model",

@@ -524,7 +524,7 @@ fn parting(from: u8) -> PageHashes {
 }
 
 #[test]
-fn of_blocks_that_begin_alike_the_best_is_found() {
+fn the_best_of_several_blocks_with_the_same_start_is_found() {
     let mut model = Model::new(64, 16);
     let domain = domain(0);
     let mut generations = Vec::new();

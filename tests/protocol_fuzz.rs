@@ -156,7 +156,7 @@ fn one_list_may_mix_the_shapes_of_both_versions() {
 }
 
 #[test]
-fn shapes_that_mean_nothing_are_refused() {
+fn meaningless_shapes_are_refused() {
     let cases: [(&str, &[u8]); 14] = [
         ("unequal sides", &[0x91, 0x92, 1, 0x91, 0x92, 2, 3]),
         ("one side", &[0x91, 0x91, 1]),
@@ -214,7 +214,7 @@ fn nesting_and_claimed_lengths_cost_nothing() {
 }
 
 #[test]
-fn what_follows_a_body_is_refused_and_unknown_fields_are_skipped() {
+fn bytes_after_a_body_are_refused_and_unknown_fields_are_skipped() {
     let ping = MessageKind::Ping.number();
     assert!(decode(header(2, ping), &[0x80]).is_ok());
     let trailing = decode(header(2, ping), &[0x80, 0x80]).expect_err("too much");

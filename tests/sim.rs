@@ -20,7 +20,7 @@ fn story(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn the_same_seeds_are_the_same_story_in_every_process_and_in_any_order() {
+fn the_same_seeds_give_the_same_runs_in_every_process_and_in_any_order() {
     let (good, first) = run(&["--seeds", "0..24", "--steps", "1500", "--jobs", "1"]);
     assert!(good, "{first}");
     let (good, second) = run(&["--seeds", "0..24", "--steps", "1500", "--jobs", "2"]);
@@ -31,7 +31,7 @@ fn the_same_seeds_are_the_same_story_in_every_process_and_in_any_order() {
 }
 
 #[test]
-fn seeds_that_are_none_are_refused() {
+fn invalid_seed_ranges_are_refused() {
     for seeds in ["5..5", "7..3", "a..b", "3"] {
         let (good, _) = run(&["--seeds", seeds]);
         assert!(!good, "{seeds}");

@@ -181,7 +181,7 @@ fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
 }
 
 #[test]
-fn code_is_read_behind_a_module_of_tests() {
+fn code_after_a_module_of_tests_is_read() {
     let text = "use a;\n#[cfg(test)]\nmod tests;\nuse b;\n#[cfg(test)]\nmod more {\n    use c;\n}\n// d\nuse e;\n";
     let read: Vec<_> = code(text).collect();
     let expected = [
@@ -203,7 +203,7 @@ fn module(name: &str) -> Option<&str> {
 }
 
 #[test]
-fn modules_use_only_what_stands_below_them() {
+fn modules_use_only_modules_below_them() {
     let mut seen = 0;
     for (name, text) in sources("src") {
         let known =
@@ -289,7 +289,7 @@ fn every_package_without_unsafe_code_forbids_it() {
 }
 
 #[test]
-fn unsafe_stands_in_its_files_only() {
+fn unsafe_occurs_in_its_files_only() {
     let words = ["unsafe {", "unsafe fn", "unsafe impl", "unsafe_code"];
     for folder in ["src/memory", "src/cuda"] {
         for (name, text) in sources(folder) {
@@ -309,7 +309,7 @@ fn unsafe_stands_in_its_files_only() {
 /// `c_char` is signed on x86-64 and unsigned on aarch64: code with arrays of it in the driver's structures would
 /// compile on only one of them.
 #[test]
-fn structures_of_the_driver_hold_bytes_and_no_characters() {
+fn structures_of_the_driver_contain_bytes_and_no_characters() {
     let mut seen = 0;
     for (name, text) in sources("src/cuda/driver") {
         for (line, text) in code(&text) {
@@ -324,7 +324,7 @@ fn structures_of_the_driver_hold_bytes_and_no_characters() {
 }
 
 #[test]
-fn files_fit_a_sitting() {
+fn no_file_exceeds_the_line_limit() {
     for folder in ["src", "tests", "xtask"] {
         for (name, text) in sources(folder) {
             let lines = text.lines().count();
@@ -344,7 +344,7 @@ fn files_fit_a_sitting() {
 }
 
 #[test]
-fn python_modules_use_only_what_stands_below_them() {
+fn python_modules_use_only_modules_below_them() {
     let mut seen = 0;
     for (name, text) in files("python/kvferry", "py") {
         let module = name
@@ -393,7 +393,7 @@ fn the_page_of_the_structure_names_every_python_module() {
 }
 
 #[test]
-fn nothing_is_left_for_later_without_saying_so() {
+fn no_source_contains_a_todo() {
     for folder in ["src", "xtask"] {
         for (name, text) in sources(folder) {
             for (line, text) in text.lines().enumerate() {

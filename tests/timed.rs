@@ -49,7 +49,7 @@ fn two_runs_give_the_same_report_but_for_wall_time() {
 }
 
 #[test]
-fn a_report_says_what_g2_is_worth() {
+fn a_report_contains_the_gain_of_g2() {
     let report = timed(&["--g1-pages", "0"]);
     assert_eq!(number(&report, "/requests"), 400);
     assert!(number(&report, "/tokens/hit_g2") > 0);
@@ -84,7 +84,7 @@ fn slower_links_make_loads_slower() {
 }
 
 #[test]
-fn without_g2_both_halves_are_the_same() {
+fn without_g2_both_halves_are_equal() {
     let report = timed(&["--g2-pages", "0"]);
     for key in ["p50", "p95", "p99"] {
         assert_eq!(us(&report, key), us(&report, &format!("without_{key}")));
@@ -195,7 +195,7 @@ fn names(prefix: &str, value: &Value, all: &mut Vec<String>) {
 }
 
 #[test]
-fn reports_of_different_things_are_not_compared() {
+fn reports_of_different_runs_are_not_compared() {
     let folder = socket_dir();
     let offline = |name: &str, more: &[&str]| {
         let mut arguments = vec!["--mode", "offline", "--requests", "5", "--g2-pages", "5000"];

@@ -345,9 +345,7 @@ class RankSession:
             self._complaint = "fine"
         elif failure.reported and not failure.retry and failure.message != self._complaint:
             self._complaint = failure.message
-            logger.warning(
-                "kvferry: %s is turned away, requests run without the cache: %s", self._name, failure.message
-            )
+            logger.warning("kvferry: %s is refused, requests run without the cache: %s", self._name, failure.message)
 
     # Abandoned pages: a dead worker copies nothing.
 

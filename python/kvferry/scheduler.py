@@ -136,7 +136,7 @@ class SchedulerSide:
         #: those whose pages vLLM has reset meanwhile.
         self._loading: dict[str, list[int]] = {}
         self._spoiled: set[str] = set()
-        #: Namespaces that were left and not yet removed at the leader, because it is unknown whether vLLM will
+        #: Namespaces that were left and not yet removed at the leader, because it is unknown whether vLLM was to
         #: reset the connector. The next reset of the connector removes them.
         self._left: list[bytes] = []
         #: vLLM has reset its own pages, and no page was computed or loaded since.

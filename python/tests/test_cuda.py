@@ -224,7 +224,7 @@ assert sorted(marked) == [0, 1, 2], marked
 assert all(any(len(set(mark)) >= 8 for mark in marks) for marks in marked.values()), marked
 new = set().union(*marked.values())
 assert len(new) == sum(map(len, marked.values())), marked
-# What it holds by then, when it registers again.
+# Contents at the time of the second registration.
 for layer in layers.values():
     gpu.write(layer.address, bytes(range(1, 241)) * (tensor // 240))
 assert new.isdisjoint(set().union(*proofs().values()))
@@ -263,7 +263,7 @@ print("registered")
         done = script(source, str(daemon.socket_dir), **variables)
         assert "registered" in done.stdout, done.stdout + done.stderr
     said = "".join(capfd.readouterr())
-    assert "registration.allocations[0].handle.chunks[1] shows other bytes" in said, said
+    assert "registration.allocations[0].handle.chunks[1] has other bytes" in said, said
 
 
 #: Registers its memory, then again with the next worker, while it writes to most pages.

@@ -344,7 +344,7 @@ def test_an_engine_leaves_nothing_behind_however_it_ends(daemon: Daemon) -> None
     engine.kill()
     engine.wait(TIMEOUT_S)
     daemon.wait_idle()
-    eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
+    eventually("the worker has unmapped the memory", lambda: not daemon.status()["ranks"][0]["attached"])
     session = begin(daemon.socket_dir / "worker-0-0")
     eventually("it is registered", lambda: session.registered)
     session.close()
@@ -360,7 +360,7 @@ def test_a_dead_engine_whose_connections_survive_in_a_child_is_released() -> Non
         assert daemon.status()["ranks"][0]["attached"]
         engine.kill()
         engine.wait(TIMEOUT_S)
-        eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
+        eventually("the worker has unmapped the memory", lambda: not daemon.status()["ranks"][0]["attached"])
         # The child ends when its standard input ends.
         engine.communicate()
 
@@ -485,7 +485,7 @@ def test_a_refused_rank_logs_the_reason_once(daemon: Daemon, caplog: pytest.LogC
     session = begin(daemon.socket_dir / "worker-0-0", ranks=3)
     eventually("the refusal is logged", lambda: "tp_size" in caplog.text)
     eventually("the rank has retried", lambda: session._pause_s > 0.3)
-    assert caplog.text.count("is turned away") == 1
+    assert caplog.text.count("is refused") == 1
     # At most one descriptor, of an open request.
     assert len(engine_memory(daemon)) <= 1
     session.close()

@@ -276,7 +276,7 @@ mod tests {
 
     /// A driver that does not start must not keep a worker from attaching.
     #[test]
-    fn a_depot_is_open_before_anybody_knows_where_its_memory_is_to_lie() {
+    fn a_depot_is_opened_before_its_numa_node_is_known() {
         let settings = DepotSettings {
             held: None,
             bytes: 1 << 20,

@@ -108,7 +108,7 @@ fn allowed(way: GpuCopy, depot: &Depot, worker: usize) -> GpuCopy {
         Ok(BatchMark::None) => return way,
         Ok(BatchMark::UnderWay | BatchMark::Avoid) => {
             tracing::warn!(
-                "a worker ended while copies that were given together were under way: they are given to the driver one by one \
+                "a worker ended during batched copies: copies are given to the driver one by one \
                  from now on; start kvferry anew to try them together again"
             );
             depot.set_batch_mark(worker, BatchMark::Avoid)
@@ -116,7 +116,7 @@ fn allowed(way: GpuCopy, depot: &Depot, worker: usize) -> GpuCopy {
         Err(error) => Err(error),
     };
     if let Err(error) = avoid {
-        tracing::error!(%error, "the depot does not say how copies were given");
+        tracing::error!(%error, "the depot does not record how copies were submitted");
     }
     GpuCopy::Async
 }
@@ -269,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_process_does_not_recover_from_is_fatal_wherever_it_shows() {
+    fn unrecoverable_gpu_errors_are_fatal_in_every_place() {
         let error = |code| CudaError::Answered {
             call: "cuMemcpyAsync",
             code,
@@ -304,7 +304,7 @@ mod tests {
 
     /// A GPU that is in use elsewhere or not ready is not a lost GPU: nothing runs on it.
     #[test]
-    fn what_keeps_a_context_from_being_made_is_a_refusal_with_a_remedy() {
+    fn a_context_that_cannot_be_created_is_refused_with_a_remedy() {
         let uuid = DeviceUuid::gpu([7; 16]);
         for (code, remedy) in [
             (2, "gpu_memory_utilization"),
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_died_over_copies_given_together_has_a_successor_that_gives_them_one_by_one() {
+    fn the_successor_of_a_worker_that_died_during_a_batched_copy_copies_one_by_one() {
         let depot = Depot::create(1 << 20).expect("memory");
         let way = |worker| allowed(GpuCopy::Batch, &depot, worker);
         assert_eq!(way(3), GpuCopy::Batch);
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mig_instance_that_is_not_there_is_refused_with_what_to_name() {
+    fn a_missing_mig_instance_is_refused_with_the_instances_to_name() {
         let named = |uuid| GpuError::NotThere {
             uuid,
             others: vec![DeviceUuid::gpu([1; 16])],

@@ -179,7 +179,7 @@ impl State {
             && let Some(done) = self.draining.take()
             && done.send(()).is_err()
         {
-            tracing::debug!("nobody waits for the end of the drain");
+            tracing::debug!("no receiver for the end of the drain");
         }
     }
 

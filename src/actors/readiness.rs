@@ -31,7 +31,7 @@ impl ReadinessReporter {
         let notify = async move |body| {
             let requested = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
             if let Err(failure) = requested {
-                tracing::debug!(%failure, "the leader does not know how far this worker is");
+                tracing::debug!(%failure, "the leader has not received the progress of this worker");
             }
         };
         tokio::spawn(async move {
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_comes_while_it_tells_is_told_then() {
+    async fn a_problem_during_a_report_is_reported_next() {
         let (readiness, lets, mut receiver, running) = slow();
         readiness.report_bytes((1, 2));
         assert_eq!(receiver.recv().await.as_deref(), Some(""));
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_last_words_do_not_wait_for_those_before() {
+    async fn the_last_report_does_not_wait_for_earlier_ones() {
         let (readiness, lets, mut receiver, running) = slow();
         readiness.report_bytes((1, 2));
         assert_eq!(receiver.recv().await.as_deref(), Some(""));

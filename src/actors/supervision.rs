@@ -67,7 +67,7 @@ impl Actor for RootActor {
         if let Some(failed) = state.0.take()
             && failed.send(why).is_err()
         {
-            tracing::debug!("nobody waits for failures");
+            tracing::debug!("no receiver for failures");
         }
         myself.stop(None);
         Ok(())

@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_load_that_fails_in_the_middle_says_which_pages_came_before() {
+    fn a_load_that_fails_in_the_middle_reports_the_pages_before() {
         let (memory, depot) = memories();
         let engine = CopyEngine::new(1).expect("threads");
         let run = |direction, last: u32| {

@@ -295,7 +295,7 @@ impl Actor for WorkerActor {
             WorkerMessage::GpuIdle(uses) => host.gpu_idle(uses, shell.is_used()),
             WorkerMessage::GpuLost(error) => host.gpu_lost(error),
             WorkerMessage::StillHeld => {
-                let why = "copies do not let go a GPU's memory that its engine has left".to_owned();
+                let why = "copies still hold a GPU's memory that its engine has left".to_owned();
                 tracing::error!(worker = %host.worker, why, "this worker ends");
                 host.readiness.report_end(why);
             }

@@ -103,7 +103,7 @@ fn request_fence(worker: WorkerId, pid: Option<i32>) {
     let mut output = std::io::stdout();
     let line = FenceWorker { worker, pid };
     if let Err(error) = writeln!(output, "{line}").and_then(|()| output.flush()) {
-        tracing::error!(%error, %worker, "the supervisor does not listen");
+        tracing::error!(%error, %worker, "the supervisor does not read");
     }
 }
 
@@ -116,7 +116,7 @@ fn anchor_key(directory: &Path) -> Result<[u8; 32], CommandError> {
     match fs::read(&path) {
         Ok(bytes) => <[u8; 32]>::try_from(bytes.as_slice()).map_err(|_| {
             CommandError::Failed(format!(
-                "{} has {} bytes, not 32: remove it when no leader runs here; what the depots hold is lost then",
+                "{} has {} bytes, not 32: remove it when no leader runs here; the contents of the depots are lost then",
                 path.display(),
                 bytes.len()
             ))
@@ -163,7 +163,7 @@ fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
     let next = last.checked_add(1).ok_or_else(|| {
         let path = path.display();
         CommandError::Failed(format!(
-            "{path} holds the largest number there is: stop the workers, remove it, and start them again"
+            "{path} holds the largest possible number: stop the workers, remove it, and start them again"
         ))
     })?;
     write_epoch(&path, next)?;

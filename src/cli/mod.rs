@@ -44,30 +44,30 @@ fn exit_codes() -> String {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Start a leader and its workers, hold their host memory, restart what dies.
+    /// Start a leader and its workers, hold their host memory, restart processes that die.
     ///
-    /// SIGTERM, SIGINT (Ctrl-C) and SIGHUP end all of it in order. SIGINT and SIGHUP are without effect where they are
+    /// SIGTERM, SIGINT (Ctrl-C) and SIGHUP end them in order. SIGINT and SIGHUP are without effect where they are
     /// ignored at the start: under nohup, and in the background of a shell without job control.
     Up(up::Arguments),
     /// Run a leader alone.
     Leader(leader::Arguments),
     /// Run the worker of one rank alone.
     Worker(worker::Arguments),
-    /// Show how a running leader is doing.
+    /// Show the state of a running leader.
     Status(status::Arguments),
-    /// Forget pages: all, those of a namespace, or those with given hashes.
+    /// Remove pages: all, those of a namespace, or those with given hashes.
     Reset(reset::Arguments),
     /// Replay a request trace through leader, workers and an engine, and verify every byte.
     Replay(Box<replay::Arguments>),
     /// Measure this machine.
     #[command(subcommand)]
     Bench(bench::Command),
-    /// One rank of the reference engine; speaks over its standard input and output.
+    /// One rank of the reference engine; communicates over its standard input and output.
     #[command(hide = true)]
     EngineRank(engine_rank::Arguments),
 }
 
-/// Where settings come from.
+/// Sources of the settings.
 #[derive(Debug, Clone, clap::Args)]
 struct ConfigArguments {
     /// A TOML file with settings; the environment (KVFERRY_RATIO=32) and flags override it.

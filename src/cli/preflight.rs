@@ -85,14 +85,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn memory_that_is_given_back_in_time_is_waited_for() {
+    async fn memory_that_is_freed_in_time_is_awaited() {
         assert_eq!(sampled(100, |_| 100).await, (Duration::ZERO, 1, None));
         let soon = |look: u32| if look < 4 { 99 } else { 100 };
         assert_eq!(sampled(100, soon).await, (3 * PAUSE, 4, None));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn memory_that_does_not_come_is_refused_with_both_numbers() {
+    async fn memory_that_is_not_available_is_refused_with_both_numbers() {
         let (took, looks, refused) = sampled(100, |_| 99).await;
         assert_eq!((took, looks), (ANSWER_TIMEOUT, 21));
         let text = "g2 is 100 B, the host's memory has 99 B: give less than that, or more memory";

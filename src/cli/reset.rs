@@ -14,13 +14,13 @@ const RESET_LIMIT: Duration = Duration::from_secs(30);
 pub(super) struct Arguments {
     #[command(flatten)]
     client: ClientArguments,
-    /// Forget every page of every namespace.
+    /// Remove every page of every namespace.
     #[arg(long, group = "what", conflicts_with_all = ["namespace", "hashes"])]
     all: bool,
-    /// Forget the pages of this namespace.
+    /// Remove the pages of this namespace.
     #[arg(long, group = "what", value_name = "NAME")]
     namespace: Option<String>,
-    /// Forget only the pages with these hashes, in hexadecimal digits, and what their blocks hold beside them.
+    /// Remove only the pages with these hashes, in hexadecimal digits, and the other pages of their blocks.
     #[arg(long = "hash", value_name = "HEX", requires = "namespace")]
     hashes: Vec<String>,
 }
@@ -47,7 +47,9 @@ fn scope(namespace: Option<String>, hashes: &[String]) -> Result<ResetScope, Com
     for hash in hashes {
         let refuse = |why: String| CommandError::Config(format!("--hash is '{hash}': {why}"));
         if hash.len() != first.len() {
-            return Err(refuse("it is not as long as the first one".to_owned()));
+            return Err(refuse(
+                "the hash differs in length from the first".to_owned(),
+            ));
         }
         bytes.extend(hex(hash).ok_or_else(|| {
             refuse(format!(
@@ -96,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_named_is_what_is_meant() {
+    fn flags_select_the_scope_of_a_reset() {
         assert_eq!(scope(None, &[]).ok(), Some(ResetScope::Everything));
         assert_eq!(pages(&[]).ok(), Some(ResetScope::Namespace(b"a".to_vec())));
         let hash = "00112233445566778899aabbccddeeFF";
@@ -107,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes_that_are_none_are_refused() {
+    fn invalid_hashes_are_refused() {
         let hash = "00112233445566778899aabbccddeeff";
         for wrong in [
             "00112233445566778899aabbccddeef",

@@ -321,7 +321,7 @@ impl Supervisor {
             );
             return;
         }
-        tracing::warn!("{part} is ended, because the leader wants so");
+        tracing::warn!("{part} is ended on request of the leader");
         if let Err(error) = child.start_kill() {
             tracing::warn!(%error, "{part} cannot be killed");
         }
@@ -405,7 +405,7 @@ async fn listen(output: ChildStdout, wants: mpsc::Sender<FenceWorker>) {
             Ok(0) => return,
             Ok(_) => {}
             Err(error) => {
-                tracing::warn!(%error, "requests of the leader are no longer received");
+                tracing::warn!(%error, "requests of the leader are silent");
                 return;
             }
         }
@@ -415,7 +415,7 @@ async fn listen(output: ChildStdout, wants: mpsc::Sender<FenceWorker>) {
                     return;
                 }
             }
-            Err(()) => tracing::warn!(line, "the leader says what nobody understands"),
+            Err(()) => tracing::warn!(line, "the leader sent an unexpected message"),
         }
     }
 }

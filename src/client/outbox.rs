@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_said_once_the_memory_is_registered_and_again_to_the_next_worker() {
+    fn written_pages_are_reported_after_the_registration_and_again_to_the_next_worker() {
         let mut outbox = Outbox::new();
         outbox.wrote(4);
         assert_eq!(outbox.next(), None, "nobody is there");
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_confirmed_is_asked_again() {
+    fn an_unconfirmed_request_is_sent_again() {
         let mut outbox = Outbox::new();
         outbox.connected(FIRST);
         let register = RankRequest::Register { after: 0 };
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn an_abandoned_request_waits_for_a_worker_that_says_so_and_is_over_for_all_later_ones() {
+    fn an_abandoned_request_waits_for_a_confirmation_and_is_over_for_every_later_worker() {
         let mut outbox = Outbox::new();
         registered(&mut outbox, FIRST, 0);
         outbox.abandon(5);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_has_forgotten_the_memory_gets_it_again() {
+    fn memory_is_registered_again_with_a_worker_that_lost_it() {
         let mut outbox = Outbox::new();
         registered(&mut outbox, FIRST, 0);
         outbox.wrote(2);

@@ -401,7 +401,7 @@ impl<M: SessionMemory> SessionTask<M> {
         for request in ended {
             for confirm in self.abandoned.remove(&request).unwrap_or_default() {
                 if confirm.send(()).is_err() {
-                    tracing::trace!(request, "nobody waits for the end of an abandoned request");
+                    tracing::trace!(request, "no receiver for the end of an abandoned request");
                 }
             }
         }
@@ -423,7 +423,7 @@ impl<M: SessionMemory> SessionTask<M> {
         tokio::select! {
             () = repeat => {
                 if confirm.send(()).is_err() {
-                    tracing::trace!("nobody waits for the end of a registration");
+                    tracing::trace!("no receiver for the end of a registration");
                 }
             }
             () = confirm.closed() => {}

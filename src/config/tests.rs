@@ -57,7 +57,7 @@ fn defaults_are_those_of_the_docs() {
 }
 
 #[test]
-fn without_a_runtime_directory_sockets_lie_in_tmp_under_the_user_id() {
+fn without_a_runtime_directory_sockets_are_in_tmp_under_the_user_id() {
     let uid = rustix::process::getuid().as_raw();
     for variables in [
         &[][..],
@@ -177,7 +177,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
 }
 
 #[test]
-fn variables_that_are_no_configuration_are_left_alone() {
+fn variables_that_are_no_settings_are_ignored() {
     let variables = [("KVFERRY_SHARED", "/x"), ("RATIO", "no"), ("KVFERRY", "z")];
     assert!(load_environment(&variables).is_ok());
 }
@@ -278,7 +278,7 @@ fn a_file_that_is_missing_broken_or_huge_is_refused() {
 }
 
 #[test]
-fn what_is_not_utf_8_is_refused_by_name() {
+fn values_that_are_not_utf_8_are_refused_by_name() {
     use std::os::unix::ffi::OsStringExt;
     let value = OsString::from_vec(vec![0xff]);
     let error = message(Config::load_with(

@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_tells_domains_apart_changes_the_anchor() {
+    fn every_part_of_a_domain_changes_the_anchor() {
         let base = anchor(1, b"a", 1, 0);
         assert_eq!(base, anchor(1, b"a", 1, 0));
         for other in [

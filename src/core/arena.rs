@@ -191,14 +191,14 @@ impl Arena {
         let counted: u64 = holes.iter().map(|(_, length)| u64::from(*length)).sum();
         if counted != u64::from(self.free) {
             return Err(
-                format!("holes hold {counted} pages, the counter says {}", self.free).into(),
+                format!("holes hold {counted} pages, the counter has {}", self.free).into(),
             );
         }
         for (list, head) in self.heads.iter().enumerate() {
             let occupied = self.occupied[list / 64] >> (list % 64) & 1 == 1;
             if occupied != (*head != NONE) {
                 return Err(
-                    format!("list {list}: the bitmap says {occupied}, the head {head}").into(),
+                    format!("list {list}: the bitmap has {occupied}, the head {head}").into(),
                 );
             }
             let mut hole = *head;
@@ -328,14 +328,14 @@ mod tests {
             let why = arena.check().expect_err(expected).to_string();
             assert!(why.contains(expected), "{why}");
         };
-        wrong(|arena| arena.free += 1, "the counter says 10");
+        wrong(|arena| arena.free += 1, "the counter has 10");
         wrong(
             |arena| arena.occupied[0] |= 1 << 9,
-            "list 9: the bitmap says true",
+            "list 9: the bitmap has true",
         );
         wrong(
             |arena| arena.occupied[0] &= !(1 << 2),
-            "list 2: the bitmap says false",
+            "list 2: the bitmap has false",
         );
         wrong(
             |arena| {
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_hole_is_told_up_to_one_more_than_a_block_has() {
+    fn the_longest_hole_is_reported_up_to_one_page_more_than_a_block() {
         assert_eq!(Arena::new(10_000).largest_hole(), RATIO_MAX + 1);
         assert_eq!(Arena::new(RATIO_MAX).largest_hole(), RATIO_MAX);
         let mut arena = Arena::new(1000);

@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reference_does_not_mean_the_next_block_in_the_same_place() {
+    fn a_reference_does_not_match_the_next_block_in_the_same_place() {
         let (mut blocks, [a, b, _]) = three();
         let (first, other) = (blocks.reference(a), blocks.reference(b));
         assert!(blocks.find(first).is_some());

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_counts_in_tokens() {
+    fn hits_are_counted_in_tokens() {
         assert_eq!(digest(16, 2, 4), digest(32, 1, 2));
         for other in [digest(16, 3, 4), digest(16, 2, 3), digest(32, 2, 4)] {
             assert_ne!(digest(16, 2, 4), other);

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_goes_takes_no_other_with_it() {
+    fn removing_a_block_keeps_all_others() {
         for gone in 0..4 {
             let (mut index, mut blocks, all) = under_one_anchor(&[1, 2, 3, 4]);
             index.remove(&mut blocks, all[gone]);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn an_anchor_has_room_for_so_many() {
+    fn an_anchor_has_a_limited_number_of_blocks() {
         let (mut index, mut blocks, all) = under_one_anchor(&[0; SIBLINGS_MAX - 1]);
         assert!(!index.is_full(&blocks, ANCHOR));
         assert!(!index.is_full(&blocks, Anchor(10)));
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_better_depends_on_what_is_wanted() {
+    fn the_goal_determines_the_preferred_match() {
         let found = Match {
             block: 0,
             pages: 3,

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn as_long_as_blocks_are_asked_for_more_are_looked_up_together() {
+    fn prefetches_grow_while_block_starts_are_requested() {
         let hashes = sequence(400, 0);
         let pool = stored(&hashes, 400);
         let domain = domain();
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_between_is_looked_up_alone_and_what_is_behind_the_end_is_not() {
+    fn positions_inside_blocks_are_looked_up_alone_and_none_past_the_end() {
         let hashes = sequence(19, 0);
         let pool = stored(&hashes, 19);
         let domain = domain();
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_looked_up_is_not_looked_up_again() {
+    fn a_prefetched_head_is_not_looked_up_again() {
         let hashes = sequence(20, 0);
         let pool = stored(&hashes, 20);
         let domain = domain();

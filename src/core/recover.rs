@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_cut_to_what_every_shard_holds() {
+    fn a_block_is_cut_to_the_pages_that_every_shard_holds() {
         let (long, short) = (block(4, 6, 1), block(4, 4, 1));
         assert_eq!(ready(&recover(&[long.clone(), long.clone()])), [(4, 6)]);
         assert_eq!(ready(&recover(&[long.clone(), short.clone()])), [(4, 4)]);
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_block_grew_by_later_belongs_to_it() {
+    fn pages_of_a_later_growth_belong_to_their_block() {
         let mut grown = block(0, 5, 1);
         grown[3].stored.generation = Generation(7);
         grown[4].stored.epoch = Epoch(2);

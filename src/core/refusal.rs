@@ -7,7 +7,7 @@ use kvferry_types::{Epoch, RequestId, SlotId, WorkerId};
 pub enum Refusal {
     /// Not every rank of this engine has attached with its memory.
     #[error(
-        "not ready: {waiting_for} of {all} ranks have no engine memory yet{detail}; ask again later",
+        "not ready: {waiting_for} of {all} ranks have no engine memory yet{detail}; retry later",
         all = u32::from(*.ranks) * u32::from(*.replicas)
     )]
     NotReady {
@@ -22,14 +22,14 @@ pub enum Refusal {
     },
     /// Every rank has attached, with the memory of another engine than the one that sent the request.
     #[error(
-        "not ready: the ranks have the memory of another engine, not of this one{detail}; ask again later"
+        "not ready: the ranks have the memory of another engine, not of this one{detail}; retry later"
     )]
     AnotherEngine {
         /// Why the last worker was refused, in parentheses; empty if its attach request was accepted.
         detail: String,
     },
     /// The leader is reading the inventories of the depots, or waits to do so, and serves no pages before that.
-    #[error("not ready: what the depots hold is being read; ask again later")]
+    #[error("not ready: the inventories of the depots are being read; retry later")]
     Reading,
     /// A rank describes other memory than a rank that attached before.
     #[error(
@@ -176,26 +176,26 @@ pub enum Refusal {
     CopyFailed(u32),
     /// Copies of stores that were cancelled have not ended by the request's deadline.
     #[error(
-        "{stores} store(s) have been told to stop and have not ended yet: their pages come back when they are answered; \
-         ask again, with a longer deadline"
+        "{stores} store(s) are being cancelled and have not ended yet: their pages are free when they are answered; \
+         retry with a longer deadline"
     )]
     StillRead {
         /// Stores that have not been answered.
         stores: u32,
     },
     /// The leader is shutting down and begins no new request.
-    #[error("the leader is shutting down: ask its successor")]
+    #[error("the leader is shutting down: retry at its successor")]
     Draining,
     /// Pages of the reset are held.
-    #[error("{holders} lookups or loads hold pages of these: ask again when they have finished")]
+    #[error("{holders} lookups or loads hold some of these pages: retry when they have finished")]
     Leased {
         /// Lookups and loads that hold such pages.
         holders: u64,
     },
     /// Not every shard has confirmed by the deadline that the pages are removed from its inventory.
     #[error(
-        "the pages are forgotten, but {shards} shard(s) have not confirmed it: they may be found again after a \
-         restart of the leader; ask again"
+        "the pages are removed, but {shards} shard(s) have not confirmed that: they may be found again after a \
+         restart of the leader; retry"
     )]
     ResetUnconfirmed {
         /// Shards that have not confirmed.
@@ -203,13 +203,13 @@ pub enum Refusal {
     },
     /// The deadline passed before the leader had visited every page.
     #[error(
-        "the deadline passed before all pages were looked at: some may still be found; ask again with a later deadline"
+        "the deadline passed before all pages were examined: some may still be found; retry with a later deadline"
     )]
     ResetUnfinished,
     /// A load or a store, beyond the limit of those that wait until no copy of an older leader can run.
     #[error(
-        "{max} loads and stores of this engine wait until every worker has said that nothing older is under way, which is \
-         the limit: ask again with the same id"
+        "{max} loads and stores of this engine wait until every worker has reported that no older copy runs, which is \
+         the limit: retry with the same id"
     )]
     Crowded {
         /// Loads and stores of one engine that may wait.

@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_bounded_and_what_was_dropped_is_stale() {
+    fn answers_are_bounded_and_a_dropped_one_is_stale() {
         let mut answers = ReplyCache::default();
         for id in 0..=ANSWERS_KEPT as u64 {
             assert_eq!(answers.begin(RequestId(id)), RequestState::New);

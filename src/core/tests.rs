@@ -196,7 +196,7 @@ fn walk(pool: &Pool, hashes: &PageHashes, covered: usize) -> (PrefixMatch, Vec<B
 }
 
 #[test]
-fn a_walk_tells_how_far_it_came_and_whether_more_is_on_its_way() {
+fn a_walk_reports_its_length_and_whether_the_next_page_is_being_stored() {
     let hashes = sequence(20, 0);
     let mut pool = stored(&sequence(12, 0), 40);
     let reach = |pool: &Pool, pages, covered| {
@@ -232,7 +232,7 @@ fn the_root_of_a_sequence_outlives_its_tail() {
 }
 
 #[test]
-fn a_block_grows_only_behind_all_of_it_and_when_nothing_fills() {
+fn a_block_grows_only_after_its_last_page_and_when_none_is_filling() {
     let hashes = sequence(4, 0);
     let mut pool = stored(&sequence(2, 0), 40);
     let domain = domain();
@@ -285,7 +285,7 @@ fn a_block_grows_only_behind_all_of_it_and_when_nothing_fills() {
 }
 
 #[test]
-fn no_more_is_evicted_than_was_asked_for_and_what_has_no_hole_is_cut() {
+fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
     // Adjacent blocks of 2 pages; every other one is pinned.
     let mut pool = Pool::new(12, Ratio::new(RATIO as u32).expect("in bounds"));
     for salt in 0..6 {

@@ -265,7 +265,7 @@ impl CopierThread {
 
     fn report_all<T>(&self, outcome: impl Fn(Vec<T>) -> CopierReport, what: Vec<T>) {
         if !what.is_empty() && !(self.notify)(outcome(what)) {
-            tracing::debug!("nobody receives of what is over");
+            tracing::debug!("no receiver for requests that are over");
         }
     }
 

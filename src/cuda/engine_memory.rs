@@ -46,7 +46,7 @@ pub enum DeviceOpenError {
     Path(usize),
     /// No file descriptor arrived under this ticket, or it arrived more than 30 s ago.
     #[error(
-        "registration.allocations[{0}].handle: no file descriptor came under this ticket (chunk {1}): send it first, and \
+        "registration.allocations[{0}].handle: no file descriptor was received under this ticket (chunk {1}): send it first, and \
          register within 30 s"
     )]
     Ticket(usize, usize),

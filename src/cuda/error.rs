@@ -106,7 +106,7 @@ pub enum NoDriver {
     },
     /// The driver starts, and offers no GPU to this process.
     #[error(
-        "the CUDA driver is there, and no GPU that this process may use (CUDA_VISIBLE_DEVICES hides them, too)"
+        "the CUDA driver offers no GPU that this process may use (CUDA_VISIBLE_DEVICES may hide them)"
     )]
     NoDevice,
 }
@@ -168,7 +168,7 @@ mod tests {
     /// After a module that does not load or a kernel that does not start, there is another way to copy; 221 is usual in
     /// a container without the compiler's library.
     #[test]
-    fn refusals_of_one_way_to_copy_are_not_the_end_of_the_gpu() {
+    fn a_refused_way_to_copy_is_no_lost_gpu() {
         for code in [200, 218, 221, 222, 223, 301, 302, 303, 701, 720] {
             assert!(!fatal(code), "{code}");
         }

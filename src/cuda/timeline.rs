@@ -203,7 +203,7 @@ impl Waits {
         };
         let mut bytes = [0; TIMELINE_BYTES as usize];
         if let Err(error) = self.seen.buffer.read_into(0, &mut bytes) {
-            tracing::error!(%error, "a word of our own cannot be read");
+            tracing::error!(%error, "a message of our own cannot be read");
             return;
         }
         let seen = u64::from_le_bytes(bytes);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_engine_says_by_itself_is_not_waited_for() {
+    fn work_that_the_engine_reported_is_not_awaited() {
         let list = WaitList::default();
         let left = |list: &WaitList| -> Vec<(u64, u64)> {
             let waiting = list.lock();

@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_an_error_that_says_so_frees_the_pages_of_a_load() {
+    async fn only_an_error_with_over_frees_the_pages_of_a_load() {
         for code in ErrorCode::ALL {
             let said = ErrorBody::new(*code, "refused");
             let (mut driver, load) = loading();

@@ -47,7 +47,7 @@ pub async fn run(
             ..RankReport::default()
         };
         if report.send(last).await.is_err() {
-            tracing::debug!("nobody reads the reports");
+            tracing::debug!("no receiver for reports");
         }
     }
     drop(report);
@@ -96,7 +96,7 @@ async fn send_report(
     report: RankReport,
 ) -> Result<(), EngineError> {
     let sent = reports.send(report).await;
-    sent.map_err(|_| EngineError::Protocol("nobody reads the reports"))
+    sent.map_err(|_| EngineError::Protocol("no receiver for reports"))
 }
 
 async fn write_reports(
@@ -135,7 +135,7 @@ impl RankProcess<'_> {
                         };
                         // A session that has ended ends the process, and a closed queue, too.
                         if abandoned.await.is_ok() && reports.send(report).await.is_err() {
-                            tracing::debug!("nobody reads the reports");
+                            tracing::debug!("no receiver for reports");
                         }
                     });
                     continue;

@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_host_says_what_is_available_in_kib() {
+    fn the_available_memory_is_read_in_kib() {
         let text = "MemTotal:       100 kB\nMemAvailable:    64 kB\n";
         assert_eq!(host_bytes(text, Use::Counts), Some(65536));
         assert_eq!(host_bytes(text, Use::Ignored), Some(102_400));
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_group_on_the_way_up_counts() {
+    fn the_tightest_limit_of_all_parent_groups_applies() {
         let root = tempfile::tempdir().expect("a directory");
         let leaf = root.path().join("pod/engine");
         fs::create_dir_all(&leaf).expect("made");

@@ -46,7 +46,7 @@ pub enum BufferError {
     #[error("a buffer of {0} bytes cannot be mapped")]
     Size(u64),
     /// The file is shorter than described.
-    #[error("the memory has {file_bytes} bytes, {bytes} were announced: announce what it has")]
+    #[error("the memory has {file_bytes} bytes, {bytes} were announced: announce its real size")]
     TooShort {
         /// Bytes of the file.
         file_bytes: u64,

@@ -103,7 +103,7 @@ pub enum DepotError {
     #[error("no random bytes: {0}")]
     Random(std::io::Error),
     /// The header describes a depot of another size.
-    #[error("the depot's header says {header_bytes} bytes, the memory has {bytes}")]
+    #[error("the depot's header has {header_bytes} bytes, the memory {bytes}")]
     Size {
         /// Bytes according to the header.
         header_bytes: u64,
@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_process_takes_over_what_was_created() {
+    fn another_process_opens_a_created_depot() {
         let depot = Depot::create(1 << 20).expect("memory");
         assert_eq!(depot.page_bytes().expect("readable"), None);
         depot.hold_pages_of(1000).expect("writable");
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_depot_is_refused() {
+    fn memory_that_is_no_depot_is_refused() {
         assert!(matches!(
             Depot::create(4096),
             Err(DepotError::TooSmall { bytes: 4096 })

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_ends_with_the_last_holder() {
+    fn a_drop_signal_ends_with_its_last_holder() {
         let held = Arc::new(DropSignal::default());
         let end = held.end();
         let other = Arc::clone(&held);

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_must_be_what_was_described() {
+    fn buffers_must_match_the_registration() {
         let registration = separate_layers();
         let found = EngineMemory::new(&registration, Vec::new());
         assert!(matches!(

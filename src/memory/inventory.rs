@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_listed_is_read_by_whoever_maps_the_depot_next() {
+    fn listed_pages_are_read_by_the_next_process_that_maps_the_depot() {
         let depot = depot();
         let (long, short) = (stored(0, 2, 5, 1), stored(60, 0, 4, 2));
         depot.list(PAGE_BYTES, &short).expect("listed");
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invalidation_that_comes_again_keeps_what_was_stored_after_the_reset() {
+    fn a_repeated_invalidation_keeps_pages_stored_after_the_reset() {
         let depot = depot();
         let stored_by = |block_start, epoch, generation| {
             let by = Stored {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_entry_with_any_other_bit_says_nothing() {
+    fn a_slot_with_a_changed_bit_is_invalid() {
         let depot = depot();
         let one = stored(3, 0, 1, 1);
         depot.list(PAGE_BYTES, &one).expect("listed");
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reading_that_comes_late_leaves_the_pages_of_a_later_one() {
+    fn a_late_reading_keeps_the_pages_of_a_later_one() {
         let depot = depot();
         let hold = |page_bytes, epoch, reading| {
             let held = depot.hold_pages_for(page_bytes, (Epoch(epoch), reading));
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_pages_that_cannot_be_lists_none_of_them() {
+    fn a_record_of_impossible_pages_lists_none_of_them() {
         let depot = depot();
         for (block_start, first) in [(u32::MAX, 0), (u32::MAX, 9), (60, u16::MAX)] {
             let record = stored(block_start, first, 4, 1);

@@ -30,7 +30,7 @@ pub enum LockError {
         limit_bytes: u64,
     },
     /// The system call failed for another reason.
-    #[error("cannot lock {bytes} bytes of host memory: {source}; g2_lock = false does without")]
+    #[error("cannot lock {bytes} bytes of host memory: {source}; or set g2_lock = false")]
     Io {
         /// Bytes of the depot.
         bytes: u64,

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_tells_its_node() {
+    fn the_node_of_a_device_is_read() {
         let folder = tempfile::tempdir().expect("a folder");
         let write = |path: &str, text: &str| {
             let path = folder.path().join(path);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_is_not_there_is_named_with_those_that_are() {
+    fn a_missing_node_is_named_with_the_existing_ones() {
         let folder = tempfile::tempdir().expect("a folder");
         let node = folder.path().join("node1");
         fs::create_dir(&node).expect("writable");

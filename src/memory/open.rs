@@ -29,7 +29,7 @@ pub enum OpenError {
     Registration(#[from] RegistrationError),
     /// No file descriptor arrived under this ticket, or it arrived more than 30 s ago.
     #[error(
-        "registration.allocations[{0}].handle: no file descriptor came under this ticket: send it \
+        "registration.allocations[{0}].handle: no file descriptor was received under this ticket: send it \
          first, and register within 30 s"
     )]
     Ticket(usize),
@@ -145,13 +145,12 @@ mod tests {
         let refused = open([0, 1, 3, 2]).expect_err("exchanged");
         assert!(refused.may_pass());
         let text = refused.to_string();
-        let expected =
-            "registration.allocations[2] shows other bytes at byte 800 of its allocation";
+        let expected = "registration.allocations[2] has other bytes at byte 800 of its allocation";
         assert!(text.starts_with(expected), "{text}");
     }
 
     #[test]
-    fn device_memory_is_refused_in_words() {
+    fn device_memory_is_refused_with_the_reason() {
         let mut registration = separate_layers();
         registration.device_uuid = Some("GPU-0".to_owned());
         registration.allocations[1].kind = AllocationKind::Device;

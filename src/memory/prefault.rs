@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_a_node_is_taken_as_well() {
+    fn memory_of_a_node_is_allocated() {
         let depot = Depot::create(5 << 20).expect("memory");
         let node = NumaNode::of_this_thread().expect("processors");
         let node = Some(node);
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn touching_takes_memory_without_changing_it() {
+    fn touching_allocates_memory_without_changing_it() {
         let depot = Depot::create(3 << 20).expect("memory");
         depot
             .buffer()
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn too_little_memory_is_refused_before_it_is_taken() {
+    fn too_little_memory_is_refused_before_it_is_allocated() {
         let depot = Depot::create(1 << 45).expect("a promise");
         let found = depot.prefault(&by(1, 2 << 20), &|_, _| (), &AtomicBool::new(false));
         let Err(PrefaultError::MemoryShort {

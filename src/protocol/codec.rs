@@ -398,7 +398,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn first_words_are_read_by_a_side_that_has_given_up_their_version() {
+    fn the_hello_is_read_by_a_side_without_its_version() {
         for kind in [MessageKind::Hello, MessageKind::Welcome, MessageKind::Error] {
             assert!(is_spoken(kind, HELLO_VERSION, 3, 5), "{}", kind.name());
             assert!(is_spoken(kind, 4, 3, 5), "{}", kind.name());

@@ -114,7 +114,7 @@ pub enum DecodeError {
     Magic,
     /// The header requires features that this program does not support. Holds the bits.
     #[error(
-        "bits {0:#06x} of the header's bytes 20 and 21 are not known here: send without them, or update this side"
+        "bits {0:#06x} of the header's bytes 20 and 21 are unknown here: send without them, or update this side"
     )]
     Required(u16),
     /// A version that this program does not support.

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn survives_a_round_trip_and_refuses_what_is_not_one() {
+    fn a_header_survives_a_round_trip_and_other_bytes_are_refused() {
         let header = Header {
             version: 2,
             kind: 0xabcd,

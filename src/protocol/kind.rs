@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_says_whether_it_wants_an_answer() {
+    fn the_number_of_a_kind_determines_its_class() {
         for kind in MessageKind::ALL {
             let answered = crate::call::answer(*kind);
             assert_eq!(
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn every_request_is_somebodys_to_say() {
+    fn every_request_has_a_role_that_may_send_it() {
         let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
         for kind in MessageKind::ALL {
             let said = roles.iter().any(|role| kind.sent_by(*role));

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_into_one_message_is_ordered_by_several() {
+    fn copies_that_exceed_one_message_are_ordered_by_several() {
         for (count, pages) in [(70_000, 1), (2_000, 256)] {
             let copies: Vec<Copy> = (0..count).map(|op| copy(op, 7, pages)).collect();
             let list: Vec<&Copy> = copies.iter().collect();
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_reader_takes_is_not_said() {
+    fn copies_that_no_reader_accepts_are_not_ordered() {
         let with = |pairs: usize, items: usize| {
             let side = PageList(
                 (0..items as u32)

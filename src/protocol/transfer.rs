@@ -354,7 +354,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_read_is_what_serde_reads(
+        fn the_reader_agrees_with_serde(
             transfer in transfer(),
             damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..3),
             cut in prop::option::weighted(0.1, any::<prop::sample::Index>()),
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_a_rule_is_left_to_serde() {
+    fn lists_that_break_a_rule_are_left_to_serde() {
         assert!(read(&with_lists(b"\x91\x05\x91\x06")).is_some());
         for (what, lists) in [
             ("no pages", &b"\x90\x90"[..]),
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_nested_no_deeper_than_serde_takes_it() {
+    fn a_record_is_nested_no_deeper_than_serde_accepts() {
         let nested = |lists: usize| {
             let record = RecordBody {
                 anchor: [1; 16],

@@ -117,7 +117,7 @@ impl Peer {
             }
         };
         if kind == MessageKind::Hello && self.role.is_some() {
-            let text = "hello was said before: once is enough";
+            let text = "the hello was sent before: send it once";
             return (refuse(ErrorBody::new(ErrorCode::Invalid, text)), false);
         }
         if !kind.sent_by(role) {

@@ -406,7 +406,7 @@ impl<R> ClientSession<R> {
             Message::Welcome(welcome) => Err(Failure::new(
                 ErrorCode::UnsupportedVersion,
                 format!(
-                    "the welcome says version {}, this side speaks {} to {}: update the older side",
+                    "the welcome has version {}, this side supports {} to {}: update the older side",
                     welcome.version,
                     versions.start(),
                     versions.end()

@@ -122,7 +122,7 @@ impl ServerSession {
             // Ids of connections grow, so the lowest is the oldest.
             let oldest = strangers.map(|(id, _)| *id).min();
             if let Some(oldest) = oldest {
-                tracing::debug!(peer = ?oldest, "closed: no hello, and others come");
+                tracing::debug!(peer = ?oldest, "closed: no hello, and new connections arrive");
                 self.remove_peer(host, oldest);
             }
         }

@@ -206,7 +206,7 @@ fn a_client_without_a_welcome_connects_again() {
 }
 
 #[test]
-fn a_refusal_for_good_fails_every_request() {
+fn a_permanent_refusal_fails_every_request() {
     let mut client = Client::new();
     client.request(at(0), 1);
     client.tick(at(0));
@@ -259,7 +259,7 @@ fn server() -> (ServerSession, Sent) {
 }
 
 #[test]
-fn a_conversation_from_hello_to_answer() {
+fn a_client_is_welcomed_and_its_request_is_answered() {
     let (mut server, mut host) = server();
     let mut client = Client::new();
     client.tick(at(0));

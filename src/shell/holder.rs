@@ -52,7 +52,7 @@ impl fmt::Display for InUse {
 impl InUse {
     /// The error for the newcomer. The newcomer may retry: the seat is free once its holder has ended or is silent.
     pub fn refusal(self, seat: &str) -> ErrorBody {
-        let text = format!("{seat} is {self}: end that process, or ask again when it has ended");
+        let text = format!("{seat} is {self}: end that process, or retry when it has ended");
         ErrorBody::new(ErrorCode::NotReady, text)
     }
 }

@@ -22,7 +22,7 @@ struct Arguments {
 enum Command {
     /// Run simulated worlds with faults, one for each seed.
     Sim(sim::Arguments),
-    /// Measure parts of kvferry, each beside a floor that is measured in the same run.
+    /// Measure parts of kvferry, each with a baseline that is measured in the same run.
     #[command(subcommand)]
     Bench(bench::Command),
     /// Run a command line of `kvferry`: the measurements start a leader with it.

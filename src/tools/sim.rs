@@ -30,19 +30,19 @@ impl FromStr for Seeds {
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// Which seeds, the end left out.
+    /// Range of seeds, without its end.
     #[arg(long, value_name = "A..B", default_value = "0..1000")]
     seeds: Seeds,
-    /// Events with faults in each run; a quiet end follows.
+    /// Events with faults in each run; an end without faults follows.
     #[arg(long, default_value = "20000")]
     steps: u64,
-    /// Runs at one time. [default: one for each core]
+    /// Concurrent runs. [default: one for each core]
     #[arg(long)]
     jobs: Option<usize>,
     /// Append every seed that fails to this file.
     #[arg(long, value_name = "FILE")]
     corpus: Option<PathBuf>,
-    /// Print everything that happens. For one seed.
+    /// Print every event. For one seed.
     #[arg(long)]
     trace: bool,
 }
@@ -109,7 +109,7 @@ impl Arguments {
             }
         }
         if summary.violations > 0 {
-            let text = format!("{} of {} runs went wrong", summary.violations, summary.runs);
+            let text = format!("{} of {} runs failed", summary.violations, summary.runs);
             return Err(CommandError::Found(text));
         }
         match summary.toothless().first() {

@@ -92,7 +92,7 @@ impl ReplyReceiver {
             }
             Self::Caller(caller) => {
                 if caller.send(answer).is_err() {
-                    tracing::trace!(%id, "nobody waits for this answer any more");
+                    tracing::trace!(%id, "no receiver for this answer any more");
                 }
             }
         }
@@ -104,7 +104,7 @@ impl ReplyReceiver {
         if let Self::Caller(caller) = self
             && caller.send(Err(failure)).is_err()
         {
-            tracing::trace!("nobody waits for this answer any more");
+            tracing::trace!("no receiver for this answer any more");
         }
     }
 }
@@ -289,7 +289,7 @@ impl Client {
             let commands = self.commands.clone();
             tokio::spawn(async move {
                 if commands.send(command).await.is_err() {
-                    tracing::debug!("nothing said: the conversation has ended");
+                    tracing::debug!("message not sent: the session has ended");
                 }
             });
         }

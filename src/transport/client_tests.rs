@@ -113,14 +113,14 @@ fn header(kind: u16, id: u64) -> Header {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_words_have_a_version_of_their_own_and_a_deadline() {
+async fn the_hello_has_a_version_of_its_own_and_a_deadline() {
     let (_server, hello, _client, _incoming) = Scripted::start(&MemoryTransport::default()).await;
     assert_eq!(hello.version, HELLO_VERSION);
     assert!(hello.deadline_ms > 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
+async fn unknown_messages_end_neither_the_connection_nor_a_request() {
     let transport = MemoryTransport::default();
     let (mut server, _, client, mut incoming) = Scripted::start(&transport).await;
     server.welcome(VERSION);
@@ -164,7 +164,7 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_version_that_was_not_offered_is_refused_in_words() {
+async fn a_version_that_was_not_offered_is_refused_with_the_reason() {
     let transport = MemoryTransport::default();
     let (server, _, client, _incoming) = Scripted::start(&transport).await;
     let requesting =
@@ -177,5 +177,5 @@ async fn a_version_that_was_not_offered_is_refused_in_words() {
         .expect("no panic")
         .expect_err("no version in common");
     assert_eq!(failure.code, ErrorCode::UnsupportedVersion, "{failure}");
-    assert!(failure.message.contains("says version 3"), "{failure}");
+    assert!(failure.message.contains("has version 3"), "{failure}");
 }

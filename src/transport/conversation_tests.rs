@@ -140,7 +140,7 @@ impl Raw {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_is_answered_and_the_older_version_is_spoken() {
+async fn a_request_is_answered_in_the_older_version() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 3).await;
     let (client, mut incoming) = client(&transport, hello(VERSION_MIN, VERSION_MIN));
@@ -158,7 +158,7 @@ async fn a_request_is_answered_and_the_older_version_is_spoken() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_common_version_every_request_fails_with_a_word() {
+async fn without_a_common_version_every_request_fails_with_the_reason() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, _incoming) = client(&transport, hello(VERSION + 1, VERSION + 5));
@@ -193,7 +193,7 @@ async fn without_a_server_a_request_fails_at_its_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello() {
+async fn an_unanswered_request_is_sent_again_under_the_same_id_after_a_new_hello() {
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));
@@ -228,7 +228,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
 }
 
 #[tokio::test(start_paused = true)]
-async fn manners_are_asked_for_with_typed_errors() {
+async fn violations_of_the_protocol_are_answered_with_typed_errors() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     tokio::spawn(async move { listen_on(&mut server).await });
@@ -254,7 +254,7 @@ async fn manners_are_asked_for_with_typed_errors() {
     assert_eq!(
         raw.receive_error().await,
         (4, ErrorCode::Invalid),
-        "hello was said before"
+        "the hello was sent before"
     );
     raw.send_message(5, Message::Ping(Empty {})).await;
     assert_eq!(raw.receive().await.message.kind(), MessageKind::Pong);
@@ -324,7 +324,7 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_said_while_the_server_did_not_listen_counts() {
+async fn messages_that_arrived_while_the_server_was_busy_count() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let peers = [
@@ -403,7 +403,7 @@ async fn a_client_that_only_listens_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
+async fn a_silent_server_is_disconnected_and_a_client_that_pings_is_kept() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (_client, mut incoming) = client(&transport, hello(1, 2));
@@ -418,7 +418,7 @@ async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
+async fn the_answer_to_an_order_of_one_connection_is_not_sent_over_the_next() {
     let transport = MemoryTransport::default();
     let listen = |epoch| {
         let roles = vec![Role::Worker];
@@ -470,7 +470,7 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it() {
+async fn an_answer_in_order_is_sent_before_later_messages() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));

@@ -39,7 +39,7 @@ pub enum TransportError {
         pid: Option<i32>,
     },
     /// No listener accepted by the deadline.
-    #[error("nobody listens at {address} (waited {waited:?})")]
+    #[error("no process listens at {address} (waited {waited:?})")]
     Unreachable {
         /// The requested address.
         address: Address,
@@ -94,7 +94,7 @@ pub enum SendError {
     },
     /// The queue of the peer is full. A listener closes such a peer; a client's connection stays open, and the frame is
     /// not sent.
-    #[error("too much waits for the peer already")]
+    #[error("too many bytes wait for the peer")]
     Slow,
 }
 

@@ -275,7 +275,7 @@ async fn expire(
         _ = taken => return,
         () = sleep(UNTAKEN_TTL) => {
             if let Some(left_out) = EXPIRED.line() {
-                tracing::info!(left_out, "closed a descriptor that nobody took");
+                tracing::info!(left_out, "closed an unclaimed descriptor");
             }
         }
         () = sender.end() => tracing::debug!("closed a descriptor whose sender has ended"),

@@ -82,7 +82,7 @@ impl Raw {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_body_of_a_stranger_is_not_read_and_it_is_closed() {
+async fn a_body_before_the_hello_is_not_read_and_the_peer_is_closed() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut stranger = Raw::connect(&transport).await;
@@ -108,7 +108,7 @@ async fn the_body_of_a_stranger_is_not_read_and_it_is_closed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_its_to_say_is_refused_unread() {
+async fn a_kind_that_a_role_may_not_send_is_refused_unread() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
@@ -152,7 +152,7 @@ async fn a_request_that_is_still_open_is_not_read_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_pings_and_never_says_hello_is_closed() {
+async fn a_peer_that_pings_and_never_sends_a_hello_is_closed() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let _kept = Raw::welcomed(&transport, Role::Engine).await;
@@ -176,7 +176,7 @@ async fn a_peer_that_pings_and_never_says_hello_is_closed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn strangers_give_way_to_those_who_come_after_them() {
+async fn a_new_connection_closes_the_oldest_one_without_a_hello() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut strangers = Vec::new();
@@ -192,7 +192,7 @@ async fn strangers_give_way_to_those_who_come_after_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn others_leave_the_workers_their_places() {
+async fn other_roles_leave_the_workers_reserved_connections_free() {
     let transport = MemoryTransport::default();
     let roles = vec![Role::Engine, Role::Worker, Role::Admin];
     let limits = Limits {
@@ -219,7 +219,7 @@ async fn others_leave_the_workers_their_places() {
 }
 
 #[test]
-fn a_leader_has_a_place_for_every_worker_and_every_engine() {
+fn a_leader_accepts_a_connection_of_every_worker_and_every_engine() {
     for (ranks, replicas) in [(1, 1), (8, 8), (64, 64)] {
         let limits = Limits::of_leader(ranks, replicas);
         let workers = usize::from(ranks) * usize::from(replicas);
@@ -231,7 +231,7 @@ fn a_leader_has_a_place_for_every_worker_and_every_engine() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn kinds_that_are_unknown_here_are_answered_or_dropped_for_ever() {
+async fn unknown_kinds_are_answered_or_dropped_without_a_limit() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut newer = Raw::welcomed(&transport, Role::Engine).await;
@@ -244,7 +244,7 @@ async fn kinds_that_are_unknown_here_are_answered_or_dropped_for_ever() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn required_bits_that_are_unknown_here_are_refused_and_others_skipped() {
+async fn unknown_required_bits_are_refused_and_other_bits_skipped() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut newer = Raw::welcomed(&transport, Role::Engine).await;
@@ -265,7 +265,7 @@ async fn required_bits_that_are_unknown_here_are_refused_and_others_skipped() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_can_never_fit_is_answered_limit_and_not_to_be_tried_again() {
+async fn a_message_that_never_fits_is_answered_limit_without_retry() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
@@ -300,7 +300,7 @@ async fn what_can_never_fit_is_answered_limit_and_not_to_be_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn first_words_have_a_version_of_their_own() {
+async fn hello_and_welcome_have_a_version_of_their_own() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut raw = Raw::connect(&transport).await;
@@ -329,7 +329,7 @@ async fn first_words_have_a_version_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_role_that_is_unknown_here_is_refused_in_words() {
+async fn an_unknown_role_is_refused_with_the_reason() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut newer = Raw::connect(&transport).await;
@@ -387,7 +387,7 @@ async fn a_deadline_is_cut_to_the_longest() {
 
 /// The consumer of the events is slow: events that it has taken but not handled still count.
 #[tokio::test(start_paused = true)]
-async fn what_waits_to_be_handled_is_bounded_in_bytes() {
+async fn unhandled_messages_are_bounded_in_bytes() {
     let transport = MemoryTransport::default();
     let narrow = Limits {
         body_bytes: 64 << 10,

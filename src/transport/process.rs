@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_process_is_not_watched() {
+    async fn a_missing_process_is_not_watched() {
         assert!(ProcessWatch::start(0, || ()).is_none());
     }
 }

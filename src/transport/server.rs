@@ -105,7 +105,7 @@ fn send(sender: &FrameSender, peer: PeerId, (header, body): Encoded) -> bool {
     match sender.try_send(peer, Frame::new(header.to_vec(), body)) {
         Ok(()) => true,
         Err(error) => {
-            tracing::debug!(%error, ?peer, "peer closed: it does not take its messages");
+            tracing::debug!(%error, ?peer, "peer closed: it does not read its messages");
             sender.disconnect(peer);
             false
         }

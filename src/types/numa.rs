@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_of_nodes_is_refused() {
+    fn texts_that_are_no_list_of_nodes_are_refused() {
         for text in [
             "a",
             "0,",

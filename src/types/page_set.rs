@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_named_is_contained_once_and_in_its_order() {
+    fn named_pages_are_contained_once_and_in_their_order() {
         let named = set([5, 1 << 64, 5, 0, u128::MAX, 1 << 64]);
         let once = [5, 1 << 64, 0, u128::MAX].map(Fingerprint);
         assert_eq!(named.as_slice(), once);
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_lets_few_pages_through_that_are_not_there() {
+    fn a_filter_passes_few_absent_pages() {
         let mut rng = fastrand::Rng::with_seed(2);
         let filter = Filter::new(
             (0..MANY)

@@ -44,7 +44,7 @@ pub enum Request {
         /// Device pages, one for each page from `first_page` on.
         source: PageList,
     },
-    /// Forget pages: once this is answered no lookup finds them, also after a restart. Refused while one of them is
+    /// Remove pages: once this is answered no lookup finds them, also after a restart. Refused while one of them is
     /// held.
     Reset {
         /// The pages that are forgotten.
@@ -63,7 +63,7 @@ pub enum Request {
     },
 }
 
-/// The pages that a reset forgets.
+/// The pages that a reset removes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ResetScope {
     /// Every page.

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_people_write() {
+    fn sizes_are_read_as_users_write_them() {
         let cases = [
             ("8GiB", 8 << 30),
             ("1.5 gib", 3 << 29),
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_the_rest_and_says_what_was_written() {
+    fn other_texts_are_refused_and_quoted() {
         for text in [
             "",
             "GiB",

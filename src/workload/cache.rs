@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn with_nothing_to_keep_nothing_is_found_again() {
+    fn a_cache_of_size_zero_finds_nothing() {
         let mut cache = PagedCache::new(3, 0);
         assert_eq!(serve(&mut cache, &[1, 2, 3]), 0);
         assert_eq!(serve(&mut cache, &[1, 2, 3]), 0);

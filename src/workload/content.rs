@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_stay_what_they_are() {
+    fn the_bytes_of_a_page_never_change() {
         assert_eq!(bytes(key(), 8), [191, 153, 175, 79, 167, 188, 177, 11]);
     }
 }

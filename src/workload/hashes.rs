@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes_stay_what_they_are() {
+    fn the_hashes_of_a_trace_never_change() {
         let first = |block, page| {
             let hashes = PageHasher::new(block, page)
                 .expect("sizes")

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_cannot_be_shared_out_are_refused_with_the_numbers() {
+    fn heads_that_cannot_be_divided_are_refused_with_the_numbers() {
         let uneven = Model::Llama3_8b
             .geometry(16, 3)
             .expect_err("3 of 8")

@@ -251,7 +251,7 @@ async fn a_dropped_load_keeps_its_device_pages_until_the_copies_have_ended() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dropped_load_is_abandoned_on_the_ranks_and_gives_its_pages_back_when_they_confirm() {
+async fn a_dropped_load_is_abandoned_on_the_ranks_and_returns_its_pages_when_they_confirm() {
     let (abandoned, mut abandons) = mpsc::unbounded_channel();
     let confirm = Arc::new(Semaphore::new(0));
     let confirms = Arc::clone(&confirm);
@@ -278,7 +278,7 @@ async fn a_dropped_load_is_abandoned_on_the_ranks_and_gives_its_pages_back_when_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_late_load_fails_in_time_and_its_pages_come_when_their_end_is_known() {
+async fn a_late_load_fails_in_time_and_its_pages_are_returned_when_its_end_is_known() {
     let world = Loading::start(None).await;
     let (owner, dropped) = Owner::new();
     let begun = Instant::now();
@@ -419,7 +419,7 @@ fn session(transport: &MemoryTransport, memory: &Arc<Memory>) -> RankSession {
 }
 
 #[tokio::test]
-async fn a_rank_registers_reports_abandons_and_gives_its_memory_back() {
+async fn a_rank_registers_reports_abandons_and_unregisters() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (process, _folder) = worker(&transport).await;

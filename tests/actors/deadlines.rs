@@ -60,7 +60,7 @@ fn about(found: f64, expected: f64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
+async fn a_load_is_answered_only_after_the_silent_worker_is_fenced() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -103,7 +103,7 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_load_that_is_cancelled_is_answered_at_its_last_end_and_nobody_is_fenced() {
+async fn a_cancelled_load_is_answered_at_its_last_end_and_no_worker_is_fenced() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -154,7 +154,7 @@ async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
 
 /// Version 1 names pages one by one, and a copy of that version is limited to `PAIRS_MAX` of them.
 #[tokio::test(start_paused = true)]
-async fn a_load_that_cannot_be_said_to_its_workers_fails_at_once() {
+async fn a_load_that_cannot_be_sent_to_its_workers_fails_at_once() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);

@@ -35,7 +35,7 @@ async fn under_way(
 }
 
 #[tokio::test(start_paused = true)]
-async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
+async fn running_copies_end_before_a_drain_and_no_new_copy_begins() {
     let transport = MemoryTransport::default();
     let (process, handle) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -86,7 +86,7 @@ async fn a_drain_gives_up_at_its_limit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_leader_with_nothing_under_way_is_drained_at_once_and_lets_slots_finish() {
+async fn an_idle_leader_is_drained_at_once_and_lets_slots_finish() {
     let transport = MemoryTransport::default();
     let (process, handle) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);

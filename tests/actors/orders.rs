@@ -60,7 +60,7 @@ fn invalidate() -> Message {
 /// Must hold for either order of two tasks that become ready together. A single-threaded runtime runs the last one
 /// first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn an_order_in_the_same_breath_as_the_welcome_finds_an_admitted_worker() {
+async fn an_order_sent_with_the_welcome_reaches_an_admitted_worker() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
@@ -184,7 +184,7 @@ fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
 
 /// Needs real time: copies run on threads, for which paused time does not wait.
 #[tokio::test]
-async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on() {
+async fn orders_that_name_missing_pages_are_refused_and_the_worker_continues() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;

@@ -102,7 +102,7 @@ async fn a_peer_that_never_reads_is_closed_and_others_are_served() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_that_asks_far_beyond_its_credits_is_answered_all_the_same() {
+async fn an_engine_that_far_exceeds_its_credits_is_still_answered() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let workers = puppets(&transport).await.map(Puppet::obey);
@@ -124,7 +124,7 @@ async fn an_engine_that_asks_far_beyond_its_credits_is_answered_all_the_same() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
+async fn invalid_messages_to_a_leader_are_answered_with_typed_errors() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let _workers = puppets(&transport).await;
@@ -160,7 +160,7 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_says_nothing_but_noise_is_closed_and_others_are_served() {
+async fn a_peer_that_sends_only_noise_is_closed_and_others_are_served() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);

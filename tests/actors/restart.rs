@@ -19,7 +19,7 @@ async fn hits(engine: &Engine, id: u64, slot: u64) -> u32 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn engines_and_workers_find_the_next_leader_and_go_on() {
+async fn engines_and_workers_continue_with_the_next_leader() {
     let transport = MemoryTransport::default();
     let (first, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -79,7 +79,7 @@ async fn a_store_that_outlives_its_leader_is_refused_when_no_worker_reads_its_pa
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_attaches_to_every_leader_that_comes_and_says_so_anew() {
+async fn a_worker_attaches_again_to_every_new_leader() {
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
@@ -97,7 +97,7 @@ async fn a_worker_attaches_to_every_leader_that_comes_and_says_so_anew() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_worker_said_over_one_connection_is_not_said_over_the_next() {
+async fn reports_of_one_connection_are_not_sent_over_the_next() {
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
@@ -120,7 +120,7 @@ async fn what_a_worker_said_over_one_connection_is_not_said_over_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_copies_nothing_for_an_engine_that_it_does_not_know_and_says_so() {
+async fn a_worker_refuses_copies_for_an_unknown_engine() {
     let transport = MemoryTransport::default();
     let (worker, _directory) = worker(&transport).await;
     let rank = rank(&transport);

@@ -56,7 +56,7 @@ fn assert_in_use<T: std::fmt::Debug>(answer: Answered<T>, pid: i32) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_gets_it() {
+async fn the_seat_of_a_live_worker_is_kept_and_its_successor_gets_it() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -95,7 +95,7 @@ async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_
 
 /// The end of a connection does not end the copies of its process.
 #[tokio::test(start_paused = true)]
-async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
+async fn the_seat_of_a_lost_worker_is_kept_while_it_owes_copies() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -126,7 +126,7 @@ async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_processes_with_one_engines_name_do_not_take_it_from_each_other() {
+async fn two_processes_with_the_same_engine_name_do_not_displace_each_other() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let (first, second) = (Other::start(), Other::start());
@@ -147,7 +147,7 @@ async fn two_processes_with_one_engines_name_do_not_take_it_from_each_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
+async fn a_command_gets_its_own_answers_whatever_its_name() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -181,7 +181,7 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_second_count_a_second_is_made_and_others_are_told_when() {
+async fn one_second_count_is_made_per_second_and_others_get_the_time_to_retry() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let admins = [(); 3].map(|()| quiet(&transport, Role::Admin, 0));
@@ -192,7 +192,7 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
             Ok(_) => counted += 1,
             Err(Failure { code, message, .. }) => {
                 assert_eq!(code, ErrorCode::Busy, "{message}");
-                assert!(message.contains("ask again in"), "{message}");
+                assert!(message.contains("retry in"), "{message}");
                 busy += 1;
             }
         }
@@ -205,8 +205,7 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_supervisor_receives_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
- {
+async fn a_supervisor_receives_the_process_to_end_and_an_unsupervised_one_is_ended_too() {
     let transport = MemoryTransport::default();
     let reported: Arc<Mutex<Kills>> = Arc::default();
     let receives = Arc::clone(&reported);

@@ -35,7 +35,7 @@ async fn listens(transport: &MemoryTransport, address: &Address) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_loses_its_conversation_with_the_leader_says_so_and_ends() {
+async fn a_worker_that_loses_its_session_with_the_leader_ends_with_the_reason() {
     let transport = MemoryTransport::default();
     let Worker {
         mut process,
@@ -51,7 +51,7 @@ async fn a_worker_that_loses_its_conversation_with_the_leader_says_so_and_ends()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_whose_memory_is_no_depot_says_so_and_ends() {
+async fn a_worker_whose_memory_is_no_depot_ends_with_the_reason() {
     let transport = MemoryTransport::default();
     let file = tempfile::tempfile().expect("a file");
     let mut worker = worker(&transport, Some(file.into())).await;
@@ -61,7 +61,7 @@ async fn a_worker_whose_memory_is_no_depot_says_so_and_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_told_to_stop_stops_listening_and_has_not_failed() {
+async fn a_stopped_process_no_longer_listens_and_has_not_failed() {
     let transport = MemoryTransport::default();
     let worker = worker(&transport, None).await;
     let (leader, _) = leader(&transport, 1).await;

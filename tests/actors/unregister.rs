@@ -141,7 +141,7 @@ fn assert_taken_back(answer: Answered<Empty>, memory: &Memory) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn memory_that_is_taken_back_is_open_no_more_and_may_come_again() {
+async fn unregistered_memory_is_closed_and_may_be_registered_again() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
@@ -172,7 +172,7 @@ async fn memory_is_found_by_its_connection_or_by_its_engine() {
 /// The previous leader had accepted the memory, and the next one refuses it. The rank has no open request that could
 /// carry the refusal.
 #[tokio::test(start_paused = true)]
-async fn a_rank_whose_memory_the_next_leader_refuses_is_told_by_the_end_of_its_connection() {
+async fn a_rank_whose_memory_the_next_leader_refuses_is_disconnected() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
@@ -228,7 +228,7 @@ async fn a_rank_whose_memory_the_next_leader_refuses_is_told_by_the_end_of_its_c
 
 /// Unregisters before the leader has accepted the memory.
 #[tokio::test(start_paused = true)]
-async fn a_registration_that_is_taken_back_meanwhile_is_answered() {
+async fn a_registration_that_is_withdrawn_meanwhile_is_answered() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
@@ -254,7 +254,7 @@ async fn a_registration_that_is_taken_back_meanwhile_is_answered() {
 
 /// Both requests are sent at once, so that the memory is unregistered while it is being opened, or before.
 #[tokio::test(start_paused = true)]
-async fn whatever_overtakes_what_both_are_answered_and_nothing_stays_open() {
+async fn register_and_unregister_are_both_answered_in_any_order() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;

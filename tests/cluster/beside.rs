@@ -98,7 +98,7 @@ impl Counting {
             let output = kvferry(&["status", "--check", "--json", "--socket-dir", sockets]);
             let errors = String::from_utf8_lossy(&output.stderr);
             if !output.status.success() {
-                assert!(errors.contains("ask again in"), "{errors}");
+                assert!(errors.contains("retry in"), "{errors}");
                 continue;
             }
             let status: Value = serde_json::from_slice(&output.stdout).expect("a status");
@@ -119,7 +119,7 @@ impl Counting {
                 }
                 Err(failure) => {
                     assert_eq!(failure.code, ErrorCode::Busy, "{failure}");
-                    assert!(failure.message.contains("ask again in"), "{failure}");
+                    assert!(failure.message.contains("retry in"), "{failure}");
                     self.refused.fetch_add(1, Ordering::Relaxed);
                 }
             }

@@ -151,7 +151,7 @@ fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
 }
 
 #[test]
-fn a_worker_that_stands_still_past_a_deadline_costs_hits_and_no_bytes() {
+fn a_worker_that_is_paused_past_a_deadline_costs_hits_and_no_bytes() {
     let replay = Disturbed::start(&["--replicas", "2"]);
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
@@ -164,7 +164,7 @@ fn a_worker_that_stands_still_past_a_deadline_costs_hits_and_no_bytes() {
 }
 
 #[test]
-fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
+fn a_worker_that_is_paused_forever_is_killed_and_succeeded() {
     let replay = Disturbed::start_long();
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
@@ -184,7 +184,7 @@ fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
 }
 
 #[test]
-fn a_leader_that_stands_still_costs_hits_and_no_bytes() {
+fn a_paused_leader_costs_hits_and_no_bytes() {
     let replay = Disturbed::start_long();
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");

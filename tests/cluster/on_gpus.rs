@@ -66,7 +66,7 @@ fn as_on_the_cpu_with(variables: &[(&str, OsString)], device: &str, arguments: &
 }
 
 #[test]
-fn pages_of_layers_by_themselves() {
+fn pages_of_separate_layers_bring_every_byte_back() {
     as_on_the_cpu("cuda", &["--requests", "60", "--g1-pages", "64"]);
 }
 
@@ -75,7 +75,7 @@ const LATE: &str = "delay_us=engine-rank/8000";
 /// The engine's device is late by milliseconds: its rank announces its writes long before, and stores wait for the word
 /// that the device writes after them.
 #[test]
-fn stores_wait_for_what_a_late_device_writes() {
+fn stores_wait_for_the_writes_of_a_late_device() {
     let gpus = Gpus::new(LATE);
     as_on_the_cpu_with(
         &gpus.variables(),
@@ -86,7 +86,7 @@ fn stores_wait_for_what_a_late_device_writes() {
 
 /// Without that word, the rank waits for the device itself.
 #[test]
-fn a_driver_that_writes_no_words() {
+fn a_driver_without_timeline_words_is_used() {
     let (folder, _home) = fake_cuda::without(&["cuStreamWriteValue64_v2"]);
     let gpus = Gpus(folder, format!("devices=2;{LATE}"));
     as_on_the_cpu_with(
@@ -98,12 +98,12 @@ fn a_driver_that_writes_no_words() {
 
 /// Each rank has several chunks, and pages cross their boundaries.
 #[test]
-fn memory_in_chunks_by_their_descriptors() {
+fn memory_in_chunks_by_descriptors_brings_every_byte_back() {
     as_on_the_cpu("cuda-fd", &["--requests", "60", "--g1-pages", "64"]);
 }
 
 #[test]
-fn memory_in_chunks_by_fabric_handles() {
+fn memory_in_chunks_by_fabric_handles_brings_every_byte_back() {
     if fake_cuda::on_gpu() {
         skipped("few machines have what fabric handles need");
         return;
@@ -116,7 +116,7 @@ fn memory_in_chunks_by_fabric_handles() {
 /// Many copies are given with one call until the driver of one worker refuses such a call. From then on its copies are
 /// given one by one, also those of the refused call.
 #[test]
-fn copies_that_are_given_together() {
+fn batched_copies_bring_every_byte_back() {
     let folder = tempfile::tempdir().expect("a folder");
     let once = folder.path().join("once");
     let refusal = format!(
@@ -132,7 +132,7 @@ fn copies_that_are_given_together() {
 }
 
 #[test]
-fn pages_that_are_contiguous_and_odd_blocks() {
+fn contiguous_pages_and_odd_blocks_bring_every_byte_back() {
     let sizes = ["--ratio", "7", "--engine-page-tokens", "32"];
     let layout = [
         "--layout",
@@ -146,7 +146,7 @@ fn pages_that_are_contiguous_and_odd_blocks() {
 }
 
 #[test]
-fn what_both_ranks_hold_alike_is_stored_once() {
+fn pages_that_both_ranks_hold_are_stored_once() {
     let model = ["--model", "deepseek-v3-mla", "--max-prompt-tokens", "512"];
     let sizes = ["--requests", "16", "--g1-pages", "32", "--g2", "1GiB"];
     as_on_the_cpu("cuda", &[&model[..], &sizes].concat());
@@ -246,7 +246,7 @@ fn every_way_to_copy_is_measured_on_bytes_that_came_back() {
 
 /// A driver may crash or hang in calls for many copies: these calls can be excluded, and so can a direction.
 #[test]
-fn what_is_not_wanted_is_not_measured() {
+fn measurements_that_are_not_requested_are_not_made() {
     let gpus = Gpus::new("delay_us=20;fail=*/cuMemcpyBatchAsync_v2/1/719");
     let arguments = [
         "--ways",
@@ -279,7 +279,7 @@ fn what_is_not_wanted_is_not_measured() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused_in_words() {
+fn measurements_that_cannot_run_are_refused_with_the_reason() {
     let gpus = Gpus::new("");
     let cases = [
         (["--gpu", "7"], "gpu is 7: this process may use 2"),
@@ -304,7 +304,7 @@ fn what_cannot_be_measured_is_refused_in_words() {
 
 /// Copies that are given one by one are not reported as a batch, even if a batch was requested.
 #[test]
-fn batches_that_the_driver_does_not_take_are_not_measured() {
+fn batches_that_the_driver_refuses_are_not_measured() {
     let none = |variables: &[(&str, OsString)]| {
         let said = bench(variables, &["--fragment-kib", "64"]).expect("figures");
         assert!(said.contains("the driver takes none"), "{said}");
@@ -332,7 +332,7 @@ fn a_driver_that_copies_wrong_bytes_is_not_measured() {
 }
 
 #[test]
-fn a_machine_without_a_driver_says_so() {
+fn a_missing_driver_is_reported() {
     let (folder, _empty) = no_driver();
     let mut program = command();
     program.args(["replay", "--device", "cuda", "--requests", "1"]);
@@ -346,7 +346,7 @@ fn a_machine_without_a_driver_says_so() {
 
 /// The engine has a GPU, and its worker has none: the reason reaches the engine's rank and the status.
 #[test]
-fn a_worker_without_a_gpu_says_so_to_the_engine() {
+fn a_worker_without_a_gpu_reports_that_to_the_engine() {
     let (nothing, _empty) = no_driver();
     let gpus = Gpus::new("");
     let folder = socket_dir();
@@ -461,7 +461,7 @@ fn held_no_longer(device: &str) {
         status(name, begun, &|status| {
             status["ranks"][0]["attached"] == false
         });
-        assert!(lives(worker), "the worker let it go, not its end");
+        assert!(lives(worker), "the worker released it before its end");
     }
 }
 
@@ -495,7 +495,7 @@ fn refused_and_the_worker_stays(settings: &str, expected: &str) {
 
 /// The engine uses the GPU exclusively: the worker reports that, and does not end and restart for ever.
 #[test]
-fn a_gpu_in_exclusive_mode_is_refused_in_words() {
+fn a_gpu_in_exclusive_mode_is_refused_with_the_reason() {
     let folder = tempfile::tempdir().expect("a folder");
     let held = folder.path().join("held");
     refused_and_the_worker_stays(
@@ -505,20 +505,20 @@ fn a_gpu_in_exclusive_mode_is_refused_in_words() {
 }
 
 #[test]
-fn a_gpu_without_room_for_a_context_is_refused_in_words() {
+fn a_gpu_without_room_for_a_context_is_refused_with_the_reason() {
     let settings = "memory_mib=64;context_mib=worker/128";
     refused_and_the_worker_stays(settings, "a context takes about 0.5 GiB");
 }
 
 #[test]
-fn an_engine_in_another_pid_namespace_is_refused_in_words() {
+fn an_engine_in_another_pid_namespace_is_refused_with_the_reason() {
     let settings = "pidns=engine-rank/7";
     refused_and_the_worker_stays(settings, "in another PID namespace");
 }
 
 /// Under MPS a killed worker may take the engine with it: the status must show that before an operator ends a process.
 #[test]
-fn a_gpu_that_mps_serves_is_said_to_be_one() {
+fn a_gpu_that_mps_serves_is_logged_as_one() {
     let gpus = Gpus::new("attribute=133/1");
     let (folder, name, up) = served(&gpus);
     let arguments = engine_rank(folder.path(), "cuda");
@@ -548,7 +548,7 @@ fn no_driver_is_started_to_place_host_memory() {
 /// Calls for many copies hang without an error. Each worker is killed because of that once, and its successor gives
 /// copies one by one.
 #[test]
-fn copies_given_together_that_hang_cost_a_worker_once() {
+fn batched_copies_that_hang_end_one_worker() {
     let hung = tempfile::tempdir().expect("a folder");
     let gpus = Gpus::new(&format!(
         "delay_us=20;hang=worker/5/{}",
@@ -578,7 +578,7 @@ fn with_a_worker_that_is_soon_idle(gpus: &Gpus, name: &str) -> [Running; 2] {
 /// GPU memory belongs to the engines: a worker releases its context when the last engine has left, and creates one
 /// again for the next.
 #[test]
-fn a_worker_without_an_engine_lets_the_gpu_go() {
+fn a_worker_without_an_engine_releases_the_gpu() {
     let gpus = Gpus::new("delay_us=20");
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
@@ -684,7 +684,7 @@ fn refusals(sockets: &Path, times: usize) -> Vec<(ErrorCode, String)> {
 /// A driver does not pin memory that is not unpinned yet: a rank that registers meanwhile is refused with `NotReady`,
 /// and the GPU is used again after the release.
 #[test]
-fn a_rank_that_comes_while_the_gpu_is_let_go_waits_for_that() {
+fn a_rank_that_registers_while_the_gpu_is_released_waits_for_the_release() {
     let pipes = tempfile::tempdir().expect("a folder");
     let unpinning = pipes.path().join("unpinning");
     rustix::fs::mkfifoat(CWD, &unpinning, Mode::RUSR | Mode::WUSR).expect("a FIFO");
@@ -706,7 +706,7 @@ fn a_rank_that_comes_while_the_gpu_is_let_go_waits_for_that() {
     let unpinning = read_by_somebody(&unpinning);
     for (code, text) in refusals(folder.path(), 10) {
         assert_eq!(code, ErrorCode::NotReady, "{text}");
-        assert!(text.contains("is being let go"), "{text}");
+        assert!(text.contains("is being released"), "{text}");
     }
     drop(unpinning);
     let _rank = Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir());

@@ -24,12 +24,12 @@ pub fn status_of(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
 }
 
 #[test]
-fn what_was_stored_outlives_leader_and_workers_and_what_was_reset_stays_away() {
+fn stored_pages_outlive_leader_and_workers_and_reset_pages_do_not_return() {
     outlives(&[], &["--requests", "40"]);
 }
 
 #[test]
-fn what_was_stored_once_for_two_ranks_outlives_them() {
+fn pages_stored_once_for_two_ranks_outlive_them() {
     let model = ["--model", "deepseek-v3-mla", "--max-prompt-tokens", "512"];
     let replayed = [&model[..], &["--requests", "8"]].concat();
     outlives(&["--kv-shards", "1"], &replayed);

@@ -7,7 +7,7 @@ use super::recovery::status_of;
 use crate::support::{Running, number, replay, socket_dir};
 
 #[test]
-fn a_leader_for_fewer_ranks_turns_the_workers_of_an_engine_away() {
+fn a_leader_for_fewer_ranks_refuses_the_workers_of_an_engine() {
     let folder = socket_dir();
     let sockets = folder.path().to_str().expect("UTF-8");
     let common = ["--socket-dir", sockets, "--g2", "16MiB"];

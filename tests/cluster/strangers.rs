@@ -87,7 +87,7 @@ fn tool(leader: Address) -> (Client, Receiver<Incoming>) {
 }
 
 #[test]
-fn peers_that_never_say_hello_are_closed_and_harm_nobody() {
+fn peers_that_never_send_a_hello_are_closed_and_others_are_served() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let leader = Running::start(&["leader", "--socket-dir", name]);

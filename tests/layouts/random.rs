@@ -124,7 +124,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(192))]
 
     #[test]
-    fn copies_are_what_the_reference_makes(
+    fn copies_equal_those_of_the_reference(
         engine in engines(),
         copies in prop::collection::vec(copies(), 1..4),
     ) {
@@ -138,7 +138,7 @@ proptest! {
     }
 
     #[test]
-    fn what_went_to_the_depot_comes_back(engine in engines(), shift in 0..ARENA_PAGES) {
+    fn stored_bytes_come_back_unchanged(engine in engines(), shift in 0..ARENA_PAGES) {
         let world = World::new(engine.registration());
         let pages = world.registration.device_pages.min(ARENA_PAGES);
         let there: Vec<_> = (0..pages).map(|page| (page, (page + shift) % ARENA_PAGES)).collect();
@@ -153,7 +153,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_accepted_shares_no_byte(
+    fn accepted_layouts_share_no_byte(
         engine in engines(),
         (tensor, field, by) in (any::<usize>(), any::<usize>(), -9..10_i64),
     ) {

@@ -44,7 +44,7 @@ fn counted(world: &World) -> BTreeMap<&'static str, u64> {
 }
 
 #[test]
-fn what_is_counted_is_what_happened() {
+fn the_counters_match_the_decisions() {
     let mut world = World::new();
     look_up(&mut world, 0, 12);
     assert_eq!(store_from(&mut world, 0, 0, 12), stored(12, 0));
@@ -134,7 +134,7 @@ fn what_is_counted_is_what_happened() {
 }
 
 #[test]
-fn pages_that_are_there_are_counted_as_present() {
+fn stored_pages_are_counted_as_present() {
     let mut world = World::new();
     look_up(&mut world, 0, 12);
     assert_eq!(store_from(&mut world, 0, 0, 10), stored(10, 0));
@@ -143,7 +143,7 @@ fn pages_that_are_there_are_counted_as_present() {
 }
 
 #[test]
-fn a_store_may_begin_behind_pages_that_are_not_there() {
+fn a_store_may_begin_after_missing_pages() {
     let mut world = World::new();
     look_up(&mut world, 0, 12);
     assert_eq!(store_from(&mut world, 0, 5, 7), stored(7, 0));
@@ -153,7 +153,7 @@ fn a_store_may_begin_behind_pages_that_are_not_there() {
 }
 
 #[test]
-fn who_has_attached_is_told() {
+fn attached_workers_are_known_by_rank() {
     let mut world = World::without_workers();
     assert!(!world.leader.is_attached(worker(0, 0)));
     world.begin();
@@ -166,7 +166,7 @@ fn who_has_attached_is_told() {
 }
 
 #[test]
-fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() {
+fn a_repeated_attach_gets_the_same_answer_and_an_older_one_gets_none() {
     let mut leader = Leader::new(settings());
     let mut attach_with = |attach: u64| {
         let attached = AttachRequest {
@@ -197,7 +197,7 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
 }
 
 #[test]
-fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
+fn no_more_requests_are_parked_than_the_limit() {
     let mut leader = World::without_workers().leader;
     let mut effects = Vec::new();
     for id in 1..=OPEN_REQUESTS_MAX as u64 + 2 {
@@ -245,7 +245,7 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
 }
 
 #[test]
-fn ranks_and_pages_are_told() {
+fn attached_workers_and_page_tokens_are_reported() {
     let mut world = World::without_workers();
     let reported = |world: &World| {
         (
@@ -268,7 +268,7 @@ fn ranks_and_pages_are_told() {
 }
 
 #[test]
-fn a_rank_that_there_is_not_is_turned_away() {
+fn a_rank_out_of_range_is_refused() {
     for (engine, rank) in [(0, RANKS), (2, 0)] {
         let mut leader = Leader::new(settings());
         let attached = AttachRequest {
@@ -347,7 +347,7 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
 }
 
 #[test]
-fn what_finds_no_room_and_what_is_cut_is_counted() {
+fn pages_without_room_and_split_runs_are_counted() {
     let mut world = World::new();
     // Lookups hold 56 of 60 pages.
     for slot in 0..7 {

@@ -72,7 +72,7 @@ fn only_the_stores_of_a_slot_are_cancelled_where_one_is_named() {
 }
 
 #[test]
-fn a_store_that_waits_for_anothers_copy_is_answered_at_once_and_that_copy_goes_on() {
+fn a_store_that_waits_for_anothers_copy_is_answered_at_once_and_that_copy_continues() {
     let mut world = World::new();
     let first = store(&mut world, 0, 0, 7, 8);
     let second = store(&mut world, 1, 0, 7, 8);
@@ -102,7 +102,7 @@ fn pages_of_a_cancelled_store_can_be_stored_again() {
 }
 
 #[test]
-fn a_cancel_with_nothing_under_way_is_answered_at_once() {
+fn a_cancel_without_running_stores_is_answered_at_once() {
     let mut world = World::new();
     let requested = cancel(&mut world, 0, None);
     assert_eq!(
@@ -157,7 +157,7 @@ fn an_engine_whose_requests_are_all_stores_can_cancel_them_a_bounded_number_of_t
 }
 
 #[test]
-fn nothing_is_cancelled_while_an_older_leaders_copies_may_go_on() {
+fn nothing_is_cancelled_while_copies_of_an_older_leader_may_run() {
     let mut world = World::without_workers();
     let requested = cancel(&mut world, 0, None);
     assert!(matches!(

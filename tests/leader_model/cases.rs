@@ -116,7 +116,7 @@ fn a_load_is_reported_failed_only_when_no_rank_writes_any_more() {
 }
 
 #[test]
-fn a_load_that_came_in_part_says_how_much_of_it_every_rank_has() {
+fn a_partial_load_reports_the_pages_that_every_rank_has() {
     for (ends, pages) in [
         ([(false, 5), (true, 0), (false, 6)], 5),
         ([(true, 0), (false, 3), (false, 99)], 3),
@@ -158,7 +158,7 @@ fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
 }
 
 #[test]
-fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_touch_them() {
+fn loads_and_stores_are_refused_only_after_the_copies_of_an_older_leader_have_ended() {
     let mut world = World::without_workers();
     let (slot, destination) = (SlotId(9), PageList::run(0, 1));
     let (first_page, more, source) = (0, None, destination.clone());
@@ -197,7 +197,7 @@ fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_t
 }
 
 #[test]
-fn a_new_leader_that_stands_still_fences_no_worker_before_it_has_looked_again() {
+fn a_new_leader_that_was_paused_fences_no_worker_before_it_has_checked_again() {
     let mut leader = Leader::new(settings());
     let mut effects = Vec::new();
     leader.step(
@@ -216,7 +216,7 @@ fn a_new_leader_that_stands_still_fences_no_worker_before_it_has_looked_again() 
 }
 
 #[test]
-fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
+fn workers_that_are_silent_within_the_fence_of_a_new_leader_are_expelled() {
     let fence = settings().fence;
     let mut leader = Leader::new(settings());
     let mut effects = Vec::new();
@@ -286,7 +286,7 @@ fn found(world: &mut World, namespace: u8) -> u32 {
 }
 
 #[test]
-fn a_reset_forgets_what_it_names_and_nothing_else() {
+fn a_reset_removes_the_named_pages_and_no_others() {
     let mut world = World::new();
     for (slot, namespace) in [(0, 7), (1, 8)] {
         store(&mut world, 0, slot, namespace, 8);
@@ -379,7 +379,7 @@ fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
 }
 
 #[test]
-fn one_request_too_many_is_refused_for_good_and_a_finish_never_is() {
+fn one_request_too_many_is_refused_permanently_and_a_finish_never_is() {
     let mut world = World::with_limit(1);
     let first = store(&mut world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
@@ -404,7 +404,7 @@ fn one_request_too_many_is_refused_for_good_and_a_finish_never_is() {
 }
 
 #[test]
-fn a_draining_leader_begins_nothing_new_and_ends_what_it_began() {
+fn a_draining_leader_starts_no_copies_and_ends_running_ones() {
     let mut world = World::new();
     let first = store(&mut world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
@@ -425,7 +425,7 @@ fn a_draining_leader_begins_nothing_new_and_ends_what_it_began() {
 }
 
 #[test]
-fn a_lookup_behind_the_finish_of_its_slot_opens_nothing() {
+fn a_lookup_after_the_finish_of_its_slot_opens_nothing() {
     let mut world = World::new();
     world.next_id = 5;
     world.take(Step::Finish { engine: 0, slot: 1 });
@@ -445,7 +445,7 @@ fn a_lookup_behind_the_finish_of_its_slot_opens_nothing() {
 }
 
 #[test]
-fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
+fn copies_for_an_absent_engine_are_not_forgotten() {
     let mut world = World::new();
     let id = store(&mut world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
@@ -497,7 +497,7 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId,
 }
 
 #[test]
-fn a_worker_that_is_turned_away_costs_no_page() {
+fn a_refused_worker_costs_no_page() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
@@ -511,7 +511,7 @@ fn a_worker_that_is_turned_away_costs_no_page() {
 }
 
 #[test]
-fn a_smaller_depot_is_taken_when_nothing_is_held_and_refused_while_something_is() {
+fn a_smaller_depot_is_accepted_only_when_nothing_is_held() {
     let mut world = World::new();
     store(&mut world, 1, 0, 7, 8);
     let refused = verdict(&mut world, 50, 64);
@@ -677,7 +677,7 @@ fn an_engine_of_other_content_and_equal_shape_gets_no_hit() {
 }
 
 #[test]
-fn ranks_of_other_content_are_turned_away_by_that_field() {
+fn ranks_of_other_content_are_refused_by_that_field() {
     let mut world = World::without_workers();
     another_engine(&mut world, 1);
     world.event(LeaderEvent::WorkerDead(worker(1, 2)));

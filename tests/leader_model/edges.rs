@@ -27,7 +27,7 @@ fn store(world: &mut World, pages: usize) {
 }
 
 #[test]
-fn a_prompt_holds_what_an_engine_lacks_and_nothing_else() {
+fn a_lookup_pins_only_pages_that_the_engine_lacks() {
     let mut world = World::new();
     store(&mut world, 16);
     for (device_pages, hit_pages, pins) in
@@ -131,7 +131,7 @@ fn an_engine_that_stays_away_is_unknown_when_its_last_copy_has_ended() {
 }
 
 #[test]
-fn what_is_told_of_a_leader_is_so() {
+fn the_leaders_accessors_match_its_state() {
     let mut world = World::without_workers();
     assert_eq!(world.leader.epoch(), EPOCH);
     assert!(!world.leader.is_ready());
@@ -170,7 +170,7 @@ fn words(decisions: &[[u64; 4]]) -> blake3::Hash {
 }
 
 #[test]
-fn the_digest_is_that_of_what_was_decided_request_by_request() {
+fn the_digest_covers_the_decisions_of_each_request() {
     let mut world = World::without_workers();
     let mut settings = settings();
     settings.record_decisions = true;
@@ -266,7 +266,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
 }
 
 #[test]
-fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
+fn a_store_waits_for_its_own_pages_only() {
     let mut world = World::new();
     world.request(0, lookup(0, 8, 0));
     world.take(Step::Store { engine: 0, slot: 0 });
@@ -294,7 +294,7 @@ fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
 }
 
 #[test]
-fn who_is_waited_for_is_told() {
+fn a_refusal_names_the_missing_workers() {
     let mut reader = Reader::new();
     let not_ready = |reader: &mut Reader, engine, id| {
         let requested = reader.step(LeaderEvent::Request {
@@ -395,7 +395,7 @@ fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
 }
 
 #[test]
-fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence() {
+fn a_late_copy_is_cancelled_repeatedly_and_its_workers_are_expelled_after_the_fence() {
     let mut reader = Reader::served();
     let fence = reader.fence();
     let deadline = reader.now + Duration::from_secs(5);
@@ -514,7 +514,7 @@ fn stored(stored_pages: u32, failed_pages: u32) -> Option<Answer> {
 }
 
 #[test]
-fn a_worker_is_told_of_all_its_late_copies_at_once() {
+fn a_worker_receives_one_cancel_for_all_its_late_copies() {
     let mut reader = Reader::served();
     // Names of different pairs share no pages.
     let ops = copies_of(&stores(&mut reader, &[(0, 5), (2, 5), (4, 5)]));
@@ -534,7 +534,7 @@ fn a_worker_is_told_of_all_its_late_copies_at_once() {
 }
 
 #[test]
-fn copies_are_late_for_a_leader_that_stood_still_once_it_has_looked_again() {
+fn copies_are_late_for_a_paused_leader_after_it_has_checked_again() {
     let mut reader = Reader::served();
     copies_of(&stores(&mut reader, &[(0, 5)]));
     let fence = reader.fence();
@@ -566,7 +566,7 @@ fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
 }
 
 #[test]
-fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come() {
+fn stores_that_wait_for_a_late_copy_are_answered_at_once() {
     let mut reader = Reader::served();
     let ops = copies_of(&stores(&mut reader, &[(0, 5), (0, 60)]));
     let [op] = ops[..] else {
@@ -582,7 +582,7 @@ fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come(
 }
 
 #[test]
-fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_at_the_deadline() {
+fn an_invalidation_is_requested_once_per_connection_and_given_up_at_the_deadline() {
     let mut reader = Reader::served();
     let fence = reader.fence();
     let deadline = reader.now + fence * 5 / 8;

@@ -184,7 +184,7 @@ pub(super) fn record(page: u32) -> PageRecord {
 const FIRST: [ReadRequest; 3] = [((0, 0), 0), ((0, 1), 0), ((0, 2), 0)];
 
 #[test]
-fn parts_are_asked_for_one_after_another_until_no_shard_has_more() {
+fn parts_are_requested_one_after_another_until_no_shard_has_more() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(reader.recovered(), None);
@@ -200,7 +200,7 @@ fn parts_are_asked_for_one_after_another_until_no_shard_has_more() {
 }
 
 #[test]
-fn what_was_not_asked_for_is_not_taken() {
+fn unrequested_inventories_are_ignored() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     let complete: Vec<u32> = (0..ARENA_PAGES).collect();
@@ -278,7 +278,7 @@ fn another_worker_of_the_shard_reads_on_when_one_is_dead() {
 }
 
 #[test]
-fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
+fn no_other_worker_reads_a_depot_that_a_lost_worker_may_still_divide() {
     for attaches in [false, true] {
         let mut reader = Reader::new();
         assert_eq!(reader.attach_all(), FIRST);
@@ -310,7 +310,7 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
 }
 
 #[test]
-fn what_was_asked_for_a_reading_that_is_over_is_owed_all_the_same() {
+fn inventory_requests_of_an_ended_reading_are_still_owed() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(
@@ -338,7 +338,7 @@ pub(super) fn fenced(effects: &[LeaderEffect]) -> Vec<WorkerId> {
 
 /// Answers that its workers sent meanwhile are still in the leader's mailbox.
 #[test]
-fn a_leader_that_stood_still_fences_nobody_before_it_has_looked_again() {
+fn a_paused_leader_fences_no_worker_before_it_has_checked_again() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     reader.now = Time(0) + FENCE * 5;
@@ -403,7 +403,7 @@ fn a_worker_that_does_not_answer_within_the_fence_time_is_fenced() {
 }
 
 #[test]
-fn what_does_not_come_is_asked_for_again_a_quarter_of_the_fence_later() {
+fn a_missing_part_is_requested_again_after_a_quarter_of_the_fence() {
     let mut reader = Reader::new();
     reader.now = Time(5);
     assert_eq!(reader.attach_all(), FIRST);
@@ -454,7 +454,7 @@ fn another_depot_is_read_from_its_first_page() {
 }
 
 #[test]
-fn what_was_read_before_an_invalidation_ended_is_read_again() {
+fn pages_read_before_the_end_of_an_invalidation_are_read_again() {
     let mut reader = Reader::new();
     reader.attach_all();
     for rank in 0..RANKS {

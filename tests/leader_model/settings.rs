@@ -57,7 +57,7 @@ fn verdict(effects: &[LeaderEffect]) -> Result<OpId, Refusal> {
 /// If the worker of rank 0 were admitted, the replica would be complete for the leader, and loads would be answered
 /// although rank 1 copied nothing.
 #[test]
-fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turned_away() {
+fn a_worker_of_an_engine_with_more_ranks_than_the_leader_is_refused() {
     let mut leader = leader(1, 1);
     for rank in 0..2 {
         let effects = attach(&mut leader, rank, (2, 2));
@@ -101,7 +101,7 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turn
 }
 
 #[test]
-fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
+fn a_worker_with_other_settings_is_refused_and_one_with_the_same_is_admitted() {
     let all = [(4, 4), (4, 2), (4, 1), (2, 2), (2, 1), (1, 1)];
     for own in all {
         for theirs in all.into_iter().chain([(0, 0), (4, 0), (0, 1)]) {
@@ -131,7 +131,7 @@ fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
 /// The epoch of this leader was used before: its readings would be refused, and its invalidations would spare the pages that
 /// were stored then.
 #[test]
-fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_away() {
+fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_refused() {
     for seen in [EPOCH, Epoch(EPOCH.0 + 1), Epoch(u64::MAX - 1)] {
         let mut leader = leader(1, 1);
         let effects = attach_depot(&mut leader, 0, (1, 1), seen);

@@ -198,7 +198,7 @@ fn a_depot_is_of_one_shard() {
 }
 
 #[test]
-fn what_is_reset_is_invalidated_once_a_shard() {
+fn reset_pages_are_invalidated_once_per_shard() {
     let mut shared = Shared::ready();
     let invalidations = shared.request(Request::Reset {
         scope: ResetScope::Everything,

@@ -325,7 +325,7 @@ fn no_hold_outlives_the_depot() {
 }
 
 #[test]
-fn a_load_under_way_keeps_a_pool_that_ends_until_it_has_ended_itself() {
+fn a_running_load_keeps_a_closing_pool_until_the_load_ends() {
     let mut site = Site::new(2, 1);
     site.attach((0, 0), Some(A));
     let requested = site.attach((0, 1), Some(A));
@@ -360,7 +360,7 @@ fn a_reading_keeps_the_room_of_the_engine_that_it_began_for() {
 }
 
 #[test]
-fn a_reading_for_other_pages_than_those_of_the_engine_begins_anew() {
+fn a_reading_for_other_pages_than_those_of_the_engine_starts_again() {
     let mut site = Site::new(1, 1);
     let old = site.attach((0, 0), Some(A));
     site.attach((0, 0), None);
@@ -373,7 +373,7 @@ fn a_reading_for_other_pages_than_those_of_the_engine_begins_anew() {
 }
 
 #[test]
-fn pages_are_checked_against_the_memory_of_the_engine_that_asks() {
+fn pages_are_checked_against_the_memory_of_the_requesting_engine() {
     let mut site = Site::new(1, 3);
     let large = Here {
         engine: 3,
@@ -450,7 +450,7 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
 }
 
 #[test]
-fn an_engine_of_another_shape_does_not_take_the_turn_of_one_whose_workers_attach_again() {
+fn an_engine_of_another_shape_does_not_displace_one_whose_workers_attach_again() {
     let mut site = Site::new(2, 2);
     for place in [(0, 0), (0, 1), (1, 0)] {
         site.attach(place, None);
@@ -485,7 +485,7 @@ fn an_engine_of_another_shape_does_not_take_the_turn_of_one_whose_workers_attach
 
 /// Engines of two layouts take turns. Pages of the first one stay listed while the second one is served.
 #[test]
-fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
+fn a_reset_of_a_namespace_covers_the_pages_of_every_layout() {
     let hashes = sequence(0, 8);
     let fingerprints: Vec<_> = (0..8).map(|page| hashes.fingerprint(page)).collect();
     let other = || ResetScope::Namespace(vec![8]);
@@ -559,7 +559,7 @@ fn invalidate(effects: &[LeaderEffect]) -> (ResetId, Scope) {
 }
 
 #[test]
-fn a_worker_with_pages_of_another_size_is_not_asked_for_the_inventory_of_the_engine_before() {
+fn a_worker_with_pages_of_another_size_gets_no_request_for_the_earlier_inventory() {
     let mut site = Site::new(2, 2);
     for rank in [0, 1] {
         site.attach((1, rank), None);

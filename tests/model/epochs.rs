@@ -607,25 +607,25 @@ fn nothing_of_an_older_leader_has_an_effect() {
 }
 
 #[test]
-fn a_worker_runs_what_its_leader_waits_for_over_broken_connections() {
+fn a_worker_runs_only_awaited_copies_over_broken_connections() {
     let model = Epochs::one_leader(Rule::Built, 1, 0, 0);
     holds("epochs, connections break", model);
 }
 
 #[test]
-fn a_worker_runs_what_its_leader_waits_for_when_memory_is_registered_anew() {
+fn a_worker_runs_only_awaited_copies_when_memory_is_registered_again() {
     let model = Epochs::one_leader(Rule::Built, 0, 1, 0);
     holds("epochs, memory registered anew", model);
 }
 
 #[test]
-fn a_worker_runs_what_its_leader_waits_for_when_workers_die() {
+fn a_worker_runs_only_awaited_copies_when_workers_die() {
     let model = Epochs::one_leader(Rule::Built, 0, 0, 1);
     holds("epochs, workers die", model);
 }
 
 #[test]
-fn acknowledgements_to_an_older_leader_serve_pages_that_are_not_whole() {
+fn acknowledgements_to_an_older_leader_serve_incomplete_pages() {
     breaks(
         "epochs: any acknowledgement",
         || Epochs::restarted(Rule::AnyAck),
@@ -643,26 +643,26 @@ fn orders_of_an_older_leader_are_carried_out() {
 }
 
 #[test]
-fn an_order_that_comes_again_runs_after_its_end() {
+fn a_repeated_order_runs_after_its_end() {
     let model = || Epochs::one_leader(Rule::RunAgain, 0, 0, 0);
     breaks("epochs: run again", model, ENDED);
     breaks("epochs: run again", model, ONE_WRITER);
 }
 
 #[test]
-fn an_order_behind_a_forgotten_cancel_runs_after_its_end() {
+fn an_order_after_a_forgotten_cancel_runs_after_its_end() {
     let model = || Epochs::one_leader(Rule::ForgetCancel, 0, 0, 0);
     breaks("epochs: forgotten cancel", model, ENDED);
 }
 
 #[test]
-fn a_worker_that_attaches_too_early_writes_what_nobody_waits_for() {
+fn a_worker_that_attaches_too_early_writes_pages_that_no_leader_awaits() {
     let model = || Epochs::restarted(Rule::AttachEarly);
     breaks("epochs: early attach", model, AWAITED);
 }
 
 #[test]
-fn a_worker_that_is_received_again_over_the_next_connection_writes_what_nobody_waits_for() {
+fn a_repeated_attach_over_the_next_connection_writes_pages_that_no_leader_awaits() {
     let model = || Epochs::one_leader(Rule::AttachAgain, 1, 0, 0);
     breaks("epochs: attach again", model, AWAITED);
 }

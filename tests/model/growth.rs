@@ -335,7 +335,7 @@ fn an_acknowledgement_without_a_generation_publishes_the_wrong_growth() {
 }
 
 #[test]
-fn pages_above_the_watermark_are_not_whole() {
+fn pages_above_the_watermark_are_incomplete() {
     breaks(
         "growth without watermark",
         || Growth::new(Rule::ReadReserved),
@@ -344,7 +344,7 @@ fn pages_above_the_watermark_are_not_whole() {
 }
 
 #[test]
-fn a_growth_that_failed_on_one_rank_is_not_whole() {
+fn a_growth_that_failed_on_one_rank_is_incomplete() {
     breaks(
         "growth in spite of failures",
         || Growth::new(Rule::PublishFailed),

@@ -553,12 +553,12 @@ impl Leases {
 }
 
 #[test]
-fn what_is_held_is_never_evicted_and_is_let_go_by_its_last_holder() {
+fn held_pages_are_never_evicted_and_are_released_by_their_last_holder() {
     holds("leases, late copies", Leases::late(Rule::Built));
 }
 
 #[test]
-fn what_an_engine_held_is_let_go_when_it_is_forgotten() {
+fn holds_of_an_engine_are_released_when_it_is_forgotten() {
     holds(
         "leases, engines go away",
         Leases::never_unpinned(Rule::Built),
@@ -566,12 +566,12 @@ fn what_an_engine_held_is_let_go_when_it_is_forgotten() {
 }
 
 #[test]
-fn what_a_dead_worker_stored_goes_with_its_last_holder() {
+fn pages_of_a_dead_worker_are_freed_with_their_last_holder() {
     holds("leases, workers die", Leases::dying(Rule::Built));
 }
 
 #[test]
-fn a_lease_until_the_deadline_lets_pages_go_that_are_still_read() {
+fn a_lease_until_the_deadline_releases_pages_that_are_still_read() {
     breaks(
         "lease until the deadline",
         || Leases::late(Rule::UntilDeadline),
@@ -580,7 +580,7 @@ fn a_lease_until_the_deadline_lets_pages_go_that_are_still_read() {
 }
 
 #[test]
-fn a_lease_until_the_first_end_lets_pages_go_that_are_still_read() {
+fn a_lease_until_the_first_end_releases_pages_that_are_still_read() {
     breaks(
         "lease until the first end",
         || Leases::late(Rule::UntilFirst),
@@ -589,7 +589,7 @@ fn a_lease_until_the_first_end_lets_pages_go_that_are_still_read() {
 }
 
 #[test]
-fn what_a_forgotten_engine_keeps_is_held_for_nobody() {
+fn holds_that_a_forgotten_engine_keeps_have_no_holder() {
     breaks(
         "holds are kept",
         || Leases::never_unpinned(Rule::Keep),
@@ -598,7 +598,7 @@ fn what_a_forgotten_engine_keeps_is_held_for_nobody() {
 }
 
 #[test]
-fn evicting_the_oldest_whatever_it_is_takes_what_is_held() {
+fn evicting_the_oldest_block_regardless_takes_held_pages() {
     breaks("evict what is held", || Leases::late(Rule::EvictHeld), KEPT);
 }
 

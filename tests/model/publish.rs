@@ -562,7 +562,7 @@ fn pages_become_readable_by_set_and_are_freed_once() {
 }
 
 #[test]
-fn counting_acknowledgements_serves_pages_that_are_not_whole() {
+fn counting_acknowledgements_serves_incomplete_pages() {
     breaks(
         "publish by count",
         || Publish::one_leader(Rule::Count),
@@ -571,13 +571,13 @@ fn counting_acknowledgements_serves_pages_that_are_not_whole() {
 }
 
 #[test]
-fn an_acknowledgement_of_another_store_serves_pages_that_are_not_whole() {
+fn an_acknowledgement_of_another_store_serves_incomplete_pages() {
     let model = || Publish::one_leader(Rule::AnyGeneration);
     breaks("publish by any generation", model, READABLE);
 }
 
 #[test]
-fn an_acknowledgement_to_an_older_leader_serves_pages_that_are_not_whole() {
+fn an_acknowledgement_to_an_older_leader_serves_incomplete_pages() {
     breaks(
         "publish by any epoch",
         || Publish::two_leaders(Rule::AnyEpoch),
@@ -600,7 +600,7 @@ fn pages_that_are_freed_at_their_deadline_are_written_twice_at_a_time() {
 }
 
 #[test]
-fn a_late_acknowledgement_that_counts_publishes_what_was_given_up() {
+fn a_late_acknowledgement_that_counts_publishes_abandoned_pages() {
     breaks(
         "publish late pages",
         || Publish::one_leader(Rule::PublishLate),

@@ -179,8 +179,8 @@ first_run() {
     # Driver, context, pinned host memory, both directions, bytes, and one small batch.
     step smoke 40 smoke_figures "${bench[@]}" --mib 8 --rounds 2 --fragment-kib 2048
     step ipc 60 tests_figures "${run_tests[@]}" "$library" tests::neighbour
-    step engine 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::pages_of_layers_by_themselves
-    step chunks 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::memory_in_chunks_by_their_descriptors
+    step engine 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::pages_of_separate_layers_bring_every_byte_back
+    step chunks 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::memory_in_chunks_by_descriptors_brings_every_byte_back
     # Batches of thousands of copies from here on.
     step copies 90 tests_figures "${run_tests[@]}" "$library" tests::copies::a_cancelled \
         tests::copies::the_end tests::copies::late_streams_first

@@ -22,7 +22,7 @@ const HELP: &str = "cargo xtask TASK
   test       run every test of the workspace, and the Python tests; lists
              at its end which were skipped and why, which with CI=true is a failure
   sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
-             that fails is printed with the line that runs it again, and joins tests/seeds.txt
+             that fails is printed with the command that repeats it, and is added to tests/seeds.txt
   planted    which lies of its hosts the simulator finds, and by which seeds; then which bugs of
              tests/planted the tests find, each built in a copy of the tree: [PART OF A NAME] of these
   chaos      kill and stop real processes at random under a replay that compares every byte:

@@ -76,7 +76,7 @@ impl Planted {
             }
             _ => {
                 return Err(missing(
-                    "one of 'sim_seeds' and 'test' says how it is found",
+                    "one of 'sim_seeds' and 'test' states how it is found",
                 ));
             }
         };
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_say_what_it_changes_or_how_it_is_found_is_refused() {
+    fn a_bug_without_changes_or_a_check_is_refused() {
         let change = "[[change]]\nfile = \"a\"\nfind = \"b\"\nreplace = \"c\"\n";
         assert!(Planted::parse("good", &format!("sim_seeds = 3\n{change}")).is_ok());
         assert!(Planted::parse("how", change).is_err());

@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn only_continuous_integration_insists() {
+    fn a_skipped_test_fails_only_in_continuous_integration() {
         for (value, expected) in [("true", true), ("1", true), ("false", false), ("", false)] {
             assert_eq!(is_ci(Some(OsStr::new(value))), expected, "{value}");
         }

@@ -45,7 +45,7 @@ impl Host {
                 GpuRetry::Say => return Err(invalid(refusal.why.clone())),
                 GpuRetry::End => {
                     let why = refusal.why.clone();
-                    tracing::error!(worker = %self.worker, why, "this worker ends: its successor asks the driver again");
+                    tracing::error!(worker = %self.worker, why, "this worker ends: its successor starts the driver again");
                     self.readiness.report_end(why.clone());
                     return Err(invalid(why));
                 }
@@ -116,11 +116,11 @@ impl Host {
         match letting_go.is(self.clock.now()) {
             ReleaseProgress::Done => None,
             ReleaseProgress::UnderWay => Some(format!(
-                "{uuid} is being let go, because no engine used it: a GPU is taken again when its host memory is unpinned"
+                "{uuid} is being released, because no engine used it: a GPU is used again after its host memory is unpinned"
             )),
             ReleaseProgress::Stuck => {
                 let why = format!(
-                    "the driver does not let {uuid} go: its host memory is still pinned after {RELEASE_LIMIT:?}"
+                    "the driver does not release {uuid}: its host memory is still pinned after {RELEASE_LIMIT:?}"
                 );
                 tracing::error!(worker = %self.worker, why, "this worker ends");
                 self.readiness.report_end(why.clone());
@@ -204,7 +204,7 @@ impl Host {
                     tracing::warn!(
                         worker = %self.worker,
                         gpu = %gpu.uuid,
-                        "MPS serves this GPU: a worker that is killed while it copies may take the engine with it; end it by \
+                        "MPS serves this GPU: a worker that is killed while it copies may end the engine, too; end it by \
                          SIGTERM"
                     );
                 }
@@ -254,7 +254,7 @@ impl Host {
             end: gpu.end(),
             since: self.clock.now(),
         });
-        tracing::info!(worker = %self.worker, idle = ?self.gpu_idle, "no engine: the GPU is let go");
+        tracing::info!(worker = %self.worker, idle = ?self.gpu_idle, "no engine: the GPU is released");
         self.readiness.pinned(None);
         // On a thread of its own, because the drop waits for running copies, and unpinning takes as long as pinning.
         tokio::task::spawn_blocking(move || drop(gpu));

@@ -100,7 +100,7 @@ mod tests {
     use kvferry_memory::DropSignal;
 
     #[test]
-    fn letting_a_gpu_go_ends_with_its_memory_or_is_stuck() {
+    fn the_release_of_a_gpu_ends_with_its_memory_or_is_stuck() {
         let held = DropSignal::default();
         let letting_go = ReleasingGpu {
             uuid: DeviceUuid::gpu([7; 16]),
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_did_not_start_is_asked_by_a_successor_and_not_again_by_the_same_process() {
+    fn a_failed_driver_start_is_retried_by_a_successor_and_not_by_the_same_process() {
         let refusal = |is_final| GpuRefusal {
             why: "no GPU".to_owned(),
             is_final,

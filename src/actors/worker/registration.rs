@@ -86,7 +86,7 @@ impl Host {
             tracing::warn!(
                 worker = %self.worker,
                 pieces,
-                "the engine gives no proof (registration.proofs) for pieces of its memory: they are used as its handles say"
+                "the engine gives no proof (registration.proofs) for pieces of its memory: they are used as its handles state"
             );
         }
     }
@@ -198,7 +198,7 @@ impl Host {
             let answer = match ends.iter().all(|end| end.wait(left())) {
                 true => Message::Unregistered(Empty {}),
                 false => {
-                    let text = format!("copies of it go on for more than {LET_GO_LIMIT:?}");
+                    let text = format!("copies of it run for more than {LET_GO_LIMIT:?}");
                     Message::Error(ErrorBody::new(ErrorCode::NotReady, text))
                 }
             };

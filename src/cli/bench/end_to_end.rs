@@ -47,10 +47,10 @@ pub(crate) struct Arguments {
     /// MiB of each store and load.
     #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(2..=16_384))]
     mib: u32,
-    /// Whose page sizes, of 16 tokens.
+    /// Model whose page sizes are used, with 16 tokens per page.
     #[arg(long, default_value = "llama-3-8b")]
     model: Model,
-    /// How the pages lie in the engine's memory.
+    /// Layout of the pages in the engine's memory.
     #[arg(long, default_value = "layer-separate")]
     layout: EngineLayout,
     /// Threads that copy, on both sides.
@@ -458,7 +458,7 @@ impl Moves {
 }
 
 fn late(what: &str) -> CommandError {
-    CommandError::Failed(format!("{what} did not come within {ANSWER_TIMEOUT:?}"))
+    CommandError::Failed(format!("{what} was not received within {ANSWER_TIMEOUT:?}"))
 }
 
 fn milliseconds(begun: Instant) -> f64 {

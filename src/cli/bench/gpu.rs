@@ -25,7 +25,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// Which GPU, of those that this process may use.
+    /// Number of the GPU, among those that this process may use.
     #[arg(long, default_value = "0")]
     gpu: usize,
     /// Sizes of a fragment in KiB.

@@ -1,4 +1,4 @@
-//! `kvferry bench`: measurements of this machine. Each is shown beside a floor that is measured in the same run, both
+//! `kvferry bench`: measurements of this machine. Each is shown with a baseline that is measured in the same run, both
 //! sides in turn.
 
 mod copy;

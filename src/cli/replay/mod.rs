@@ -94,16 +94,16 @@ pub(super) struct Arguments {
     /// Cut longer prompts to their first N tokens.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     max_prompt_tokens: Option<u64>,
-    /// Play timestamps X times as fast. [default: 1]
+    /// Replay timestamps X times as fast. [default: 1]
     #[arg(long, value_name = "X", value_parser = positive)]
     speedup: Option<f64>,
-    /// Keep N requests running, whatever the timestamps say.
+    /// Keep N requests running, and ignore the timestamps.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "speedup")]
     concurrency: Option<u32>,
     /// Ranks of the engine.
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=64))]
     ranks: u16,
-    /// Engines beside each other that share one leader; requests are dealt to them in turn. Live only.
+    /// Engines that share one leader; requests are distributed over them in turn. Live only.
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=16))]
     replicas: u16,
     /// Tokens of an engine page.
@@ -121,7 +121,7 @@ pub(super) struct Arguments {
     /// Pages of host memory on each rank instead; 0 for none, 'unlimited' offline only.
     #[arg(long, value_name = "N")]
     g2_pages: Option<ArenaPages>,
-    /// Whose page sizes to use.
+    /// Model whose page sizes are used.
     #[arg(long, value_enum, default_value = "tiny")]
     model: Model,
     /// How the engine of a live replay lays out its memory. [default: layer-separate]

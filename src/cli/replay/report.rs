@@ -18,24 +18,24 @@ pub use measured::{FirstToken, LinkReports, Prefills, Waits};
 /// Version of the report's format. Increases when a key is added or changes its meaning.
 pub(super) const REPORT_VERSION: u32 = 4;
 
-/// Report of `kvferry replay --json`. What a mode cannot know is null.
+/// Report of `kvferry replay --json`. Values that a mode cannot know are null.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 pub struct ReplayReport {
-    /// Version of this shape.
+    /// Version of the report's format.
     pub version: u32,
     /// `live` or `offline`.
     pub mode: &'static str,
-    /// One request after another.
+    /// True if the requests ran one after another.
     pub sequential: bool,
     /// Requests that were served.
     pub requests: u64,
     /// Requests during which the leader refused something, or a copy failed.
     pub disturbed_requests: u64,
-    /// What was replayed.
+    /// The replayed trace.
     pub trace: TraceInfo,
-    /// With which sizes.
+    /// The sizes of the replay.
     pub setup: Setup,
-    /// Tokens by where they came from.
+    /// Tokens by their source.
     pub tokens: Tokens,
     /// Blocks.
     pub blocks: BlockCounts,
@@ -43,21 +43,21 @@ pub struct ReplayReport {
     pub arena: ArenaInfo,
     /// Bytes, all ranks together.
     pub bytes: Bytes,
-    /// How fast bytes moved while they moved, per rank.
+    /// Rates of the copies while they ran, per rank.
     pub rates: Rates,
-    /// How long requests took, in microseconds.
+    /// Durations of requests, in microseconds.
     pub latency_us: Latency,
     /// From a prompt's arrival to the end of its prefill, in microseconds.
     pub first_token_us: FirstToken,
     /// The links of all ranks.
     pub links: LinkReports,
-    /// What prompts and stores had to wait for, or did not get.
+    /// Waits and refusals of prompts and stores.
     pub waits: Waits,
     /// Time of all prefills together.
     pub prefill_seconds: Prefills,
-    /// How long the replay took.
+    /// Duration of the replay.
     pub seconds: Seconds,
-    /// What was still held at the end: all zero unless something leaked.
+    /// Resources that were still held at the end: all zero unless some leaked.
     pub left: Left,
     /// Digest of all decisions: equal when two sequential runs decided the same.
     pub decisions_digest: String,
@@ -77,13 +77,13 @@ pub struct TraceInfo {
 /// Sizes.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 pub struct Setup {
-    /// Whose page sizes.
+    /// Model whose page sizes are used.
     pub model: String,
     /// Ranks of an engine.
     pub ranks: u16,
-    /// Slices of KV that they hold, each stored once a host.
+    /// Slices of KV that the ranks hold, each stored once per host.
     pub kv_shards: u16,
-    /// Engines beside each other.
+    /// Engines that share the leader.
     pub replicas: u16,
     /// Tokens of a page.
     pub engine_page_tokens: u32,
@@ -95,24 +95,24 @@ pub struct Setup {
     pub page_bytes: u64,
     /// Pages of G2 on each rank; null when unlimited.
     pub g2_pages: Option<u64>,
-    /// Longer prompts are cut to so many tokens; null when none is.
+    /// Longer prompts are cut to this many tokens; null when none is.
     pub max_prompt_tokens: Option<u64>,
-    /// Timestamps pass so many times as fast; null where they are not looked at.
+    /// Factor by which timestamps pass faster; null where they are not used.
     pub speedup: Option<f64>,
-    /// So many requests run at a time; null when the timestamps say when.
+    /// Number of requests that run at a time; null when the timestamps determine it.
     pub concurrency: Option<u32>,
 }
 
 /// Tokens of all prompts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Tokens {
-    /// All tokens of all prompts, those behind the last full page included.
+    /// All tokens of all prompts, including those after the last full page.
     pub prompt: u64,
     /// Found in the engine's own cache, in full pages.
     pub hit_g1: u64,
     /// The further part of the same prefixes found in G2, in full pages.
     pub hit_g2: u64,
-    /// The rest.
+    /// The other tokens, which were computed.
     pub computed: u64,
 }
 
@@ -140,7 +140,7 @@ pub struct BlockCounts {
 pub struct ArenaInfo {
     /// Pages on each rank; null when unlimited.
     pub capacity_pages: Option<u64>,
-    /// Pages that hold something at the end.
+    /// Pages in use at the end.
     pub used_pages: u64,
     /// Most pages evicted for one allocation.
     pub largest_eviction_pages: u64,
@@ -155,18 +155,18 @@ pub struct Bytes {
     pub gathered: u64,
     /// From G2 to the engine's memory.
     pub scattered: u64,
-    /// Loaded bytes that were compared with what they must be.
+    /// Loaded bytes that were compared with the expected ones.
     pub verified: u64,
-    /// Of those, wrong ones.
+    /// Compared bytes that were wrong.
     pub mismatched: u64,
 }
 
 /// Rates in GB/s (10^9 bytes).
 #[derive(Debug, Clone, Copy, Default, Serialize, JsonSchema)]
 pub struct Rates {
-    /// Of gathers.
+    /// Rate of gathers.
     pub gather_gb_per_s: Option<f64>,
-    /// Of scatters.
+    /// Rate of scatters.
     pub scatter_gb_per_s: Option<f64>,
 }
 
@@ -188,13 +188,13 @@ pub struct Latency {
 /// Durations.
 #[derive(Debug, Clone, Copy, Default, Serialize, JsonSchema)]
 pub struct Seconds {
-    /// By the clock on the wall.
+    /// Wall time.
     pub wall: f64,
-    /// In the time of the trace; null where time plays no part.
+    /// Time of the trace; null where time plays no part.
     pub r#virtual: Option<f64>,
 }
 
-/// What was still held at the end.
+/// Resources that were still held at the end.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Left {
     /// Running requests of the leader.
@@ -207,7 +207,7 @@ pub struct Left {
     pub unsettled_pages: u64,
     /// Pages that requests of the engines hold.
     pub device_pages: u64,
-    /// What the second count of the leader found wrong; empty when nothing.
+    /// First contradiction that the leader's second count found; empty without one.
     pub contradiction: String,
     /// First wrong bytes and refusals.
     pub complaints: Vec<String>,

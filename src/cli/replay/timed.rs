@@ -22,7 +22,7 @@ use super::workload::Workload;
 /// Largest size of a formula file, in bytes.
 const FORMULA_BYTES_MAX: u64 = 1 << 16;
 
-/// What takes how long in an offline replay that plays time.
+/// Durations in an offline replay in virtual time.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Virtual time (--mode offline)")]
 pub(super) struct TimedArguments {
@@ -32,10 +32,10 @@ pub(super) struct TimedArguments {
     /// Rate of each rank's link from host to device, in GB/s. [default: 25]
     #[arg(long, value_name = "RATE", value_parser = bytes_per_s)]
     pub(super) h2d_gb_per_s: Option<u64>,
-    /// How long a copy takes before its first byte, in microseconds. [default: 10]
+    /// Latency of a copy before its first byte, in microseconds. [default: 10]
     #[arg(long, value_name = "US")]
     pub(super) link_latency_us: Option<u64>,
-    /// How long a message between engine, leader and worker takes, in microseconds. [default: 35]
+    /// Latency of a message between engine, leader and worker, in microseconds. [default: 35]
     #[arg(long, value_name = "US")]
     pub(super) message_latency_us: Option<u64>,
     /// Prompt tokens that the engine computes in a second. Without it and --formula, computing takes no time.

@@ -94,7 +94,7 @@ impl Workload {
             (Some(ArenaPages::Unlimited), Mode::Offline) => (ARENA_PAGES_MAX, 0),
             (Some(ArenaPages::Unlimited), Mode::Live) => {
                 return Err(CommandError::Config(
-                    "--g2-pages unlimited needs --mode offline: live memory has an end".to_owned(),
+                    "--g2-pages unlimited needs --mode offline: live memory is limited".to_owned(),
                 ));
             }
             (Some(ArenaPages::Count(pages)), _) => {

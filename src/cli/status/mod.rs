@@ -26,13 +26,13 @@ const WAIT_PAUSE: Duration = Duration::from_millis(200);
 pub(super) struct Arguments {
     #[command(flatten)]
     client: ClientArguments,
-    /// Wait until every rank of every engine is ready, at most so many seconds, and say on the way how far each is.
+    /// Wait until every rank of every engine is ready, at most this many seconds, and print the progress of each.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     wait_s: Option<u64>,
     /// Print JSON: `schema/messages.json`, `status_answer`.
     #[arg(long)]
     json: bool,
-    /// Count pages, pins and blocks a second way and compare.
+    /// Recount pages, pins and blocks independently and compare.
     #[arg(long)]
     check: bool,
 }
@@ -121,7 +121,7 @@ fn unready(status: &StatusAnswer) -> String {
         .map(|rank| format!("{}: {}", name(rank), stage(rank)))
         .collect();
     match missing.is_empty() {
-        true => "the leader reads what the depots hold".to_owned(),
+        true => "the leader reads the inventories of the depots".to_owned(),
         false => missing.join("; "),
     }
 }
@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_stage_of_a_rank_is_told() {
+    fn every_stage_of_a_rank_has_a_text() {
         let mut rank = RankStatus {
             rank: 1,
             ..RankStatus::default()

@@ -92,7 +92,7 @@ fn state(status: &StatusAnswer) -> String {
         (true, _) if attached == all => "serves".to_owned(),
         (true, _) => format!("serves, with {attached} of {all} ranks"),
         (false, 0) => "waits for an engine: no rank has registered its memory".to_owned(),
-        (false, _) if attached == all => "reads what the depots hold".to_owned(),
+        (false, _) if attached == all => "reads the inventories of the depots".to_owned(),
         (false, _) => format!("waits for ranks: {attached} of {all} are attached"),
     }
 }
@@ -248,7 +248,7 @@ problems     12 late copies, 1 page without room";
     }
 
     #[test]
-    fn a_leader_without_an_engine_says_what_it_waits_for() {
+    fn a_leader_without_an_engine_shows_the_missing_ranks() {
         let mut status = StatusAnswer {
             ready: false,
             ranks: vec![rank(false)],
@@ -271,7 +271,7 @@ now          0 running requests, 0 holds, 1 copy";
         status.ranks = vec![rank(true), rank(false)];
         assert!(table(&status).contains("waits for ranks: 1 of 2 are attached"));
         status.ranks = vec![rank(true)];
-        assert!(table(&status).contains("reads what the depots hold"));
+        assert!(table(&status).contains("reads the inventories of the depots"));
         status.ready = true;
         status.ranks.push(RankStatus::default());
         let text = table(&status);

@@ -210,7 +210,7 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
 }
 
 #[test]
-fn a_reset_that_is_refused_in_its_last_slice_has_forgotten_nothing() {
+fn a_reset_that_is_refused_in_its_last_slice_has_removed_nothing() {
     let mut leader = with_arena(4096, |settings| settings.reset_slice_pages = 64);
     // The block that is held was stored last: the slices before its own find no holder.
     let (free, held) = (sequence(512, 1), sequence(RATIO, 2));
@@ -237,7 +237,7 @@ fn a_reset_that_is_refused_in_its_last_slice_has_forgotten_nothing() {
 }
 
 #[test]
-fn a_worker_is_asked_again_over_another_connection_only() {
+fn a_worker_receives_a_repeated_invalidation_over_another_connection_only() {
     let mut leader = serving();
     let everything = || Request::Reset {
         scope: ResetScope::Everything,
@@ -374,7 +374,7 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
 }
 
 #[test]
-fn a_page_that_is_listed_again_and_again_is_kept_once() {
+fn a_page_that_is_listed_repeatedly_is_kept_once() {
     let mut leader = serving();
     leader.tier = HostTier::default();
     leader.open_pool(Time(0), &mut Vec::new());
@@ -405,7 +405,7 @@ fn a_page_that_is_listed_again_and_again_is_kept_once() {
 }
 
 #[test]
-fn a_tiny_store_far_behind_looks_at_a_bounded_number_of_positions() {
+fn a_small_store_far_into_a_sequence_examines_a_bounded_number_of_positions() {
     let mut leader = serving();
     let pages = 131_072;
     let hashes = sequence(pages, 1);
@@ -431,7 +431,7 @@ fn a_tiny_store_far_behind_looks_at_a_bounded_number_of_positions() {
 }
 
 #[test]
-fn a_sequence_that_is_there_is_held_and_made_young_from_its_root_on() {
+fn a_stored_sequence_is_held_and_touched_from_its_root_on() {
     let mut leader = with_arena(64, |_| {});
     let hashes = sequence(64, 1);
     store_all(&mut leader, 1, 7, &hashes);

@@ -12,7 +12,7 @@ use kvferry_types::{
 };
 
 #[test]
-fn a_pin_that_nobody_holds_is_noticed() {
+fn a_pin_without_a_holder_is_detected() {
     let ratio = Ratio::new(4).expect("in bounds");
     let mut pool = Pool::new(16, ratio);
     let domain = Domain::new(&AnchorKey([1; 32]), b"a", &[0; 16], GroupId(0));

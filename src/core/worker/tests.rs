@@ -169,7 +169,7 @@ fn an_order_is_reported_once_when_all_of_it_has_ended() {
 }
 
 #[test]
-fn an_order_that_comes_again_is_reported_again_and_not_carried_out() {
+fn a_repeated_order_is_reported_again_and_not_carried_out() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1)]);
     assert_eq!(order(&mut worker, 1, 1, vec![load(1)]), []);
@@ -179,7 +179,7 @@ fn an_order_that_comes_again_is_reported_again_and_not_carried_out() {
 }
 
 #[test]
-fn an_order_behind_its_own_cancel_is_not_carried_out() {
+fn an_order_after_its_own_cancel_is_not_carried_out() {
     let mut worker = worker();
     assert_eq!(
         cancel(&mut worker, 8, 1),
@@ -190,7 +190,7 @@ fn an_order_behind_its_own_cancel_is_not_carried_out() {
 }
 
 #[test]
-fn a_cancel_says_how_copies_ended_and_stops_the_others() {
+fn a_cancel_reports_ended_copies_and_stops_the_others() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), load(2)]);
     ended(&mut worker, 0, vec![complete(1)]);
@@ -201,7 +201,7 @@ fn a_cancel_says_how_copies_ended_and_stops_the_others() {
 }
 
 #[test]
-fn what_was_ended_too_long_ago_is_refused() {
+fn a_copy_that_ended_too_long_ago_is_refused() {
     let mut worker = worker();
     let all = WORKER_ENDED_MAX as u64 + 1;
     for op in 1..=all {
@@ -214,7 +214,7 @@ fn what_was_ended_too_long_ago_is_refused() {
 }
 
 #[test]
-fn no_more_copies_run_than_there_are_places() {
+fn no_more_copies_run_than_the_limit() {
     let mut worker = worker();
     let effects = order(&mut worker, 1, 1, (1..=3).map(load).collect());
     assert_eq!(starts(&effects), [1, 2]);
@@ -232,7 +232,7 @@ fn a_late_copy_is_stopped_and_reported_only_when_it_has_ended() {
 }
 
 #[test]
-fn a_store_that_ends_late_or_stopped_is_not_whole() {
+fn a_store_that_ends_late_or_stopped_is_incomplete() {
     for (now, stop) in [(101, false), (50, true)] {
         let mut worker = worker();
         order(&mut worker, 1, 1, vec![store(1, 1)]);
@@ -286,7 +286,7 @@ fn a_copy_that_does_not_stop_ends_the_worker() {
 }
 
 #[test]
-fn a_copy_that_waits_in_vain_ends_at_its_deadline() {
+fn a_waiting_copy_ends_at_its_deadline() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![store(1, 5)]);
     let effects = step(&mut worker, 100, WorkerEvent::Tick);
@@ -294,7 +294,7 @@ fn a_copy_that_waits_in_vain_ends_at_its_deadline() {
 }
 
 #[test]
-fn a_new_leader_receives_nothing_of_old_orders_and_nothing_at_all_before_they_have_ended() {
+fn a_new_leader_receives_no_report_of_old_orders_and_no_attach_before_they_have_ended() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), store(2, 5)]);
     let effects = step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
@@ -322,7 +322,7 @@ fn a_new_leader_receives_nothing_of_old_orders_and_nothing_at_all_before_they_ha
 }
 
 #[test]
-fn it_says_who_it_is_until_it_is_answered() {
+fn an_attach_is_repeated_until_it_is_answered() {
     let mut worker = worker();
     let effects = step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
     let (attach, engine) = (AttachId(2), Some(ENGINE));
@@ -343,7 +343,7 @@ fn it_says_who_it_is_until_it_is_answered() {
 }
 
 #[test]
-fn a_worker_that_is_turned_away_with_its_memory_says_that_it_is_there_without() {
+fn a_worker_whose_memory_is_refused_attaches_without_memory() {
     let mut worker = worker();
     step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
     let (attach, after) = (AttachId(2), None);
@@ -373,7 +373,7 @@ fn other_memory_stops_the_copies_of_the_old_one_before_it_is_used() {
 }
 
 #[test]
-fn copies_of_memory_that_is_not_there_are_refused() {
+fn copies_without_registered_memory_are_refused() {
     let mut worker = worker();
     step(&mut worker, 0, WorkerEvent::MemoryGone(ENGINE));
     let attach = AttachId(2);
@@ -384,7 +384,7 @@ fn copies_of_memory_that_is_not_there_are_refused() {
 }
 
 #[test]
-fn what_an_engine_abandons_is_over_when_it_receives_so() {
+fn an_abandoned_request_is_over_when_the_abandon_is_answered() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![store(1, 3), store(2, 4)]);
     written(&mut worker, 3);
@@ -415,7 +415,7 @@ fn what_an_engine_abandons_is_over_when_it_receives_so() {
 }
 
 #[test]
-fn an_engine_receives_of_what_it_abandoned_when_the_last_copy_has_ended() {
+fn an_abandon_is_answered_when_the_last_copy_has_ended() {
     let mut worker = worker();
     let copies = [(1, 5), (2, 5), (3, 6)].map(|(op, request)| copy(op, Direction::Load, request));
     order(&mut worker, 1, 1, copies.to_vec());
@@ -445,13 +445,13 @@ fn an_engine_receives_of_what_it_abandoned_when_the_last_copy_has_ended() {
 }
 
 #[test]
-fn a_copy_that_is_under_way_is_not_begun_by_another_order() {
+fn a_running_copy_is_not_started_by_another_order() {
     let mut worker = worker();
     assert_eq!(starts(&order(&mut worker, 1, 1, vec![load(7)])), [7]);
     assert_eq!(
         order(&mut worker, 1, 2, vec![load(7)]),
         [report(2, Vec::new())],
-        "it has not ended: nothing is said of its end"
+        "it has not ended: its end is not reported"
     );
     assert_eq!(
         order(&mut worker, 1, 3, Vec::new()),
@@ -479,7 +479,7 @@ fn a_cancel_of_another_epoch_stops_nothing() {
 }
 
 #[test]
-fn what_was_asked_before_an_engine_registered_is_over() {
+fn requests_from_before_a_registration_are_over() {
     let mut worker = Worker::new(WorkerSettings::new(2));
     step(&mut worker, 0, WorkerEvent::DepotReady);
     let (engine, after) = (ENGINE, RequestId(4));
@@ -532,7 +532,7 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
 }
 
 #[test]
-fn what_is_older_than_an_abandoned_request_is_copied_as_ever() {
+fn requests_older_than_an_abandoned_one_are_still_copied() {
     let mut worker = worker();
     let (engine, number) = (ENGINE, 1);
     let requests = BTreeSet::from([RequestId(5)]);
@@ -550,7 +550,7 @@ fn what_is_older_than_an_abandoned_request_is_copied_as_ever() {
 }
 
 #[test]
-fn the_end_of_an_old_copy_is_not_told_to_a_leader_that_uses_its_number_again() {
+fn the_end_of_an_old_copy_is_not_reported_for_a_new_copy_with_its_number() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(7)]);
     step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
@@ -591,7 +591,7 @@ fn a_queue_does_not_grow_by_copies_that_were_stopped_in_it() {
 }
 
 #[test]
-fn an_order_that_came_before_the_worker_was_admitted_is_refused_for_good() {
+fn an_order_before_the_admission_of_the_worker_is_refused_permanently() {
     let mut worker = worker();
     step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
     let refusal = [report(5, vec![refused(OpId(9))])];
@@ -662,7 +662,7 @@ fn pages(op: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Cop
 }
 
 #[test]
-fn a_copy_of_pages_that_are_not_there_is_refused_before_anything_is_written() {
+fn a_copy_of_missing_pages_is_refused_before_anything_is_written() {
     use Direction::{Load, Store};
     let record = |block_start, first, count: usize| {
         Some(Record {
@@ -719,7 +719,7 @@ fn a_copy_of_pages_that_are_not_there_is_refused_before_anything_is_written() {
 }
 
 #[test]
-fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
+fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
     let mut worker = worker();
     let abandon = |worker: &mut Worker, engine, request| {
         let (number, requests) = (1, BTreeSet::from([RequestId(request)]));
@@ -756,7 +756,7 @@ mod invalidations;
 mod writes;
 
 #[test]
-fn a_question_for_the_inventory_that_the_leader_counts_as_over_is_not_taken() {
+fn an_outdated_inventory_request_is_refused() {
     let mut worker = worker();
     let old = |number, last| Err(OrderRefusal::OldRead { number, last });
     assert_eq!(worker.take_read(Epoch(1), 3), Ok(()));

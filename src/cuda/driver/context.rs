@@ -128,9 +128,9 @@ impl Context {
             Ok(()) => {}
             // The GPU is lost to this process, which will end.
             Err(error) if error.is_fatal() => {
-                tracing::debug!(%error, "the driver took nothing back");
+                tracing::debug!(%error, "the driver unpinned nothing");
             }
-            Err(error) => tracing::error!(%error, "the driver took nothing back"),
+            Err(error) => tracing::error!(%error, "the driver unpinned nothing"),
         }
     }
 }
@@ -140,7 +140,7 @@ impl Drop for Context {
         // SAFETY: the context was retained once, and everything created in it holds it.
         let code = unsafe { (self.driver.api.cuDevicePrimaryCtxRelease_v2)(self.device.ordinal) };
         if let Err(error) = self.check("cuDevicePrimaryCtxRelease_v2", code) {
-            tracing::debug!(%error, "the driver took nothing back");
+            tracing::debug!(%error, "the driver unpinned nothing");
         }
     }
 }

@@ -89,7 +89,7 @@ impl DeviceMemory {
             }
             Err(error) if error.is_fatal() => return Err(error),
             Err(error) => {
-                tracing::warn!(%error, described_bytes, "the size of an engine's memory is its own word");
+                tracing::warn!(%error, described_bytes, "the size of an engine's memory is reported by the engine alone");
             }
         }
         Ok(opened)

@@ -182,7 +182,7 @@ pub(super) fn plain(roles: Roles) -> Engine {
 }
 
 #[test]
-fn a_cancelled_copy_says_what_came() {
+fn a_cancelled_copy_reports_the_pages_that_were_copied() {
     fake::anywhere("delay_us=2000", || {
         for (seed, before) in [(1, true), (2, false), (3, false), (4, false)] {
             let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, seed);
@@ -212,7 +212,7 @@ fn a_cancelled_copy_says_what_came() {
 }
 
 #[test]
-fn the_end_of_the_actor_waits_for_what_is_under_way() {
+fn the_end_of_the_actor_waits_for_running_copies() {
     fake::anywhere("delay_us=2000", || {
         for seed in 0..20 {
             let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, seed);
@@ -230,7 +230,7 @@ fn the_end_of_the_actor_waits_for_what_is_under_way() {
 /// Work that the engine has reported as done is no longer waited for: the device's word is not read for it, and not
 /// reported.
 #[test]
-fn the_word_is_not_read_for_what_the_engine_has_said() {
+fn the_timeline_is_not_read_for_work_that_the_engine_reported() {
     fake::anywhere("", || {
         let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, 1);
         for _ in 0..50 {

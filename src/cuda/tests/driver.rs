@@ -10,7 +10,7 @@ fn refusal(settings: &str, check: impl FnOnce(NoDriver)) {
 }
 
 #[test]
-fn no_library() {
+fn a_missing_library_is_refused() {
     if fake::is_inside() {
         let refused = Driver::get().expect_err("nothing to load");
         assert_eq!(refused, NoDriver::NoLibrary);
@@ -24,7 +24,7 @@ fn no_library() {
 }
 
 #[test]
-fn a_stub_of_the_toolkit() {
+fn a_stub_of_the_toolkit_is_refused() {
     refusal("init=34", |refused| {
         let text = refused.to_string();
         assert!(
@@ -35,7 +35,7 @@ fn a_stub_of_the_toolkit() {
 }
 
 #[test]
-fn a_library_that_does_not_fit_the_kernel() {
+fn a_library_that_does_not_fit_the_kernel_is_refused() {
     refusal("init=803", |refused| {
         let text = refused.to_string();
         assert!(text.contains("(803)"), "{text}");
@@ -44,14 +44,14 @@ fn a_library_that_does_not_fit_the_kernel() {
 }
 
 #[test]
-fn no_device_by_the_start() {
+fn a_start_without_a_device_is_refused() {
     refusal("init=100", |refused| {
         assert_eq!(refused, NoDriver::NoDevice)
     });
 }
 
 #[test]
-fn no_device_by_their_number() {
+fn a_device_count_of_zero_is_refused() {
     refusal("devices=0", |refused| {
         assert_eq!(refused, NoDriver::NoDevice)
     });
@@ -59,7 +59,7 @@ fn no_device_by_their_number() {
 
 /// `libcuda.so` in the folder of a toolkit is a stub; the driver's own library has another name.
 #[test]
-fn a_stub_beside_the_drivers_library_is_passed_over() {
+fn a_stub_beside_the_drivers_library_is_not_loaded() {
     if fake::is_inside() {
         Driver::get().expect("the driver's own library");
         return;
@@ -74,7 +74,7 @@ fn a_stub_beside_the_drivers_library_is_passed_over() {
 
 /// After a failure of `cuInit` a process cannot rely on later calls, whatever they return.
 #[test]
-fn a_driver_that_does_not_start_is_asked_once() {
+fn a_driver_that_does_not_start_is_started_once() {
     let said = fake::under("fail=*/cuInit/1/999", || {
         let text = refused_in_words();
         assert!(text.contains("(999)"), "{text}");
@@ -119,7 +119,7 @@ fn a_driver_without_names_of_instances_names_the_gpu() {
 }
 
 #[test]
-fn a_driver_that_is_too_old() {
+fn a_driver_that_is_too_old_is_refused() {
     if fake::is_inside() {
         let refused = Driver::get().expect_err("too old");
         assert_eq!(refused, NoDriver::TooOld("cuMemHostRegister_v2"));
@@ -131,7 +131,7 @@ fn a_driver_that_is_too_old() {
 }
 
 #[test]
-fn a_driver_without_newer_functions() {
+fn a_driver_without_newer_functions_is_used() {
     if fake::is_inside() {
         let driver = Driver::get().expect("new enough");
         assert!(!driver.writes_words());

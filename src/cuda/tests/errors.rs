@@ -107,7 +107,7 @@ fn one_failure(nth: u64, code: u32) -> bool {
 
 /// Neither an event nor the stream reports the end of copies: the end is not reported, and the memory is kept.
 #[test]
-fn an_end_that_nobody_knows_is_not_told() {
+fn an_end_that_cannot_be_observed_is_not_reported() {
     // The creation of the world takes 1 record for each allocation, which is one here, and one for the timeline.
     let fails = "fail=*/cuEventRecord/3/1;fail=*/cuStreamSynchronize/1/1";
     let settings = format!("delay_us=300;{fails}");

@@ -11,7 +11,7 @@ use super::engine::Roles;
 use super::fake;
 
 /// The test below, which runs both sides.
-const TEST: &str = "tests::neighbour::memory_of_another_process";
+const TEST: &str = "tests::neighbour::memory_of_another_process_is_copied_unchanged";
 /// Variable that marks the engine's process.
 const ENGINE: &str = "FAKE_CUDA_ENGINE";
 const SEEDS: u64 = 40;
@@ -152,7 +152,7 @@ fn seeds(count: u64) {
 }
 
 #[test]
-fn memory_of_another_process() {
+fn memory_of_another_process_is_copied_unchanged() {
     if std::env::var_os(ENGINE).is_some() {
         return engine();
     }
@@ -161,13 +161,13 @@ fn memory_of_another_process() {
 
 /// A driver that does not report the size of memory that another process allocated.
 #[test]
-fn memory_of_a_size_that_only_its_engine_knows() {
+fn memory_whose_size_only_its_engine_reports_is_mapped() {
     fake::under_and_clean("fail=*/cuMemGetAddressRange_v2/1/500", || seeds(2));
 }
 
 /// A failure of the size query may also mean that the GPU is lost for this process.
 #[test]
-fn memory_of_which_the_driver_says_that_the_gpu_is_lost() {
+fn an_opening_that_loses_the_gpu_is_reported() {
     fake::under("fail=*/cuMemGetAddressRange_v2/1/719", || {
         let mut neighbour = Neighbour::start();
         let (context, handle) = (context(), neighbour.memory(1, false));
@@ -180,7 +180,7 @@ fn memory_of_which_the_driver_says_that_the_gpu_is_lost() {
 }
 
 #[test]
-fn a_handle_of_memory_that_is_gone_is_refused_in_words() {
+fn a_handle_of_freed_memory_is_refused_with_the_reason() {
     fake::anywhere("", || {
         let mut neighbour = Neighbour::start();
         let context = context();

@@ -65,7 +65,7 @@ fn allocations_that_are_exchanged_are_refused_by_name() {
         exchanged.allocations.swap(1, 2);
         let refused = open(&exchanged, &context, &mut staged_io, |_| None);
         let text = refused.expect_err("exchanged");
-        let expected = "registration.allocations[1] shows other bytes at byte 64 of its allocation";
+        let expected = "registration.allocations[1] has other bytes at byte 64 of its allocation";
         assert!(text.starts_with(expected), "{text}");
         // Without proofs the exchange cannot be detected.
         exchanged.proofs.clear();
@@ -74,7 +74,7 @@ fn allocations_that_are_exchanged_are_refused_by_name() {
 }
 
 #[test]
-fn an_engine_that_writes_meanwhile_is_taken() {
+fn an_engine_that_writes_meanwhile_is_accepted() {
     fake::anywhere("", || {
         let mut neighbour = Neighbour::start();
         let (context, mut described) = (context(), allocations(&mut neighbour));
@@ -97,7 +97,7 @@ fn an_engine_that_writes_meanwhile_is_taken() {
 }
 
 #[test]
-fn a_handle_that_shows_the_memory_of_another_is_refused_by_name() {
+fn a_handle_that_maps_other_memory_is_refused_by_name() {
     fake::under("stale=3", || {
         let mut neighbour = Neighbour::start();
         let (context, described) = (context(), allocations(&mut neighbour));
@@ -105,7 +105,7 @@ fn a_handle_that_shows_the_memory_of_another_is_refused_by_name() {
         let refused = open(&described, &context, &mut staged_io, |_| None);
         let text = refused.expect_err("the memory of the second");
         assert!(
-            text.starts_with("registration.allocations[2] shows"),
+            text.starts_with("registration.allocations[2] has"),
             "{text}"
         );
         // The second open returns the right memory.
@@ -187,20 +187,20 @@ fn chunks_in_another_order_are_refused_by_name() {
         let order = [0, 1, 3, 2];
         let refused = memory.open(&context, &mut staged_io, |number| order[number]);
         let text = refused.expect_err("another order");
-        let expected = "registration.allocations[0].handle.chunks[2] shows other bytes at byte 4194816 of its allocation";
+        let expected = "registration.allocations[0].handle.chunks[2] has other bytes at byte 4194816 of its allocation";
         assert!(text.starts_with(expected), "{text}");
     });
 }
 
 #[test]
-fn a_chunk_that_shows_the_one_before_is_refused_by_name() {
+fn a_chunk_that_maps_the_previous_one_is_refused_by_name() {
     fake::under("stale=4", || {
         let context = context();
         let mut staged_io = DeviceIo::new(&context).expect("a window");
         let memory = chunked(&context, &mut staged_io);
         let refused = memory.open(&context, &mut staged_io, |number| number);
         let text = refused.expect_err("the third chunk twice");
-        let expected = "registration.allocations[0].handle.chunks[3] shows";
+        let expected = "registration.allocations[0].handle.chunks[3] has";
         assert!(text.starts_with(expected), "{text}");
     });
 }

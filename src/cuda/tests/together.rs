@@ -40,7 +40,7 @@ fn both_ways() {
 
 /// The first refusal ends batched calls: another call would lose the GPU.
 #[test]
-fn a_driver_that_refuses_them_once_is_not_asked_again() {
+fn a_driver_that_refuses_a_batch_gets_no_other_batch() {
     let settings = format!("delay_us=200;fail=*/{NEWER_CALL}/1/801;fail=*/{NEWER_CALL}/2/719");
     let Some(said) = fake::under(&settings, both_ways) else {
         return;
@@ -53,7 +53,7 @@ fn a_driver_that_refuses_them_once_is_not_asked_again() {
 
 /// A batched call loses the GPU: the end of the copies in flight cannot be observed.
 #[test]
-fn a_gpu_that_is_lost_by_them_is_told() {
+fn a_gpu_that_is_lost_in_a_batch_is_reported() {
     let settings = format!("delay_us=200;fail=*/{NEWER_CALL}/2/719");
     fake::under(&settings, || {
         let registration = plain(Roles::Packed).registration();
@@ -88,7 +88,7 @@ fn with_older_driver(functions: &[&str], settings: &str) -> Option<String> {
 }
 
 #[test]
-fn a_driver_of_cuda_12_8_takes_them_by_the_call_of_then() {
+fn a_driver_of_cuda_12_8_gets_its_own_batched_call() {
     // The failure of the 20th call shows that such calls are made.
     let failure = format!("fail=*/{CALL}/20/1");
     let Some(said) = with_older_driver(&[NEWER_CALL], &failure) else {
@@ -98,14 +98,14 @@ fn a_driver_of_cuda_12_8_takes_them_by_the_call_of_then() {
 }
 
 #[test]
-fn a_driver_before_that_gets_them_one_by_one() {
+fn a_driver_without_batched_copies_gets_single_copies() {
     with_older_driver(&[CALL, NEWER_CALL], "");
 }
 
 /// A driver that executes half of the copies of a call, refuses the call, and refuses the copies that follow one by
 /// one: the half must not be reported as ended before it has.
 #[test]
-fn half_of_a_refused_call_is_waited_for() {
+fn the_executed_half_of_a_refused_batch_is_awaited() {
     // The creation of the world takes two copies.
     let settings = "delay_us=20000;half=1;fail=*/cuMemcpyAsync/3/1";
     let said = fake::under(settings, || {
@@ -145,7 +145,7 @@ fn half_of_a_refused_call_is_waited_for() {
 
 /// All copies of the refused call are then submitted one by one.
 #[test]
-fn half_of_a_refused_call_may_be_copied_twice() {
+fn the_executed_half_of_a_refused_batch_may_be_copied_twice() {
     fake::under_and_clean("delay_us=500;half=2", || {
         both_ways();
         (0..40).for_each(one_seed);

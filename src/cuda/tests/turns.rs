@@ -45,7 +45,7 @@ const TURN_MAX: usize = 300;
 /// A part of a store has far more calls than a turn, and each call has its cost: a load that was ordered together with
 /// the store must be submitted after one turn, not after the part.
 #[test]
-fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
+fn a_load_is_submitted_after_one_slice_of_a_store_of_small_fragments() {
     const PAGES: u32 = 400;
     let trace = traced("call_us=5", || {
         let mut engine = plain(Roles::Split);
@@ -167,7 +167,7 @@ fn a_copy_of_host_memory_that_is_not_pinned_is_refused() {
 
 /// A range outside of its memory never reaches the driver, and is not reported as an error of the driver.
 #[test]
-fn a_range_outside_of_its_memory_is_no_answer_of_the_driver() {
+fn a_range_outside_of_its_memory_is_not_reported_as_an_answer_of_the_driver() {
     let trace = traced("", || {
         let world = World::new(plain(Roles::Split).registration(), 9, 4096, 1);
         let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
@@ -222,7 +222,7 @@ fn a_depot_is_pinned_by_several_threads() {
 
 /// Memory that the driver pins does not count as locked memory: the remedy is another one.
 #[test]
-fn memory_that_is_not_pinned_is_refused_with_what_limits_it() {
+fn memory_that_cannot_be_pinned_is_refused_with_the_limit() {
     refused_pin(
         "fail=*/cuMemHostRegister_v2/100/2",
         "the memory cgroup of a container",
@@ -230,7 +230,7 @@ fn memory_that_is_not_pinned_is_refused_with_what_limits_it() {
 }
 
 #[test]
-fn a_gpu_that_registers_no_memory_is_refused_as_that() {
+fn a_gpu_that_cannot_register_memory_is_refused_with_that_reason() {
     refused_pin(
         "attribute=99/0;fail=*/cuMemHostRegister_v2/100/2",
         "as in a confidential virtual machine",

@@ -172,7 +172,7 @@ pub enum CopyError {
         engine_bytes: u64,
     },
     /// A fragment of the layout does not lie in the mapped memory.
-    #[error("fragment {fragment} of the layout does not lie in the mapped engine memory")]
+    #[error("fragment {fragment} of the layout is outside of the mapped engine memory")]
     Layout {
         /// Index into [`PageLayout::fragments`].
         fragment: usize,

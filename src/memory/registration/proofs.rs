@@ -43,7 +43,7 @@ pub enum ProofError<E> {
     Read(E),
     /// A piece contains other bytes than the engine read there.
     #[error(
-        "{piece} shows other bytes at byte {offset_bytes} of its allocation than the engine: the opened memory is not the \
+        "{piece} has other bytes at byte {offset_bytes} of its allocation than the engine: the opened memory is not the \
          engine's, or the engine wrote there meanwhile: register again with the bytes of then"
     )]
     Other {
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_found_anywhere_prove_nothing_and_refute_nothing() {
+    fn bytes_that_occur_everywhere_prove_nothing_and_refute_nothing() {
         let mut registration = proven();
         for proof in &mut registration.proofs {
             proof.bytes = [1, 0, 0x80, 0x3f].repeat(8);
@@ -350,7 +350,7 @@ mod tests {
         });
         let text = wrong.expect_err("other bytes");
         assert!(
-            text.starts_with("allocations[3] shows other bytes at byte 100 "),
+            text.starts_with("allocations[3] has other bytes at byte 100 "),
             "{text}"
         );
     }
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn proofs_that_lie_nowhere_are_refused_by_name() {
+    fn proofs_outside_of_all_memory_are_refused_by_name() {
         type Spoil = fn(&mut Registration);
         let cases: [(&str, Spoil); 6] = [
             ("proofs[1].allocation", |r| r.proofs[1].allocation = 4),

@@ -382,7 +382,7 @@ fn a_page_in_too_many_pieces_is_refused() {
 }
 
 #[test]
-fn the_stride_of_a_single_page_means_nothing() {
+fn the_stride_of_a_single_page_is_ignored() {
     let with = |offset_bytes| {
         let mut registration = planes_with_scales();
         registration.device_pages = 1;

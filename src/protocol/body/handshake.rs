@@ -72,7 +72,7 @@ pub struct Welcome {
     /// Longest deadline of a request; a later one is cut to it.
     #[serde(default)]
     pub deadline_max_ms: u32,
-    /// The features of the hello that the server has, too.
+    /// The features of the hello that the server supports, too.
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
 }
@@ -82,7 +82,7 @@ pub struct Welcome {
 pub struct ErrorBody {
     /// The error code; `docs/wire.md` lists all codes.
     pub code: u16,
-    /// One line for people: the field, its value and the remedy.
+    /// One line of text: the field, its value and the remedy.
     pub message: String,
     /// True when the same request may succeed later.
     #[serde(default)]

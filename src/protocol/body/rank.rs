@@ -50,6 +50,6 @@ pub struct Abandon {
     pub requests: Vec<u64>,
 }
 
-/// Gives the memory of a rank back.
+/// Removes the registered memory of a rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Unregister {}

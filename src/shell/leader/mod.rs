@@ -401,7 +401,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 host.reply(peer, correlation, Message::Attached(body));
             }
             Err(refusal) => {
-                tracing::error!(%refusal, "worker turned away");
+                tracing::error!(%refusal, "worker refused");
                 host.reply(peer, correlation, Message::Error(to_error(&refusal)));
                 if let Refusal::EpochUsed { depot_epoch, .. } = refusal {
                     self.end_outdated(host, depot_epoch, refusal.to_string());

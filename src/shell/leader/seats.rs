@@ -74,7 +74,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             }
         };
         if let Err(in_use) = self.claim(host, peer, seat, pid) {
-            tracing::warn!(%seat, pid, "not given to a newcomer: {in_use}");
+            tracing::warn!(%seat, pid, "seat not given to another process: {in_use}");
         }
     }
 
@@ -187,26 +187,26 @@ impl<P: fmt::Debug> LeaderShell<P> {
     pub(super) fn fence<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
         let pid = self.workers.get(&worker).and_then(|peer| peer.holder.pid);
         if host.request_end(worker, pid) {
-            tracing::error!(%worker, pid, "worker does not end its copies, or keeps silent: it is ended");
+            tracing::error!(%worker, pid, "worker does not end its copies, or is silent: it is ended");
             let known = self.workers.get_mut(&worker);
             if known.is_none_or(|peer| !std::mem::replace(&mut peer.end_requested, true)) {
                 return;
             }
         }
         let Some(holder) = self.workers.get(&worker).map(|peer| &peer.holder) else {
-            tracing::error!(%worker, "worker keeps silent, and its process is not known: end it by hand");
+            tracing::error!(%worker, "worker is silent, and its process is unknown: end it by hand");
             return;
         };
         if holder.pid.is_some_and(|pid| host.is_own(pid)) {
             // The worker is part of this process: all that can be ended is the connection.
-            tracing::error!(%worker, "worker does not end its copies, or keeps silent: closing it");
+            tracing::error!(%worker, "worker does not end its copies, or is silent: closing it");
             return host.disconnect(holder.peer);
         }
         let Some(process) = &holder.process else {
-            tracing::error!(%worker, "worker keeps silent, and its process is not known: end it by hand");
+            tracing::error!(%worker, "worker is silent, and its process is unknown: end it by hand");
             return;
         };
-        tracing::error!(%worker, pid, "worker does not end its copies, or keeps silent: killed");
+        tracing::error!(%worker, pid, "worker does not end its copies, or is silent: killed");
         host.kill(worker, process);
     }
 

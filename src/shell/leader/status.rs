@@ -26,7 +26,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             && !readiness.problem.is_empty()
             && let Some(left_out) = self.problems.line(now)
         {
-            tracing::error!(%worker, problem = readiness.problem, left_out, "worker cannot go on");
+            tracing::error!(%worker, problem = readiness.problem, left_out, "worker cannot continue");
         }
         self.readiness.insert(worker, readiness);
     }
@@ -68,7 +68,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         let left = self.checked.map(|last| now.until(last + CHECK_PAUSE));
         if let Some(left) = left.filter(|left| !left.is_zero()) {
             let text = format!(
-                "everything was counted less than {CHECK_PAUSE:?} ago: ask again in {} ms, or without check",
+                "everything was counted less than {CHECK_PAUSE:?} ago: retry in {} ms, or without check",
                 left.as_millis() + 1
             );
             return Err(ErrorBody::new(ErrorCode::Busy, text));

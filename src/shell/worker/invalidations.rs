@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(
             invalidations.queue.len(),
             INVALIDATIONS_MAX,
-            "asked for again"
+            "requested again"
         );
         // Resets whose deadline has passed make room.
         assert_eq!(

@@ -167,7 +167,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 return Ok(());
             }
             Err(error) if matches!(error.code(), ErrorCode::Invalid | ErrorCode::RankDisagrees) => {
-                tracing::error!(worker = %self.worker, message = error.message, "turned away");
+                tracing::error!(worker = %self.worker, message = error.message, "refused by the leader");
                 host.report_problem(&error.message);
                 self.leader.turned_away = Some(error);
                 None

@@ -528,7 +528,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.close(named, mapped.memory);
         }
         if self.ranks.opening.contains_key(&peer) {
-            let text = "it is being opened: ask again";
+            let text = "the memory is being opened: retry";
             refuse(host, peer, request, ErrorCode::NotReady, text);
             return stepped;
         }

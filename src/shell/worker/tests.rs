@@ -309,7 +309,7 @@ impl World {
 }
 
 #[test]
-fn a_leader_that_refuses_for_now_turns_nobody_away() {
+fn a_temporary_refusal_of_the_leader_refuses_no_rank() {
     for code in [
         ErrorCode::NotReady,
         ErrorCode::Busy,
@@ -322,7 +322,7 @@ fn a_leader_that_refuses_for_now_turns_nobody_away() {
         world.answer_attach(Err(ErrorBody::new(code, "not now")));
         assert!(
             world.received().is_empty(),
-            "{code:?} says nothing of the memory"
+            "{code:?} does not concern the memory"
         );
         assert!(world.process.closed.is_empty());
         let sent = world.process.attaches.len();
@@ -335,7 +335,7 @@ fn a_leader_that_refuses_for_now_turns_nobody_away() {
 }
 
 #[test]
-fn a_leader_that_turns_a_worker_away_is_quoted_to_the_rank() {
+fn a_refusal_by_the_leader_is_reported_to_the_rank() {
     for code in [ErrorCode::Invalid, ErrorCode::RankDisagrees] {
         let mut world = World::new();
         world.connect(5, 1, 50);
@@ -353,7 +353,7 @@ fn a_leader_that_turns_a_worker_away_is_quoted_to_the_rank() {
 }
 
 #[test]
-fn a_rank_that_took_its_memory_for_registered_connects_again_to_receive_why_not() {
+fn a_rank_whose_registered_memory_is_refused_later_is_disconnected() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
@@ -386,7 +386,7 @@ fn a_second_registration_over_one_connection_maps_the_memory_again() {
 }
 
 #[test]
-fn the_seat_of_a_live_process_is_not_given_to_another_one() {
+fn the_seat_of_a_live_process_is_kept() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);

@@ -155,7 +155,7 @@ mod tests {
     };
 
     #[test]
-    fn prefill_takes_what_the_formula_says() {
+    fn prefill_takes_the_time_of_the_formula() {
         assert_eq!(Prefill::Instant.span(1 << 40), Duration::ZERO);
         assert_eq!(Prefill::Rate(10_000).span(5), Duration::from_micros(500));
         assert_eq!(Prefill::Rate(3).span(1), Duration::from_nanos(333_333_334));
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_formula_names_the_factor_that_cannot_be() {
+    fn a_formula_names_the_invalid_factor() {
         let formula = |b, decode_ms| Formula {
             prefill_ms: Polynomial { a: 0.0, b, c: 0.0 },
             decode_ms,

@@ -83,7 +83,7 @@ fn run(world: &mut Timed, arrivals: &[Arrival], pace: Pace) -> (Measurements, Ve
 }
 
 #[test]
-fn a_prompt_that_is_stored_takes_what_arithmetic_says() {
+fn a_stored_prompt_takes_the_computed_time() {
     let mut world = world(settings(), 2, 8);
     let (seen, _) = run(
         &mut world,
@@ -107,7 +107,7 @@ fn a_prompt_that_is_stored_takes_what_arithmetic_says() {
 }
 
 #[test]
-fn a_prompt_that_is_loaded_takes_what_arithmetic_says() {
+fn a_loaded_prompt_takes_the_computed_time() {
     let mut world = world(settings(), 2, 8);
     let arrivals = [
         arrival(0, 1, &[1, 2, 3, 4]),
@@ -156,7 +156,7 @@ fn a_prompt_waits_when_the_device_is_exactly_full() {
 }
 
 #[test]
-fn prefills_wait_for_the_device_unless_it_is_told_to_be_parallel() {
+fn prefills_wait_for_the_device_unless_it_is_parallel() {
     let arrivals = [arrival(0, 1, &[1, 2]), arrival(0, 2, &[3, 4])];
     let mut serial = world(settings(), 1, 8);
     let (seen, _) = run(&mut serial, &arrivals, Pace::Timestamps);
@@ -170,7 +170,7 @@ fn prefills_wait_for_the_device_unless_it_is_told_to_be_parallel() {
 }
 
 #[test]
-fn parallel_prefills_that_end_out_of_order_store_what_is_written_only() {
+fn parallel_prefills_that_end_out_of_order_store_written_pages_only() {
     let mut settings = settings();
     settings.serial_prefill = false;
     let mut world = world(settings, 1, 12);

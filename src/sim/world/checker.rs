@@ -120,9 +120,7 @@ impl SimWorld {
             .into());
         }
         if pins != pool.pins() {
-            return Err(
-                format!("blocks have {pins} holders, the pool says {}", pool.pins()).into(),
-            );
+            return Err(format!("blocks have {pins} holders, the pool has {}", pool.pins()).into());
         }
         // Every page that is written belongs to the copy that writes it.
         for (shard, page, op) in self.env.oracle.touched.writers() {

@@ -251,7 +251,7 @@ impl EngineProcess {
             }
             SimClientEvent::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
-                env.violated(format!("an engine is asked for {kind}"));
+                env.violated(format!("an engine received a request: {kind}"));
             }
             SimClientEvent::Answered(id, answer) => {
                 if let Err(failure) = &*answer
@@ -345,7 +345,7 @@ impl EngineProcess {
             SimClientEvent::Welcomed { .. } => side.again = env.now(),
             SimClientEvent::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
-                env.violated(format!("a rank is asked for {kind}"));
+                env.violated(format!("a rank received a request: {kind}"));
             }
             SimClientEvent::Answered(id, answer) => match *answer {
                 Ok(Message::Registered(_)) if side.registering == Some(id) => {
@@ -370,7 +370,7 @@ impl EngineProcess {
                 }
                 Ok(Message::Registered(_)) | Err(_) => {}
                 Ok(other) => {
-                    env.violated(format!("a worker said {} to a rank", other.kind().name()))
+                    env.violated(format!("a worker sent {} to a rank", other.kind().name()))
                 }
             },
         }

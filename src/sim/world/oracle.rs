@@ -356,7 +356,7 @@ impl Oracle {
         let key = (epoch, engine, id);
         let Some(taken) = self.taken.get_mut(&key) else {
             return Some(format!(
-                "{id} of engine {engine} is answered and was never asked"
+                "{id} of engine {engine} is answered and was never requested"
             ));
         };
         self.open.remove(&key);

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_times_keep_the_order_of_their_making_and_the_past_is_now() {
+    fn equal_times_keep_their_order_and_past_events_are_due_now() {
         let mut queue = Queue::new();
         queue.push(Time(5), 'b');
         queue.push(Time(5), 'c');

@@ -15,7 +15,7 @@ fn print(text: &str) {
 }
 
 #[test]
-fn one_seed_is_one_story() {
+fn one_seed_determines_one_run() {
     for seed in 0..20 {
         let (first, second) = (run(seed, SHORT), run(seed, SHORT));
         assert_eq!(first.digest, second.digest, "seed {seed}");
@@ -25,7 +25,7 @@ fn one_seed_is_one_story() {
 }
 
 #[test]
-fn two_seeds_are_two_stories() {
+fn two_seeds_give_two_runs() {
     assert_ne!(run(1, SHORT).digest, run(2, SHORT).digest);
 }
 
@@ -39,7 +39,7 @@ fn a_thousand_short_worlds_hold() {
 }
 
 #[test]
-fn what_failed_once_does_not_fail_again() {
+fn seeds_that_failed_once_pass() {
     let corpus = include_str!("../../../tests/seeds.txt");
     let lines = corpus
         .lines()

@@ -1,4 +1,4 @@
-//! `kvferry-tools bench`: measurements of parts. Each is shown beside a floor that is measured in the same run, both
+//! `kvferry-tools bench`: measurements of parts. Each is shown with a baseline that is measured in the same run, both
 //! sides in turn.
 
 mod arena;

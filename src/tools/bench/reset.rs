@@ -20,7 +20,7 @@ pub(crate) struct Arguments {
     /// Hashes that the reset names; the leader holds none of these pages, so that it looks at all of its own.
     #[arg(long, default_value = "131072", value_parser = clap::value_parser!(u32).range(1..=131_072))]
     hashes: u32,
-    /// Resets, each with lookups behind it.
+    /// Resets, each followed by lookups.
     #[arg(long, default_value = "5", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
     /// Print JSON.

@@ -83,7 +83,7 @@ pub(super) async fn run(gate: Gate, public: UnixListener) {
 /// Why a connection was refused before it was open.
 #[derive(Debug, thiserror::Error)]
 enum ConnectionRefusal {
-    #[error("it runs as uid {0}")]
+    #[error("the peer runs as uid {0}")]
     User(u32),
     #[error("too many connections are open")]
     Full,

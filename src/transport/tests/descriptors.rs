@@ -64,7 +64,7 @@ async fn raw(path: &Path, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<u8
 const TICKET: Ticket = [7; TICKET_BYTES];
 
 #[tokio::test]
-async fn hands_over_a_descriptor_once() {
+async fn a_descriptor_is_taken_once() {
     let (_root, path, receiver) = bench();
     let mut file = tempfile::tempfile().expect("a file");
     file.write_all(b"the same file").expect("written");
@@ -118,7 +118,7 @@ async fn refuses_none_and_several_and_closes_them() {
 }
 
 #[tokio::test]
-async fn refuses_a_message_cut_short_and_closes_what_came() {
+async fn a_truncated_message_is_refused_and_its_descriptors_closed() {
     let (_root, path, receiver) = bench();
     let (reader, writer) = pipe();
     let answer = raw(&path, &TICKET[..15], &[writer.as_fd()]).await;
@@ -129,7 +129,7 @@ async fn refuses_a_message_cut_short_and_closes_what_came() {
 }
 
 #[tokio::test]
-async fn keeps_so_many_and_not_one_more() {
+async fn the_number_of_waiting_descriptors_is_bounded() {
     let (_root, path, receiver) = bench();
     let (reader, writer) = pipe();
     let limit = rustix::process::Resource::Nofile;
@@ -181,7 +181,7 @@ async fn silent_senders_do_not_keep_others_out() {
 }
 
 #[tokio::test]
-async fn closes_what_nobody_takes() {
+async fn an_unclaimed_descriptor_is_closed() {
     let (_root, path, receiver) = bench();
     let (reader, writer) = pipe();
     send_fd(&path, &TICKET, writer.as_fd(), TEST_TIMEOUT)
@@ -211,7 +211,7 @@ fn all_closed_paused(mut reader: io::PipeReader) {
 }
 
 #[tokio::test]
-async fn says_in_time_that_nobody_answers() {
+async fn a_missing_receiver_is_reported_in_time() {
     let (_root, path, receiver) = bench();
     let (_reader, writer) = pipe();
     drop(receiver);

@@ -111,7 +111,7 @@ async fn refuses_a_path_that_no_socket_can_have() {
 }
 
 #[tokio::test]
-async fn refuses_to_replace_what_is_no_socket() {
+async fn refuses_to_replace_a_file_that_is_no_socket() {
     let (_root, address, listener) = zmq_listener(Limits::default()).await;
     listener.close().await;
     let Address::Directory(path) = &address else {
@@ -155,7 +155,7 @@ async fn names_the_process_that_holds_the_directory() {
 }
 
 #[test]
-fn a_socket_that_goes_by_itself_does_not_stop_the_cleaning() {
+fn a_socket_that_disappears_does_not_stop_the_cleanup() {
     let root = tempfile::tempdir().expect("temporary directory");
     let paths: Vec<_> = (0..64)
         .map(|n| root.path().join(format!("gate-inner-1-{n}")))

@@ -264,7 +264,7 @@ fn takes_dealers_only() {
 }
 
 #[test]
-fn says_what_the_specification_says() {
+fn the_encoders_match_the_specification() {
     let greeting = zmtp::greeting();
     assert_eq!(greeting[..17], *b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL\0");
     assert_eq!(greeting.len(), GREETING_BYTES);

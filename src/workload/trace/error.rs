@@ -115,10 +115,10 @@ pub enum LineError {
     #[error("{0}")]
     Field(String),
     /// The time exceeds [`TIMESTAMP_MS_MAX`].
-    #[error("'timestamp' is {0}: at most {TIMESTAMP_MS_MAX} ms are taken")]
+    #[error("'timestamp' is {0}: at most {TIMESTAMP_MS_MAX} ms are accepted")]
     TooLate(String),
     /// A length exceeds [`TOKENS_MAX`].
-    #[error("'{field}' is {tokens}: at most {TOKENS_MAX} tokens are taken")]
+    #[error("'{field}' is {tokens}: at most {TOKENS_MAX} tokens are accepted")]
     TooManyTokens {
         /// The field's name.
         field: &'static str,

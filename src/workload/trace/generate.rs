@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_shape_is_what_its_doc_says() {
+    fn the_default_shape_matches_its_documentation() {
         let trace = generate(&Shape::default(), 7);
         assert_eq!((trace.requests.len(), trace.block_tokens), (400, 16));
         let lengths: Vec<u64> = trace.requests.iter().map(|r| r.input_tokens).collect();

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn names_the_field_and_what_is_wrong_with_it() {
+    fn errors_name_the_field_and_the_defect() {
         let ok = r#"{"timestamp":0,"input_length":7,"output_length":1,"hash_ids":[5]}"#;
         assert!(parse(ok.as_bytes()).is_ok());
         let cases = [

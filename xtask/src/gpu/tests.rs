@@ -84,7 +84,7 @@ fn a_step_that_fails_ends_no_other() {
 }
 
 #[test]
-fn tests_that_are_not_there_are_a_failure() {
+fn missing_tests_are_a_failure() {
     let nothing = r#"echo "test result: ok. 0 passed; 0 failed; 0 ignored""#;
     let pack = Pack::new("nothing", "true", nothing);
     let (code, rows) = pack.run(&["--driver-for-tests", "--more"]);
@@ -96,7 +96,7 @@ fn tests_that_are_not_there_are_a_failure() {
 }
 
 #[test]
-fn a_name_that_tells_no_compression_is_refused_before_anything_is_built() {
+fn a_name_without_a_known_compression_is_refused_before_anything_is_built() {
     let refused = run(&["--pack".to_owned(), "pack.zip".to_owned()]).expect_err("zip");
     assert!(
         refused.contains("pack.zip") && refused.contains(".tar.gz"),

@@ -37,7 +37,7 @@ pub struct LinkReports {
 /// The links of one direction, one for each rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, JsonSchema)]
 pub struct LinkReport {
-    /// What each link can move, in GB/s (10^9 bytes).
+    /// Capacity of each link, in GB/s (10^9 bytes).
     pub gb_per_s: Option<f64>,
     /// Bytes that all of them moved.
     pub bytes: u64,
@@ -54,7 +54,7 @@ pub struct LinkReport {
 pub struct Waits {
     /// Prompts that could not run when they arrived because pages of the engine's memory were missing.
     pub page_waits: u64,
-    /// For how long, together, in seconds.
+    /// Total of these waits, in seconds.
     pub page_wait_seconds: Option<f64>,
     /// 95th percentile of these, in microseconds.
     pub page_wait_p95_us: Option<u64>,
@@ -62,11 +62,11 @@ pub struct Waits {
     pub refused_stores: u64,
     /// Stores that were refused, or whose copies failed or did not end in time.
     pub late_stores: Option<u64>,
-    /// Loads and stores that were not answered in time, so that their pages were taken back from the workers.
+    /// Loads and stores that were not answered in time, so that they were abandoned at the workers.
     pub abandoned: Option<u64>,
     /// The longest time until a lookup, load or store was answered or given up, in microseconds.
     pub answer_max_us: Option<u64>,
-    /// The longest time from giving up until the workers had let go of the pages, in microseconds.
+    /// The longest time from giving up until the workers had released the pages, in microseconds.
     pub abandon_max_us: Option<u64>,
 }
 
@@ -75,9 +75,9 @@ pub struct Waits {
 pub struct Prefills {
     /// With G2.
     pub with: Option<f64>,
-    /// Without it.
+    /// Without G2.
     pub without: Option<f64>,
-    /// The difference: what G2 saves.
+    /// The difference: the time that G2 saves.
     pub saved: Option<f64>,
 }
 

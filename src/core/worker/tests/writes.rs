@@ -54,7 +54,7 @@ fn a_load_that_waits_for_its_engine_ends_by_its_deadline_and_by_a_cancel() {
 }
 
 #[test]
-fn what_is_over_is_not_thereby_written() {
+fn a_request_that_is_over_does_not_count_as_written() {
     let mut worker = worker();
     register(&mut worker, 0, ENGINE, RequestId(20));
     let (attach, after) = (AttachId(2), Some(OpId(0)));

@@ -70,7 +70,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
     #[test]
-    fn copies_are_what_a_copy_byte_by_byte_makes(
+    fn copies_equal_a_copy_byte_by_byte(
         (layout, device, depot, cut) in jobs(),
         gather in any::<bool>(),
         mode in prop_oneof![Just(CopyMode::Plain), Just(CopyMode::NonTemporal)],
@@ -113,7 +113,7 @@ fn backwards(pages: u32) -> Vec<FragmentPair> {
 }
 
 #[test]
-fn a_pool_copies_what_one_thread_does() {
+fn a_pool_copies_the_same_bytes_as_one_thread() {
     for mode in [CopyMode::Plain, CopyMode::NonTemporal, CopyMode::Auto] {
         let engine = CopyEngine::with_mode(4, mode).expect("threads");
         for direction in [Direction::Store, Direction::Load] {
@@ -127,7 +127,7 @@ fn a_pool_copies_what_one_thread_does() {
             assert_eq!(
                 Arc::strong_count(&bench.depot),
                 2,
-                "the pool let go of the memory"
+                "the pool released the memory"
             );
         }
     }
@@ -153,7 +153,7 @@ fn a_cancelled_copy_stops_and_touches_nothing_more() {
         assert_eq!(
             Arc::strong_count(&bench.depot),
             2,
-            "the pool let go of the memory"
+            "the pool released the memory"
         );
 
         let before = bench.snapshot();

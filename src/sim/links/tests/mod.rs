@@ -87,7 +87,7 @@ pub(super) fn ends(capacities: &[u64], transfers: &[Transfer], looks: u64) -> Ve
 }
 
 #[test]
-fn three_that_overlap_on_one_link() {
+fn three_overlapping_flows_share_one_link() {
     let transfers = [
         Transfer::new(0, &[0], 100),
         Transfer::new(2 * SECOND, &[0], 60),
@@ -121,7 +121,7 @@ fn a_flow_over_two_links_leaves_the_rest_to_others() {
 }
 
 #[test]
-fn what_a_bottleneck_keeps_from_one_flow_goes_to_the_other() {
+fn capacity_that_a_bottleneck_leaves_goes_to_the_other_flow() {
     let transfers = [
         Transfer::new(0, &[0, 1], 8),
         Transfer::new(0, &[0], 24),
@@ -134,7 +134,7 @@ fn what_a_bottleneck_keeps_from_one_flow_goes_to_the_other() {
 }
 
 #[test]
-fn weights_and_caps() {
+fn weights_and_caps_are_observed() {
     let mut transfers = [
         Transfer::new(0, &[0], 60),
         Transfer::new(0, &[0], 30),
@@ -178,7 +178,7 @@ fn a_cancelled_flow_gives_back_its_rest_and_its_share() {
 }
 
 #[test]
-fn what_is_met_while_another_flow_starts_is_not_lost() {
+fn an_end_during_the_start_of_another_flow_is_not_lost() {
     let (mut model, ids) = links(&[SECOND]);
     let a = start(&mut model, &ids, &Transfer::new(0, &[0], 10));
     let b = start(&mut model, &ids, &Transfer::new(50, &[0], 0));
@@ -204,7 +204,7 @@ fn links_fall_apart_when_the_flow_between_them_ends() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn impossible_flows_and_links_are_refused() {
     let (mut model, ids) = links(&[1]);
     assert_eq!(model.add_link(0), Err(LinksError::NoCapacity));
     let good = FlowSpec {

@@ -73,7 +73,7 @@ proptest! {
     }
 
     #[test]
-    fn how_often_anybody_looks_changes_nothing((capacities, transfers) in mixed(), looks in 1_u64..20) {
+    fn the_number_of_advances_changes_nothing((capacities, transfers) in mixed(), looks in 1_u64..20) {
         prop_assert_eq!(ends(&capacities, &transfers, 0), ends(&capacities, &transfers, looks));
     }
 

@@ -137,7 +137,7 @@ fn errors_name_the_file_and_the_line() {
 }
 
 #[test]
-fn a_wrong_number_of_hash_ids_says_what_was_expected_and_what_would_fit() {
+fn a_wrong_number_of_hash_ids_reports_the_expected_number_and_the_fitting_block_size() {
     let folder = Folder::new();
     let path = folder.file("trace.jsonl", THREE.as_bytes());
     let error = read(&path, 64, None).expect_err("not 64").to_string();
@@ -233,7 +233,7 @@ fn a_window_beyond_the_limit_is_refused() {
 }
 
 #[test]
-fn what_the_built_in_workload_makes_reads_back_the_same() {
+fn the_built_in_workload_reads_back_unchanged() {
     let folder = Folder::new();
     let made = crate::trace::generate(&crate::trace::Shape::default(), 3);
     let mut text = String::new();
