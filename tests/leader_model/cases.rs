@@ -216,7 +216,7 @@ fn a_new_leader_that_was_paused_fences_no_worker_before_it_has_checked_again() {
 }
 
 #[test]
-fn workers_that_are_silent_within_the_fence_of_a_new_leader_are_expelled() {
+fn workers_that_are_silent_within_the_fence_of_a_new_leader_are_fenced() {
     let fence = settings().fence;
     let mut leader = Leader::new(settings());
     let mut effects = Vec::new();

@@ -395,7 +395,7 @@ fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
 }
 
 #[test]
-fn a_late_copy_is_cancelled_repeatedly_and_its_workers_are_expelled_after_the_fence() {
+fn a_late_copy_is_cancelled_repeatedly_and_its_workers_are_fenced_after_the_fence() {
     let mut reader = Reader::served();
     let fence = reader.fence();
     let deadline = reader.now + Duration::from_secs(5);
