@@ -52,8 +52,8 @@ pub struct Config {
     pub log: String,
 }
 
-/// Settings that the command line gives; `None` where it gives none. The first paragraph of each says what the setting
-/// is, the second its bounds.
+/// Settings that the command line gives; `None` where it gives none. The first paragraph of each describes the
+/// setting, the second its bounds.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, clap::Args)]
 pub struct Flags {
     /// Directory of the sockets.

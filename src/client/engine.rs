@@ -70,7 +70,7 @@ pub struct PromptPages {
 /// The pages of a store.
 #[derive(Debug, Clone)]
 pub struct StoredPages {
-    /// Number of the request, drawn by [`EngineClient::next_id`] so that the ranks can be told it before; drawn by the
+    /// Number of the request, drawn by [`EngineClient::next_id`] so that the ranks can get it before; drawn by the
     /// store when it is absent.
     pub id: Option<RequestId>,
     /// Position of the first page in the sequence.

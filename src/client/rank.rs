@@ -198,7 +198,7 @@ impl RankSession {
     }
 
     /// Reports that everything up to this number is written: pages that stores read, and work that loads wait for. On
-    /// memory with a timeline the device must have been told to write the number before.
+    /// memory with a timeline the device must have received the write of the number before.
     ///
     /// # Errors
     /// That the session has ended.

@@ -93,10 +93,10 @@ impl Shared {
             let until = Instant::now() + FINISH_LIMIT;
             let finish = Finish { slot: slot.0 };
             loop {
-                let asked = shared
+                let finished = shared
                     .client
                     .call_as(id, finish, FINISH_TIMEOUT, Duration::ZERO);
-                let failure = match asked.await {
+                let failure = match finished.await {
                     Ok(_) => break,
                     Err(failure) => failure,
                 };

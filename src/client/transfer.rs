@@ -17,7 +17,7 @@ use kvferry_types::{Request, RequestId};
 
 /// Time after the deadline of a load or a store in which its answer is awaited before the guard reports a failure.
 const GRACE: Duration = Duration::from_secs(2);
-/// Pause before a request whose end is unknown is repeated under its id, which asks for its end.
+/// Pause before a request whose end is unknown is repeated under its id, which requests its end.
 const REPEAT_PAUSE: Duration = Duration::from_millis(200);
 
 /// A load in flight: completes with the number of pages in place and the owner of the device pages.

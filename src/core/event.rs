@@ -67,7 +67,7 @@ pub enum LeaderEvent {
         /// One item for each copy.
         copies: Vec<EndedCopy>,
     },
-    /// Time passed. Due when [`crate::Leader::next_timeout`] says.
+    /// Time passed. Due at [`crate::Leader::next_timeout`].
     Tick,
 }
 

@@ -90,7 +90,7 @@ pub struct PrefixMatch {
     pub pending: bool,
 }
 
-/// Counters since the start, in blocks unless the name says pages.
+/// Counters since the start, in blocks unless the name has pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PoolCounts {
     /// Blocks reserved for new runs.

@@ -172,7 +172,7 @@ pub enum Refusal {
         max: u64,
     },
     /// A copy failed on this number of ranks; it has ended everywhere.
-    #[error("the copy failed on {0} rank(s); nothing writes these pages any more")]
+    #[error("the copy failed on {0} rank(s); nothing writes these pages any longer")]
     CopyFailed(u32),
     /// Copies of stores that were cancelled have not ended by the request's deadline.
     #[error(

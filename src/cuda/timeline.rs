@@ -207,7 +207,7 @@ impl Waits {
             return;
         }
         let seen = u64::from_le_bytes(bytes);
-        let told = std::mem::replace(&mut self.reported, seen);
+        let reported = std::mem::replace(&mut self.reported, seen);
         self.list.lock().retain(|order| {
             if !order.is_of(&memory, word) {
                 return true;
@@ -215,7 +215,7 @@ impl Waits {
             let Announced { engine, through } = order.announced;
             let through = RequestId(through.0.min(seen));
             let all = through == order.announced.through;
-            if all || seen != told {
+            if all || seen != reported {
                 self.pause = LOOK_PAUSE;
                 written.push(Announced { engine, through });
             }

@@ -150,7 +150,7 @@ fn reset_scope(reset: Reset) -> Result<ResetScope, ErrorBody> {
     match (reset.namespace, reset.hashes.is_empty()) {
         (None, true) => Ok(ResetScope::Everything),
         (None, false) => {
-            let text = "hashes without a namespace: say whose pages";
+            let text = "hashes without a namespace: name the namespace";
             Err(ErrorBody::new(ErrorCode::Invalid, text))
         }
         (Some(namespace), true) => Ok(ResetScope::Namespace(namespace.into_vec())),

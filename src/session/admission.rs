@@ -106,7 +106,7 @@ impl Peer {
         );
         let Some(role) = self.role.or_else(|| first_words.then_some(Role::Unknown)) else {
             let name = known.map_or("something", MessageKind::name);
-            let text = format!("{name} before hello: say hello first");
+            let text = format!("{name} before hello: send hello first");
             return (refuse(ErrorBody::new(ErrorCode::HelloFirst, text)), true);
         };
         let kind = match check_header(header, bytes) {

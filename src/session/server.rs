@@ -265,7 +265,7 @@ impl ServerSession {
         if version < hello.version_min.max(VERSION_MIN) {
             let (min, max) = (hello.version_min, hello.version_max);
             let text = format!(
-                "you speak versions {min} to {max}, this side {VERSION_MIN} to {VERSION}: update the older side"
+                "you support versions {min} to {max}, this side {VERSION_MIN} to {VERSION}: update the older side"
             );
             return Some(ErrorBody::new(ErrorCode::UnsupportedVersion, text));
         }

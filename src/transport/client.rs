@@ -92,7 +92,7 @@ impl ReplyReceiver {
             }
             Self::Caller(caller) => {
                 if caller.send(answer).is_err() {
-                    tracing::trace!(%id, "no receiver for this answer any more");
+                    tracing::trace!(%id, "no receiver for this answer any longer");
                 }
             }
         }
@@ -104,7 +104,7 @@ impl ReplyReceiver {
         if let Self::Caller(caller) = self
             && caller.send(Err(failure)).is_err()
         {
-            tracing::trace!("no receiver for this answer any more");
+            tracing::trace!("no receiver for this answer any longer");
         }
     }
 }

@@ -27,7 +27,7 @@ impl ProcessWatch {
             if let Some(process) = process
                 && let Err(error) = process.readable().await
             {
-                tracing::debug!(%error, "a process cannot be watched any more");
+                tracing::debug!(%error, "a process cannot be watched any longer");
                 return;
             }
             ended();

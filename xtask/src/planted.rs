@@ -82,7 +82,7 @@ impl Planted {
         };
         let changes = table.get("change").and_then(toml::Value::as_array);
         let changes: Result<Vec<Change>, String> = changes
-            .ok_or_else(|| missing("a [[change]] says what is broken"))?
+            .ok_or_else(|| missing("at least one [[change]] is needed"))?
             .iter()
             .map(|change| {
                 Ok(Change {

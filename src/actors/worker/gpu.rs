@@ -42,7 +42,7 @@ impl Host {
             && (*failed == uuid || refusal.is_final)
         {
             match refusal.again(at.until(self.clock.now()), serves) {
-                GpuRetry::Say => return Err(invalid(refusal.why.clone())),
+                GpuRetry::Refuse => return Err(invalid(refusal.why.clone())),
                 GpuRetry::End => {
                     let why = refusal.why.clone();
                     tracing::error!(worker = %self.worker, why, "this worker ends: its successor starts the driver again");
@@ -153,7 +153,7 @@ impl Host {
     /// Ends the worker after the loss of its GPU. The end of the running copies cannot be determined; the end of the
     /// process ends them.
     pub(super) fn gpu_lost(&self, error: CudaError) {
-        let why = format!("{} does not work any more: {error}", self.gpu_name());
+        let why = format!("{} no longer works: {error}", self.gpu_name());
         tracing::error!(worker = %self.worker, why, "this worker ends");
         self.readiness.report_end(why);
     }

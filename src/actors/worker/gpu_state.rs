@@ -66,7 +66,7 @@ pub(crate) struct GpuRefusal {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum GpuRetry {
     /// Repeats the refusal.
-    Say,
+    Refuse,
     /// Tries again.
     Try,
     /// Ends, so that its successor tries.
@@ -78,7 +78,7 @@ impl GpuRefusal {
         match self.is_final {
             true if waited >= END_AFTER && !serves => GpuRetry::End,
             false if waited >= TRY_AGAIN_AFTER => GpuRetry::Try,
-            _ => GpuRetry::Say,
+            _ => GpuRetry::Refuse,
         }
     }
 }
@@ -125,13 +125,13 @@ mod tests {
         };
         let just_before = |limit: Duration| limit - Duration::from_millis(1);
         for (is_final, waited, serves, expected) in [
-            (false, just_before(TRY_AGAIN_AFTER), false, GpuRetry::Say),
+            (false, just_before(TRY_AGAIN_AFTER), false, GpuRetry::Refuse),
             (false, TRY_AGAIN_AFTER, false, GpuRetry::Try),
             (false, END_AFTER, true, GpuRetry::Try),
-            (true, TRY_AGAIN_AFTER, false, GpuRetry::Say),
-            (true, just_before(END_AFTER), false, GpuRetry::Say),
+            (true, TRY_AGAIN_AFTER, false, GpuRetry::Refuse),
+            (true, just_before(END_AFTER), false, GpuRetry::Refuse),
             (true, END_AFTER, false, GpuRetry::End),
-            (true, END_AFTER, true, GpuRetry::Say),
+            (true, END_AFTER, true, GpuRetry::Refuse),
         ] {
             let found = refusal(is_final).again(waited, serves);
             assert_eq!(

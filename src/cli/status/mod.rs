@@ -93,19 +93,19 @@ async fn wait_until(
 ) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
     let client = admin(socket_paths, "status");
-    let mut said = String::new();
+    let mut reported = String::new();
     loop {
         let now = match status_by(&client, until, socket_paths, false).await {
             Ok(status) if is_true(&status) => return Ok(()),
             Ok(status) => unready(&status),
             Err(error) => error.to_string(),
         };
-        if now != said {
+        if now != reported {
             progress(&now);
-            said = now;
+            reported = now;
         }
         if Instant::now() >= until {
-            let text = format!("not ready after {limit:?}: {said}");
+            let text = format!("not ready after {limit:?}: {reported}");
             return Err(CommandError::Failed(text));
         }
         tokio::time::sleep(pause).await;

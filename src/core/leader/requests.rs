@@ -13,7 +13,7 @@ use kvferry_types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
 use super::{Leader, ReplyTo};
 
-/// Open requests of one engine, at most, unless the settings say otherwise.
+/// Open requests of one engine, at most, unless the settings have another number.
 pub const OPEN_REQUESTS_MAX: usize = 1024;
 
 /// Loads and stores that arrived while copies of an older leader could still run. Their engine takes a refusal as

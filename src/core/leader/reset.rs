@@ -28,7 +28,7 @@ pub const RESETS_OPEN_MAX: usize = 64;
 /// [`PAGE_SET_BYTES_PER_PAGE_MAX`](kvferry_types::PAGE_SET_BYTES_PER_PAGE_MAX) bytes: 60 MiB, for as many pages as 16 of
 /// the largest messages can name.
 pub const RESET_PAGES_OPEN_MAX: usize = 1 << 21;
-/// Pages that a slice of a reset visits, unless the settings say otherwise: a fraction of a millisecond.
+/// Pages that a slice of a reset visits, unless the settings have another number: a fraction of a millisecond.
 pub const RESET_SLICE_PAGES: u32 = 4096;
 /// Time between two slices, in which other events are handled.
 const RESET_PAUSE: Duration = Duration::from_micros(500);
@@ -269,7 +269,7 @@ impl Resets {
         ResetId(self.last)
     }
 
-    /// A shard has confirmed a reset. Returns false if it was not asked, or if stores of the reset are in flight.
+    /// A shard has confirmed a reset. Returns false if none was requested of it, or if stores of the reset are in flight.
     fn confirmed(&mut self, id: ResetId, shard: Shard) -> bool {
         let Some(reset) = self.open.get_mut(&id) else {
             return false;

@@ -49,7 +49,7 @@ pub(super) struct Roster {
     seats: Vec<Seat>,
     /// The depot of each shard, once a worker has named it.
     depots: Vec<Option<DepotId>>,
-    /// Why the last worker that asked was not admitted; `None` if it was.
+    /// Why the last worker that requested to attach was not admitted; `None` if it was.
     last_rejection: Option<Refusal>,
     /// When the roster next checks for workers that have not attached yet and are not known to be dead.
     overdue_check_at: Option<Time>,

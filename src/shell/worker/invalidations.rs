@@ -77,8 +77,8 @@ impl Invalidations {
         let pages = self.queue.iter().map(named).sum::<usize>() + named(&invalidate);
         if self.queue.len() >= INVALIDATIONS_MAX || pages > RESET_PAGES_OPEN_MAX {
             let text = format!(
-                "{INVALIDATIONS_MAX} resets, or {RESET_PAGES_OPEN_MAX} pages that they name, wait to be removed already: ask \
-                 again later"
+                "{INVALIDATIONS_MAX} resets, or {RESET_PAGES_OPEN_MAX} pages that they name, wait to be removed already: retry \
+                 later"
             );
             return Err(ErrorBody::new(ErrorCode::Limit, text));
         }

@@ -259,7 +259,7 @@ impl TimedEngine {
         let deadline = from.max(sent_at) + REQUEST_TIMEOUT;
         agenda.add(
             sent_at + self.message_latency,
-            TimedEvent::Asked {
+            TimedEvent::Requested {
                 id,
                 deadline,
                 request,

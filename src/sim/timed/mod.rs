@@ -44,7 +44,7 @@ pub use settings::{Arrival, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pac
 #[derive(Debug)]
 enum TimedEvent {
     /// A request of the engine reaches the leader.
-    Asked {
+    Requested {
         id: RequestId,
         deadline: Time,
         request: Request,
@@ -210,7 +210,7 @@ impl Timed {
 
     fn happen(&mut self, event: TimedEvent) {
         match event {
-            TimedEvent::Asked {
+            TimedEvent::Requested {
                 id,
                 deadline,
                 request,

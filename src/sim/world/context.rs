@@ -37,7 +37,7 @@ pub(super) struct Memory {
 /// The environment of a world's processes.
 pub(super) struct SimContext {
     pub(super) setup: Setup,
-    /// The lie that the hosts tell.
+    /// The lie of the hosts.
     pub(super) lie: Option<Lie>,
     pub(super) queue: Queue<SimEvent>,
     pub(super) rng: Rng,
@@ -71,7 +71,7 @@ pub(super) struct SimContext {
 }
 
 impl SimContext {
-    /// True if the hosts of this world tell this lie.
+    /// True if the hosts of this world have this lie.
     pub(super) fn lies(&self, lie: Lie) -> bool {
         self.lie == Some(lie)
     }

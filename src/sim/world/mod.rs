@@ -167,7 +167,7 @@ pub fn run(seed: u64, steps: u64) -> SimOutcome {
     run_with(seed, steps, None)
 }
 
-/// Runs a seed like [`run`], in a world whose hosts tell `lie`, if any.
+/// Runs a seed like [`run`], in a world whose hosts have `lie`, if any.
 pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> SimOutcome {
     let mut world = SimWorld::new(seed, lie);
     world.begin();
@@ -245,7 +245,7 @@ impl SimWorld {
     /// Handles the next event and runs the checks after it.
     fn next(&mut self) -> bool {
         let Some((number, event)) = self.env.queue.pop() else {
-            self.env.violated("nothing happens any more".to_owned());
+            self.env.violated("nothing happens any longer".to_owned());
             return false;
         };
         self.env.counts.steps += 1;

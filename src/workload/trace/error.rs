@@ -84,7 +84,7 @@ pub enum TraceError {
         path: PathBuf,
     },
     /// The caller set a limit of 0 requests.
-    #[error("{}: the limit is 0 requests: ask for at least one, or for no limit", path.display())]
+    #[error("{}: the limit is 0 requests: set at least one, or no limit", path.display())]
     LimitZero {
         /// The file.
         path: PathBuf,
