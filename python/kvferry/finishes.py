@@ -7,8 +7,8 @@ because too many requests were open, is therefore retried. A new leader has no s
 import collections
 import time
 
-from kvferry import wire
-from kvferry.client import Client, PendingRequest
+from kvferry.client import PendingRequest
+from kvferry.engine_client import EngineClient
 from kvferry.wire import Code
 
 FINISH_LIMIT_S = 30.0
@@ -24,7 +24,7 @@ AGAIN_PAUSE_S = 1.0
 class Finishes:
     """Sends and retries ``finish``. For the scheduler's thread alone."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: EngineClient):
         self._client = client
         #: Slots that wait for a retry, each with the leader's epoch in which it was opened, the oldest first.
         self._to_retry: dict[int, int] = {}
@@ -64,7 +64,7 @@ class Finishes:
 
     def _send(self, slot: int, epoch: int, *, again: bool) -> PendingRequest:
         # A request that is refused at once ends before its id is known here: answers are therefore queued.
-        pending = self._client.request(wire.Finish(slot), FINISH_LIMIT_S, until=self._ended.append)
+        pending = self._client.finish(slot, timeout_s=FINISH_LIMIT_S, until=self._ended.append)
         self._open[pending.id] = slot, epoch, again
         self._again += again
         return pending

@@ -9,13 +9,14 @@ copies than twice the device's pages.
 import collections
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.client import Client, Failure, PendingRequest
+from kvferry.client import Failure, PendingRequest
+from kvferry.engine_client import EngineClient
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -59,7 +60,7 @@ class Copy:
 class CopiesInFlight:
     """All copies that are not known to be over. For the scheduler's thread alone."""
 
-    def __init__(self, client: Client, ranks: int):
+    def __init__(self, client: EngineClient, ranks: int):
         self._client = client
         self._ranks = ranks
         self._pool: BlockPool | None = None
@@ -76,15 +77,43 @@ class CopiesInFlight:
         """Sets vLLM's block pool, in which stores hold references to their pages."""
         self._pool = pool
 
-    def begin(self, copy: Copy, message: msgspec.Struct, timeout_s: float) -> int:
-        """Requests a copy; returns the id of the request. A store holds its pages until it is over."""
-        if copy.store:
-            if self._pool is None:
-                raise RuntimeError("pages cannot be held: vLLM has given no pool")
-            copy.blocks = [self._pool.blocks[page] for page in copy.pages]
-            self._pool.touch(copy.blocks)
-            self._holds.update(copy.pages)
-        pending = self._client.request(message, timeout_s, grace_s=FENCE_S, until=self._request_ended)
+    def begin_load(self, copy: Copy, slot: int, *, after: int, timeout_s: float) -> None:
+        """Requests a load, which starts after the work ``after``."""
+        self._opened(
+            copy,
+            self._client.load(
+                slot,
+                copy.first_page,
+                copy.pages,
+                after=after,
+                timeout_s=timeout_s,
+                grace_s=FENCE_S,
+                until=self._request_ended,
+            ),
+        )
+
+    def begin_store(self, copy: Copy, slot: int, *, more: Sequence[bytes], more_from: int, timeout_s: float) -> int:
+        """Requests a store, which holds its pages until it is over; returns the id of the request."""
+        if self._pool is None:
+            raise RuntimeError("pages cannot be held: vLLM has given no pool")
+        copy.blocks = [self._pool.blocks[page] for page in copy.pages]
+        self._pool.touch(copy.blocks)
+        self._holds.update(copy.pages)
+        return self._opened(
+            copy,
+            self._client.store(
+                slot,
+                copy.first_page,
+                copy.pages,
+                more=more,
+                more_from=more_from,
+                timeout_s=timeout_s,
+                grace_s=FENCE_S,
+                until=self._request_ended,
+            ),
+        )
+
+    def _opened(self, copy: Copy, pending: PendingRequest) -> int:
         copy.pending = pending
         self._open[pending.id] = copy
         self._stored_pages += len(copy.blocks)

@@ -6,8 +6,8 @@ case: its stores and lookups use other namespaces by then. See :mod:`kvferry.nam
 
 import time
 
-from kvferry import wire
-from kvferry.client import Client, PendingRequest
+from kvferry.client import PendingRequest
+from kvferry.engine_client import EngineClient
 
 #: Deadline for one namespace, and pause before the retry of a failed request.
 RESET_LIMIT_S = 1.0
@@ -19,7 +19,7 @@ _PAUSE_S = 0.02
 class Forgetting:
     """Sends and retries the resets of left namespaces. For the scheduler's thread alone."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: EngineClient):
         self._client = client
         #: Namespaces to reset, in order, each once.
         self._to_reset: dict[bytes, None] = {}
@@ -58,7 +58,7 @@ class Forgetting:
                 self._not_before = time.monotonic() + RESET_LIMIT_S
         if self._to_reset and self._open is None and time.monotonic() >= self._not_before and self._client.listening:
             namespace = next(iter(self._to_reset))
-            self._open = namespace, self._client.request(wire.Reset(namespace), RESET_LIMIT_S)
+            self._open = namespace, self._client.reset(namespace, timeout_s=RESET_LIMIT_S)
 
     def wait(self, limit_s: float) -> bool:
         """Waits at most ``limit_s`` for all resets; returns whether the leader has confirmed every one."""

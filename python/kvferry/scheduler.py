@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from kvferry import wire
 from kvferry.backpressure import Backpressure
-from kvferry.client import Client, PendingRequest
+from kvferry.client import PendingRequest
+from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
 from kvferry.inflight import CopiesInFlight, Copy
 from kvferry.metadata import RankReport, StepMetadata
@@ -111,7 +112,7 @@ class SchedulerSide:
         page_bytes: int,
         ranks: int,
         private: bool = False,
-        connect: type[Client] = Client,
+        connect: type[EngineClient] = EngineClient,
     ):
         self._settings = settings
         self._namespaces = Namespaces(namespace, engine.hex(), adapters, declared=bool(settings.weights))
@@ -147,8 +148,9 @@ class SchedulerSide:
         self._store_again_at = 0.0
         # Ids and slots start from the clock, so that they also grow over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
-        hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
-        self._client = connect(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
+        self._client = connect(
+            settings.socket_dir / "leader", engine, first_id=base, replica=replica, name="vLLM", turn=self._watch
+        )
         self._copies = CopiesInFlight(self._client, ranks)
         self._finishes = Finishes(self._client)
         self._forgetting = Forgetting(self._client)
@@ -228,7 +230,7 @@ class SchedulerSide:
         cancel: PendingRequest | None = None
         while self._copies.stores() and (left_s := until - time.monotonic()) > 0:
             if self._client.listening and (cancel is None or cancel.done):
-                cancel = self._client.request(wire.CancelStores(), left_s, urgent=True)
+                cancel = self._client.cancel_stores(timeout_s=left_s)
             self._copies.wait(min(left_s, CANCEL_AGAIN_S))
             self._settle()
         if left := self._copies.stores():
@@ -332,15 +334,13 @@ class SchedulerSide:
 
     def _open(self, tracked: Tracked, device_pages: int, pages: int, timeout_ms: int) -> PendingRequest:
         """Opens or reopens the request's slot, by a lookup of its pages."""
-        hashes = tracked.request.block_hashes[:pages]
-        message = wire.Lookup(
-            slot=tracked.slot,
+        tracked.opened = self._client.lookup(
+            tracked.slot,
+            tracked.request.block_hashes[:pages],
             namespace=tracked.namespace,
-            hash_bytes=len(hashes[0]),
-            hashes=b"".join(hashes),
             device_pages=device_pages,
+            timeout_s=timeout_ms / 1000,
         )
-        tracked.opened = self._client.request(message, timeout_ms / 1000)
         tracked.known_there, tracked.epoch = True, self._client.epoch
         tracked.known = pages
         return tracked.opened
@@ -382,9 +382,9 @@ class SchedulerSide:
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
         tracked.load = copy
         # Steps that still run on the ranks may write into pages that were freed meanwhile: the load waits for them.
-        load = wire.Load(tracked.slot, first, wire.runs(copy.pages), self._last_work)
         waits = self._last_work > self._last_stepped
-        self._copies.begin(copy, load, self._settings.load_limit_s(count * self._page_bytes, waits=waits))
+        limit_s = self._settings.load_limit_s(count * self._page_bytes, waits=waits)
+        self._copies.begin_load(copy, tracked.slot, after=self._last_work, timeout_s=limit_s)
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """Returns the metadata of a step for the ranks. Requests stores of the pages that the step fills."""
@@ -453,15 +453,9 @@ class SchedulerSide:
         more = request.block_hashes[known:full]
         tracked.known = max(known, full)
         copy = Copy(tracked, first, list(tables[0][first:full]), store=True)
-        store = wire.Store(
-            slot=tracked.slot,
-            first_page=first,
-            source=wire.runs(copy.pages),
-            hash_bytes=len(more[0]) if more else 0,
-            more_hashes=b"".join(more),
-            more_from=known,
+        self._last_store = self._copies.begin_store(
+            copy, tracked.slot, more=more, more_from=known, timeout_s=self._settings.store_timeout_ms / 1000
         )
-        self._last_store = self._copies.begin(copy, store, self._settings.store_timeout_ms / 1000)
 
     def _settle(self) -> None:
         for copy in self._copies.settle():

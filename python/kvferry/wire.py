@@ -4,6 +4,7 @@ Only messages that engines need. Unknown fields of an answer are skipped, so tha
 """
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 
 import msgspec
@@ -25,7 +26,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
-    """Numbers of the messages that engines send or receive."""
+    """Numbers of the messages that engines and operators send or receive."""
 
     HELLO = 1
     WELCOME = 2
@@ -52,6 +53,8 @@ class Kind(IntEnum):
     ABANDON_ANSWER = 37
     UNREGISTER = 38
     UNREGISTERED = 39
+    STATUS = 64
+    STATUS_ANSWER = 65
 
 
 #: A bit of ``features``: a rank's device writes its progress to a timeline word, which the worker reads.
@@ -244,6 +247,46 @@ class Registered(msgspec.Struct):
     not_served: str = ""
 
 
+class Status(msgspec.Struct):
+    """Requests the state of a leader; with ``check`` the leader recounts its pages first."""
+
+    check: bool = False
+
+
+class RankStatus(msgspec.Struct, kw_only=True):
+    """The state of one rank's worker: see ``docs/reference/status.md``."""
+
+    rank: int
+    attached: bool
+    replica: int = 0
+    pid: int = 0
+    gathers: int = 0
+    scatters: int = 0
+    host_ready_bytes: int = 0
+    host_bytes: int = 0
+    host_pinned_bytes: int | None = None
+    problem: str = ""
+
+
+class StatusAnswer(msgspec.Struct, kw_only=True):
+    """The state of a leader: see ``docs/reference/status.md``."""
+
+    version: str = ""
+    epoch: int = 0
+    ready: bool = False
+    ratio: int = 0
+    engine_page_tokens: int = 0
+    ranks: list[RankStatus] = []
+    slots: int = 0
+    pins: int = 0
+    copies_under_way: int = 0
+    pages: dict[str, int] = {}
+    blocks: int = 0
+    counters: dict[str, int] = {}
+    decisions_digest: str = ""
+    contradiction: str = ""
+
+
 class Empty(msgspec.Struct):
     """A body without fields."""
 
@@ -261,6 +304,7 @@ BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.WRITTEN_ANSWER: Empty,
     Kind.ABANDON_ANSWER: Empty,
     Kind.UNREGISTERED: Empty,
+    Kind.STATUS_ANSWER: StatusAnswer,
 }
 
 KINDS: dict[type[msgspec.Struct], Kind] = {
@@ -275,6 +319,7 @@ KINDS: dict[type[msgspec.Struct], Kind] = {
     Written: Kind.WRITTEN,
     Abandon: Kind.ABANDON,
     Unregister: Kind.UNREGISTER,
+    Status: Kind.STATUS,
 }
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -340,7 +385,7 @@ def read(parts: list[bytes]) -> Envelope:
     return Envelope(kind, correlation, epoch, body, required)
 
 
-def runs(pages: list[int]) -> list:
+def runs(pages: Sequence[int]) -> list:
     """Encodes page indices for the wire: consecutive pages become runs ``[start, count]``."""
     items: list = []
     at = 0

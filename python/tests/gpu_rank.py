@@ -14,7 +14,7 @@ from daemon import TIMEOUT_S, Daemon, eventually
 
 import kvferry.memory
 from kvferry import cuda, wire
-from kvferry.client import Client
+from kvferry.engine_client import EngineClient
 from kvferry.memory import Group, KvMemory, Place
 from kvferry.rank import RankSession
 
@@ -111,7 +111,7 @@ def main(socket_dir: Path, kind: str) -> None:
     assert len(chunks) == {"cuda_ipc": 0, "ticket": 4, "cuda_fabric": 4}[kind], handles
     assert ("cuda_ipc" in handles[-1]) == (kind == "cuda_ipc")
     rank = RankSession(socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
-    scheduler = Client(socket_dir / "leader", wire.Hello(role="engine", engine=ENGINE), first_id=1)
+    scheduler = EngineClient(socket_dir / "leader", ENGINE, first_id=1)
     scheduler.start()
     eventually("the rank is registered", lambda: rank.registered)
     Daemon(socket_dir).wait_ready()

@@ -12,7 +12,7 @@ import torch
 from daemon import TIMEOUT_S, Daemon, eventually, running
 
 from kvferry import memory, wire
-from kvferry.client import Client
+from kvferry.engine_client import EngineClient
 from kvferry.memory import Group, KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
 
@@ -71,9 +71,7 @@ class Talk:
         number = next(_NUMBERS)
         engine = number.to_bytes(16, "big")
         self.namespace = namespace or str(number).encode()
-        self.scheduler = Client(
-            daemon.socket_dir / "leader", wire.Hello(role="engine", engine=engine), first_id=number * 1000
-        )
+        self.scheduler = EngineClient(daemon.socket_dir / "leader", engine, first_id=number * 1000)
         self.scheduler.start()
         kept = KvMemory(list(groups), dataclasses.replace(PLACE, content=content))
         self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, kept)

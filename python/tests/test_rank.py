@@ -21,7 +21,8 @@ from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from signals import stop
 
 from kvferry import rank, wire
-from kvferry.client import SOCKET_NAME, Client
+from kvferry.client import SOCKET_NAME
+from kvferry.engine_client import EngineClient
 from kvferry.memory import FD_SOCKET_NAME, Group, KvMemory, Place
 from kvferry.outbox import Abandon, Outbox, Register, Written
 from kvferry.rank import RankSession
@@ -529,7 +530,7 @@ def main(socket_dir: Path, *child: str) -> None:
     session = begin(socket_dir / "worker-0-0")
     eventually("it is registered", lambda: session.registered)
     Daemon(socket_dir).wait_ready()
-    client = Client(socket_dir / "leader", wire.Hello(role="engine", engine=b"e" * 16), first_id=1)
+    client = EngineClient(socket_dir / "leader", b"e" * 16, first_id=1)
     client.start()
     hashes = b"h" * 64
     for message in (

@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import inflight, scheduler, wire
 from kvferry.client import Failure
+from kvferry.engine_client import EngineRequests
 from kvferry.metadata import RankReport, StepMetadata
 from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
@@ -49,10 +50,10 @@ class Asked:
             self.until(self)
 
 
-class Leader:
+class Leader(EngineRequests):
     """A fake of the client."""
 
-    def __init__(self, directory: Path, hello: wire.Hello, *, first_id: int, turn: Callable):
+    def __init__(self, directory: Path, engine: bytes, *, first_id: int, replica: int, name: str, turn: Callable):
         self.directory, self.turn = directory, turn
         self.link = self.epoch = 1
         self.lost_at: float | None = None

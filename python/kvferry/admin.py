@@ -1,0 +1,55 @@
+"""The client of an operator or a probe: reads the state of a leader, and resets pages."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvferry import wire
+from kvferry.client import Client, PendingRequest
+
+
+class AdminClient:
+    """A connection to the leader whose socket is in ``directory``. A context manager; calls wait for their answers."""
+
+    def __init__(self, directory: Path, *, name: str = ""):
+        hello = wire.Hello(role="admin", engine=bytes(16), name=name)
+        self._client = Client(directory, hello, first_id=1)
+        self._client.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.close()
+
+    def status(self, *, check: bool = False, timeout_s: float = 5.0) -> wire.StatusAnswer:
+        """Returns the state of the leader: the fields of ``docs/reference/status.md``.
+
+        ``check``: the leader recounts its pages first, which it does at most once a second.
+
+        Raises:
+            kvferry.client.Failure: the error of the leader, or no answer in time.
+        """
+        return self._answer(self._client.request(wire.Status(check), timeout_s))
+
+    def reset(self, namespace: bytes | None = None, *, timeout_s: float = 30.0) -> int:
+        """Removes the pages of a namespace, or all pages with ``None``. Returns their number.
+
+        Raises:
+            kvferry.client.Failure: ``leased`` while lookups or loads hold some of the pages; see also
+                ``docs/reference/error-codes.md``.
+        """
+        answer: wire.ResetAnswer = self._answer(self._client.request(wire.Reset(namespace), timeout_s))
+        return answer.pages
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()
+
+    def _answer(self, pending: PendingRequest) -> Any:
+        # Every request ends by its own deadline.
+        pending.wait(threading.TIMEOUT_MAX)
+        if pending.failure is not None:
+            raise pending.failure
+        return pending.answer

@@ -1,0 +1,138 @@
+"""The client of an engine's scheduler: lookups, loads, stores and the ends of requests, as typed calls."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvferry import wire
+from kvferry.client import Client, PendingRequest
+
+#: Receives an ended request: on the client's thread, or inside the call if the request is refused.
+Ended = Callable[[PendingRequest], None] | None
+
+
+class Sends(Protocol):
+    """Sends requests: a :class:`kvferry.client.Client`."""
+
+    def request(
+        self,
+        message: msgspec.Struct,
+        timeout_s: float,
+        *,
+        grace_s: float = 0.0,
+        until: Ended = None,
+        urgent: bool = False,
+    ) -> PendingRequest:
+        """Sends a request; returns its handle at once."""
+
+
+class EngineRequests:
+    """The requests of an engine. Each call sends one request and returns its handle at once.
+
+    A load or a store may use its pages again only after an answer, or after a failure with ``over``. See
+    :class:`kvferry.client.Failure`.
+    """
+
+    def lookup(
+        self: Sends,
+        slot: int,
+        hashes: Sequence[bytes],
+        *,
+        namespace: bytes = b"",
+        device_pages: int = 0,
+        timeout_s: float,
+    ) -> PendingRequest:
+        """Finds the pages of a prompt, and holds them for the slot, a number of the running request.
+
+        ``hashes``: of all full pages, 16 to 64 bytes each and equally long, at least one. ``device_pages``: pages, from
+        the first one on, that the engine has itself. The answer is a :class:`kvferry.wire.LookupAnswer`.
+        """
+        message = wire.Lookup(
+            slot=slot,
+            namespace=namespace,
+            hash_bytes=len(hashes[0]),
+            hashes=b"".join(hashes),
+            device_pages=device_pages,
+        )
+        return self.request(message, timeout_s)
+
+    def load(
+        self: Sends,
+        slot: int,
+        first_page: int,
+        pages: Sequence[int],
+        *,
+        after: int = 0,
+        timeout_s: float,
+        grace_s: float = 0.0,
+        until: Ended = None,
+    ) -> PendingRequest:
+        """Copies pages that a lookup found, from position ``first_page`` on, to the device pages ``pages``.
+
+        ``after``: the load starts when every rank has reported this work as written. The answer is a
+        :class:`kvferry.wire.LoadAnswer`.
+        """
+        message = wire.Load(slot, first_page, wire.runs(pages), after)
+        return self.request(message, timeout_s, grace_s=grace_s, until=until)
+
+    def store(
+        self: Sends,
+        slot: int,
+        first_page: int,
+        pages: Sequence[int],
+        *,
+        more: Sequence[bytes] = (),
+        more_from: int = 0,
+        timeout_s: float,
+        grace_s: float = 0.0,
+        until: Ended = None,
+    ) -> PendingRequest:
+        """Copies device pages, which hold the pages from position ``first_page`` on, to kvferry.
+
+        The copies start when every rank has reported the id of this request as written. ``more``: hashes of pages that
+        the lookup did not name, from position ``more_from`` on. The answer is a :class:`kvferry.wire.StoreAnswer`.
+        """
+        message = wire.Store(
+            slot=slot,
+            first_page=first_page,
+            source=wire.runs(pages),
+            hash_bytes=len(more[0]) if more else 0,
+            more_hashes=b"".join(more),
+            more_from=more_from,
+        )
+        return self.request(message, timeout_s, grace_s=grace_s, until=until)
+
+    def finish(self: Sends, slot: int, *, timeout_s: float, until: Ended = None) -> PendingRequest:
+        """Ends a running request: frees its slot and its holds."""
+        return self.request(wire.Finish(slot), timeout_s, until=until)
+
+    def cancel_stores(self: Sends, slot: int | None = None, *, timeout_s: float) -> PendingRequest:
+        """Stops the stores of a slot, or of the whole engine. The answer comes when they have ended."""
+        return self.request(wire.CancelStores(slot), timeout_s, urgent=True)
+
+    def reset(self: Sends, namespace: bytes, *, timeout_s: float) -> PendingRequest:
+        """Removes the pages of a namespace. The answer is a :class:`kvferry.wire.ResetAnswer`."""
+        return self.request(wire.Reset(namespace), timeout_s)
+
+
+class EngineClient(EngineRequests, Client):
+    """The connection of an engine's scheduler to the leader whose socket is in ``directory``.
+
+    ``engine``: 16 random bytes, drawn at each start, the same as that of its ranks. ``first_id``: above every id that
+    an engine of the same name has used, for example from the clock.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        engine: bytes,
+        *,
+        first_id: int,
+        replica: int = 0,
+        name: str = "",
+        turn: Callable[[], float | None] | None = None,
+    ):
+        hello = wire.Hello(role="engine", engine=engine, replica=replica, name=name)
+        super().__init__(directory, hello, first_id=first_id, turn=turn)

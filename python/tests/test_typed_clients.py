@@ -1,0 +1,74 @@
+"""Tests of the typed clients against a real leader and worker: an engine that is written by hand, and an operator."""
+
+import pytest
+import torch
+from daemon import TIMEOUT_S, eventually, running
+
+from kvferry import wire
+from kvferry.admin import AdminClient
+from kvferry.client import Failure, PendingRequest
+from kvferry.engine_client import EngineClient
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
+
+ENGINE = b"e" * 16
+PAGES = 8
+HASHES = [number.to_bytes(16, "big") for number in range(1, 4)]
+
+
+def answer_of(pending: PendingRequest) -> object:
+    assert pending.wait(TIMEOUT_S)
+    assert pending.failure is None, pending.failure
+    return pending.answer
+
+
+def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
+    tensor = torch.arange(PAGES * 8 * 4, dtype=torch.float32).reshape(PAGES, 1, 8, 4)
+    memory = KvMemory(
+        [Group({"layer": tensor}, engine_page_tokens=8, device_pages=PAGES)],
+        Place(rank=0, tp_size=1, shard=0, content=b"test"),
+    )
+    with running(ranks=1) as daemon, AdminClient(daemon.socket_dir / "leader", name="test") as admin:
+        assert not admin.status().ready
+        rank = RankSession(daemon.socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
+        engine = EngineClient(daemon.socket_dir / "leader", ENGINE, first_id=1, name="test")
+        engine.start()
+        try:
+            eventually("lookups are served", lambda: rank.registered and admin.status().ready)
+            status = admin.status(check=True)
+            assert (status.contradiction, status.ranks[0].attached) == ("", True)
+
+            found = answer_of(engine.lookup(1, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
+            assert found == wire.LookupAnswer(0)
+            store = engine.store(1, 0, [4, 5, 1], timeout_s=TIMEOUT_S)
+            rank.wrote(store.id)
+            assert answer_of(store) == wire.StoreAnswer(stored_pages=3, present_pages=0)
+            answer_of(engine.finish(1, timeout_s=TIMEOUT_S))
+
+            expected = [tensor[page].clone() for page in (4, 5, 1)]
+            found = answer_of(engine.lookup(2, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
+            assert found == wire.LookupAnswer(3)
+            with pytest.raises(Failure, match="held") as refused:
+                admin.reset(b"n")
+            assert refused.value.code == wire.Code.LEASED
+            assert answer_of(engine.load(2, 0, [0, 7, 2], timeout_s=TIMEOUT_S)) == wire.LoadAnswer(3)
+            for page, content in zip((0, 7, 2), expected, strict=True):
+                assert torch.equal(tensor[page], content), f"page {page}"
+            assert answer_of(engine.cancel_stores(timeout_s=TIMEOUT_S)) == wire.CancelStoresAnswer(0)
+            answer_of(engine.finish(2, timeout_s=TIMEOUT_S))
+
+            assert admin.status().counters["hit_pages"] == 3
+            assert admin.reset(b"another namespace") == 0
+            assert admin.reset(b"n") == 3
+            found = answer_of(engine.lookup(3, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
+            assert found == wire.LookupAnswer(0)
+        finally:
+            engine.close()
+            rank.close()
+
+
+def test_an_operator_without_a_leader_gets_a_failure_in_time() -> None:
+    with running(ranks=1) as daemon:
+        directory = daemon.socket_dir / "no leader"
+        with AdminClient(directory) as admin, pytest.raises(Failure, match="no answer"):
+            admin.status(timeout_s=0.2)
