@@ -68,7 +68,7 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks: Option<u16>,
-    /// Different slices of KV that the ranks hold. Each is stored once a host.
+    /// Different slices of KV that the ranks hold. Each is stored once per host.
     ///
     /// Divides the ranks: 1 for MLA, the number of KV heads where there are more ranks than heads, 0 for as many as ranks.
     #[arg(long, value_name = "N")]

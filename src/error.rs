@@ -13,13 +13,13 @@ pub const EXIT_CODES: &[(u8, &str)] = &[
         1,
         "the command failed, or it completed and found something wrong",
     ),
-    (2, "the command line is wrong"),
+    (2, "the command line cannot be parsed"),
     (65, "a named file cannot be used, such as a trace"),
     (
         NO_MEMORY,
         "the host memory of a worker is not available (g2)",
     ),
-    (78, "a setting is wrong, or settings contradict each other"),
+    (78, "a setting is out of bounds, or settings contradict each other"),
 ];
 
 /// An error for operators, with the exit code for scripts.

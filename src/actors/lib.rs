@@ -5,7 +5,7 @@
 //! * `transfer`: runs copies on threads of its own and reports their ends;
 //! * `gpu`: the GPU of a worker's engine, and engine memory on the host or on that GPU;
 //! * `processes`: handles to the processes of peers;
-//! * `pool`: prefaults a worker's depot, with progress;
+//! * `depot`: prefaults a worker's depot, with progress;
 //! * `readiness`: reports a worker's progress and problems to the leader;
 //! * `supervision`: starts the other actors, and ends the process when one of them fails;
 //! * `mailbox`: credits for mailboxes, which have no bound of their own.

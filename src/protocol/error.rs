@@ -63,8 +63,8 @@ codes! {
     /// A limit of the leader, such as that of open requests, slots or hashes: retry when something has ended. Or a limit
     /// of the wire, with `retry` false: send less in one message. The text names the limit.
     Limit = 4, "limit", true;
-    /// A rank is missing, host memory is not ready (the text has the progress), or a worker is not attached: compute,
-    /// and retry later.
+    /// A rank is missing, its memory is not ready, pinned or released yet (the text has the progress), a worker is not
+    /// attached, or another process has the seat: compute, and retry later.
     NotReady = 5, "not_ready", true;
     /// The slot was never opened, or is finished: begin with a lookup.
     UnknownSlot = 6, "unknown_slot", false;

@@ -85,7 +85,7 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) -> Result<Option<Answer>, Refusal> {
         // Copies that an older leader ordered may read the engine's pages, and this leader has no record of them.
-        if !self.roster.all_fenced() {
+        if !self.roster.all_clear() {
             return Err(self.roster.not_ready());
         }
         if self.cancels.of(reply_to.engine) >= CANCELS_MAX {

@@ -315,7 +315,7 @@ impl Recovery {
 impl Leader {
     /// Begins to read the inventories, once no order of another leader can write them.
     pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
-        let clear = self.roster.all_fenced();
+        let clear = self.roster.all_clear();
         let begun = self.tier.is_some() || self.recovery.key().is_some();
         let Some(key) = self.roster.key(None).filter(|_| clear && !begun) else {
             return;

@@ -1,6 +1,7 @@
 //! Admission of requests: retries, limits and parking.
 //!
-//! An engine takes any answer to a load or a store, except [`Refusal::Crowded`], as permission to reuse its pages. The
+//! An engine takes any answer to a load or a store, except one that is not over ([`Refusal::is_over`]), as permission to reuse its
+//! pages. The
 //! leader therefore answers only when no worker can touch them any longer, neither for the copy of this request nor for
 //! one that an older leader ordered for it.
 
@@ -55,7 +56,7 @@ impl Leader {
         let ReplyTo { engine, id, .. } = reply_to;
         match request {
             Request::Load { slot, .. } | Request::Store { slot, .. }
-                if !self.roster.all_fenced() =>
+                if !self.roster.all_clear() =>
             {
                 return self.park(reply_to, slot, effects);
             }

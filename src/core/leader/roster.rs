@@ -31,7 +31,7 @@ pub const REPLICAS_MAX: u16 = 64;
 struct Seat {
     attached: bool,
     /// No order of another leader is in flight: the worker attached at least once, or is known to be dead.
-    fenced: bool,
+    clear: bool,
     memory: Option<WorkerMemory>,
     /// The last attach request, and its answer.
     last: Option<(AttachId, AttachVerdict)>,
@@ -136,18 +136,18 @@ impl Roster {
     pub(super) fn dead(&mut self, worker: WorkerId) {
         self.lost(worker);
         if let Some(seat) = self.seat(worker) {
-            seat.fenced = true;
+            seat.clear = true;
         }
     }
 
     /// True when no order of another leader can be in flight on any worker.
-    pub(super) fn all_fenced(&self) -> bool {
-        self.seats.iter().all(|seat| seat.fenced)
+    pub(super) fn all_clear(&self) -> bool {
+        self.seats.iter().all(|seat| seat.clear)
     }
 
-    pub(super) fn unfenced(&self) -> impl Iterator<Item = WorkerId> {
+    pub(super) fn not_clear(&self) -> impl Iterator<Item = WorkerId> {
         self.all()
-            .filter(|(_, seat)| !seat.fenced)
+            .filter(|(_, seat)| !seat.clear)
             .map(|(id, _)| id)
     }
 
@@ -310,7 +310,7 @@ impl Roster {
     fn begin_attach(&mut self, worker: WorkerId) {
         if let Some(seat) = self.seat(worker) {
             seat.attached = false;
-            seat.fenced = true;
+            seat.clear = true;
         }
     }
 
@@ -337,7 +337,7 @@ impl Roster {
         }
         let at = now + fence / 4;
         self.overdue_check_at = Some(at);
-        if !self.all_fenced() {
+        if !self.all_clear() {
             timers.set(at, Timer::AttachOverdue);
         }
     }
@@ -347,8 +347,8 @@ impl Roster {
     pub(super) fn check_overdue(&mut self, now: Time, fence: Duration, timers: &mut Timers) {
         self.overdue_checks += 1;
         if self.overdue_checks >= CHECKS_MAX {
-            let unfenced: Vec<WorkerId> = self.unfenced().collect();
-            self.request_fence(unfenced);
+            let not_clear: Vec<WorkerId> = self.not_clear().collect();
+            self.request_fence(not_clear);
             self.overdue_checks = 0;
         }
         self.overdue_check_at = None;
@@ -375,7 +375,7 @@ impl Roster {
     /// Checks that an attached worker is clear, and that its shard has a depot. `Err` names the first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         for (worker, seat) in self.all().filter(|(_, seat)| seat.attached) {
-            if !seat.fenced {
+            if !seat.clear {
                 return Err(format!("{worker} is attached and not clear").into());
             }
             if self.depot(self.shard_of(worker)).is_none() {
@@ -640,7 +640,7 @@ impl Leader {
 
     /// Continues operations that waited for workers to attach or to die.
     fn roster_changed(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
-        if self.roster.all_fenced() {
+        if self.roster.all_clear() {
             self.roster.stop_overdue_checks(&mut self.timers);
             self.refuse_parked(effects);
         }

@@ -62,7 +62,7 @@ pub struct StatusAnswer {
     pub ranks: Vec<RankStatus>,
     /// Number of running requests.
     pub slots: u64,
-    /// Number of holds and leases.
+    /// Number of pins and leases.
     pub pins: u64,
     /// Number of copies that have not ended.
     pub copies_under_way: u64,

@@ -217,7 +217,7 @@ impl LeaderHost for Host<'_> {
                 let workers = usize::from(env.setup.ranks) * usize::from(env.setup.replicas);
                 let question = ArrivedRequest {
                     left: LeaderHost::now(self).until(*deadline),
-                    all_fenced: self.env.oracle.roster.all_fenced(workers),
+                    all_clear: self.env.oracle.roster.all_clear(workers),
                     request,
                 };
                 let now = self.env.now();

@@ -204,7 +204,7 @@ pub(super) struct ArrivedRequest<'a> {
     /// Time until its deadline.
     pub(super) left: Duration,
     /// No copy of an older leader is running.
-    pub(super) all_fenced: bool,
+    pub(super) all_clear: bool,
     pub(super) request: &'a Request,
 }
 
@@ -261,7 +261,7 @@ impl Oracle {
     ) {
         let ArrivedRequest {
             left,
-            all_fenced,
+            all_clear,
             request,
         } = *question;
         let key = (epoch, engine, id);
@@ -282,7 +282,7 @@ impl Oracle {
         let taken = ReceivedRequest {
             answer: None,
             reset,
-            parked: names_pages && !all_fenced,
+            parked: names_pages && !all_clear,
             at: now,
         };
         self.taken.insert(key, taken);

@@ -41,7 +41,7 @@ impl AdmittedWorkers {
     }
 
     /// True when no copy of an older leader runs on any of `workers` workers.
-    pub(super) fn all_fenced(&self, workers: usize) -> bool {
+    pub(super) fn all_clear(&self, workers: usize) -> bool {
         self.clear.len() >= workers
     }
 

@@ -114,7 +114,7 @@ fn every_lie_is_found() {
 }
 
 /// Passes a store with 10 ms to its deadline to the checker.
-fn deliver(oracle: &mut oracle::Oracle, engine: EngineId, all_fenced: bool) {
+fn deliver(oracle: &mut oracle::Oracle, engine: EngineId, all_clear: bool) {
     let request = Request::Store {
         slot: SlotId(1),
         first_page: 0,
@@ -123,7 +123,7 @@ fn deliver(oracle: &mut oracle::Oracle, engine: EngineId, all_fenced: bool) {
     };
     let question = oracle::ArrivedRequest {
         left: Duration::from_millis(10),
-        all_fenced,
+        all_clear,
         request: &request,
     };
     oracle.arrived(Time(0), Epoch(1), engine, RequestId(1), &question);
@@ -133,21 +133,21 @@ fn deliver(oracle: &mut oracle::Oracle, engine: EngineId, all_fenced: bool) {
 fn the_checker_expects_an_answer_to_a_parked_request_only_while_its_connection_lasts() {
     let engine = EngineId([7; 16]);
     let long = Duration::from_secs(60);
-    for (all_fenced, breaks, late) in [
+    for (all_clear, breaks, late) in [
         (false, false, true),
         (false, true, false),
         (true, false, true),
         (true, true, true),
     ] {
         let mut oracle = oracle::Oracle::new(Duration::from_millis(50));
-        deliver(&mut oracle, engine, all_fenced);
+        deliver(&mut oracle, engine, all_clear);
         if breaks {
             oracle.went(Epoch(1), engine, Time(1));
         }
         let found = oracle.passed(Epoch(1), long).is_some();
         assert_eq!(
             found, late,
-            "all clear: {all_fenced}, connection broke: {breaks}"
+            "all clear: {all_clear}, connection broke: {breaks}"
         );
     }
 }
