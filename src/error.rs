@@ -19,7 +19,10 @@ pub const EXIT_CODES: &[(u8, &str)] = &[
         NO_MEMORY,
         "the host memory of a worker is not available (g2)",
     ),
-    (78, "a setting is out of bounds, or settings contradict each other"),
+    (
+        78,
+        "a setting is out of bounds, or settings contradict each other",
+    ),
 ];
 
 /// An error for operators, with the exit code for scripts.

@@ -5,19 +5,8 @@
 //!
 //! # Map of packages
 //!
-//! Each folder of `src` with a `Cargo.toml` is a package; this package is the program. Read them in this order. An arrow
-//! says which package depends on which.
-//!
-//! ```text
-//! types     <- core <- shell <- actors           plain data, and the decisions about it
-//! types     <- protocol <- session <- transport <- actors   messages, and their transport
-//! types     <- memory <- cuda <- actors          the bytes, in host memory and on GPUs
-//! types     <- workload                          traces, models, and the scheduler of the reference engine
-//! workload, protocol, transport, memory, cuda <- engine     the reference engine, an ordinary client
-//! core, session, shell, workload <- sim          the same core, shell and sessions, without processes
-//! everything <- cli                              the commands: the program
-//! everything <- tools                            programs of the developers; not shipped
-//! ```
+//! Each folder of `src` with a `Cargo.toml` is a package; this package is the program, with the modules `cli`, `config`,
+//! `error` and `telemetry`. `docs/architecture.md` has the map of packages: which depends on which, and why.
 //!
 //! [`kvferry_core`] has no access to a socket, file, clock, random source or async runtime: it is
 //! `step(now, event, effects)` on plain data. `kvferry-shell` translates between messages and the core, with the same

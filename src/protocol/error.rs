@@ -77,7 +77,7 @@ codes! {
     /// The request id is older than every answer that is kept: use a later one.
     StaleRequest = 10, "stale_request", false;
     /// The peer has used up its credits, no place is left for its connection, too many loads and stores wait for copies
-    /// of an older leader, or the last recount was less than 1 s ago: retry later.
+    /// of an older leader, or the last second count was less than 1 s ago: retry later.
     Busy = 11, "busy", true;
     /// The deadline passed. Also the answer to `cancel_stores` while copies run, and of a worker to an `invalidate` that
     /// it could not complete in time: retry.

@@ -146,9 +146,7 @@ impl Roster {
     }
 
     pub(super) fn not_clear(&self) -> impl Iterator<Item = WorkerId> {
-        self.all()
-            .filter(|(_, seat)| !seat.clear)
-            .map(|(id, _)| id)
+        self.all().filter(|(_, seat)| !seat.clear).map(|(id, _)| id)
     }
 
     /// Replicas of which every rank has attached with the memory of the same engine.

@@ -74,6 +74,6 @@ pub struct StatusAnswer {
     pub counters: std::collections::BTreeMap<String, u64>,
     /// Digest of the decisions about finished requests.
     pub decisions_digest: String,
-    /// First contradiction of the recount; empty without one, or if no recount was requested.
+    /// First contradiction of the second count; empty without one, or if no second count was requested.
     pub contradiction: String,
 }

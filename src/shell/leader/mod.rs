@@ -139,7 +139,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 self.attach(host, worker, correlation, attach);
             }
             (Some(PeerRole::Worker(worker)), Message::Readiness(readiness)) => {
-                self.prepares(host.now(), worker, readiness);
+                self.readiness_reported(host.now(), worker, readiness);
                 host.reply(peer, correlation, Message::ReadinessAnswer(Empty {}));
             }
             (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {

@@ -16,7 +16,7 @@ const CHECK_PAUSE: Duration = Duration::from_secs(1);
 
 impl<P: fmt::Debug> LeaderShell<P> {
     /// Stores the progress report of a worker. Only the last report is kept, also after the worker ends.
-    pub(super) fn prepares(&mut self, now: Time, worker: WorkerId, readiness: Readiness) {
+    pub(super) fn readiness_reported(&mut self, now: Time, worker: WorkerId, readiness: Readiness) {
         if !self.seats().any(|seat| seat == worker) {
             return;
         }
