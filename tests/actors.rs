@@ -8,6 +8,7 @@
 )]
 
 mod actors {
+    mod client_edges;
     mod clients;
     mod deadlines;
     mod drain;

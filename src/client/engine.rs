@@ -1,13 +1,13 @@
 //! The client of an engine's scheduler, and the guard of one running request.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
-use crate::shared::{AbandonOnRanks, FINISH_TIMEOUT, Shared};
+use crate::shared::{AbandonOnRanks, FINISH_TIMEOUT, FINISHES_MAX, Shared};
 use crate::transfer::{LoadGuard, PendingTransfer, StoreGuard};
 use kvferry_protocol::{
     CancelStores, ErrorCode, Hello, Lookup, Message, Reset, Role, Status, StatusAnswer,
@@ -35,6 +35,9 @@ pub struct EngineSettings {
     pub name: String,
     /// Limits of the connection.
     pub limits: Limits,
+    /// First id of the client's requests. It must be above every id that a client of the same engine has used, because the
+    /// leader answers a known id as before. Default: the microseconds since 1970.
+    pub first_id: RequestId,
     /// Stops the copies of a load that is dropped, or of a load or a store that is late. `None`: their pages are given
     /// back when the leader reports their end.
     pub ranks: Option<Arc<dyn AbandonOnRanks>>,
@@ -49,9 +52,17 @@ impl EngineSettings {
             replica: Replica(0),
             name: name.into(),
             limits: Limits::default(),
+            first_id: RequestId(first_id()),
             ranks: None,
         }
     }
+}
+
+/// Microseconds since 1970; 1 if the clock is set to before. No client makes more than a request each microsecond, so that
+/// the ids of a later client are above those of an earlier one, unless the clock is set back.
+fn first_id() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(1, |since| u64::try_from(since.as_micros()).unwrap_or(1))
 }
 
 /// The pages of a prompt, for a lookup.
@@ -81,7 +92,8 @@ pub struct StoredPages {
     pub more: Option<(u32, PageHashes)>,
 }
 
-/// The connection of an engine's scheduler to its leader. Cheap to clone.
+/// The connection of an engine's scheduler to its leader. Cheap to clone. An engine has one client at a time: a second one
+/// with the same identity takes the first one's place at the leader.
 ///
 /// When the last clone is dropped, the stores in flight are cancelled and the open requests are finished, in the
 /// background and without waiting for a hold to expire; then the connection closes. Loads in flight keep their device
@@ -98,7 +110,7 @@ struct CloseOnDrop(Arc<Shared>);
 impl Drop for CloseOnDrop {
     fn drop(&mut self) {
         let shared = Arc::clone(&self.0);
-        let slots: Vec<SlotId> = shared.open().iter().copied().collect();
+        let slots: Vec<SlotId> = shared.slots().keys().copied().collect();
         drop(self.0.runtime.spawn(async move {
             let (id, cancel) = (shared.next_id(), CancelStores { slot: None });
             let client = &shared.client;
@@ -131,8 +143,9 @@ impl EngineClient {
             runtime: Handle::current(),
             ranks: settings.ranks,
             transfers: Arc::new(Semaphore::new(TRANSFERS_MAX)),
-            next_id: AtomicU64::new(1),
-            open: Mutex::default(),
+            next_id: AtomicU64::new(settings.first_id.0),
+            finishes: Semaphore::new(FINISHES_MAX),
+            slots: Mutex::default(),
         });
         Self {
             _close: Arc::new(CloseOnDrop(Arc::clone(&shared))),
@@ -149,32 +162,20 @@ impl EngineClient {
     /// Finds the stored pages of a prompt, and holds them for as long as the guard lives, at most 30 s.
     ///
     /// # Errors
-    /// `invalid` if this client has a guard for the slot already; otherwise those of the leader.
+    /// `invalid` if this client has a guard for the slot already, `busy` while the slot's earlier request is being finished;
+    /// otherwise those of the leader.
     pub async fn lookup(
         &self,
         prompt: PromptPages,
         timeout: Duration,
     ) -> Result<RequestGuard, Failure> {
         let slot = prompt.slot;
-        if !self.shared.open().insert(slot) {
-            let text = format!(
-                "slot {} is open: finish its request, or repeat the lookup through its guard",
-                slot.0
-            );
-            return Err(Failure {
-                over: true,
-                ..Failure::new(ErrorCode::Invalid, text)
-            });
-        }
+        self.shared.open(slot)?;
         // The guard exists before the first await: a lookup that is dropped while it waits is finished, too.
         let mut guard = RequestGuard {
             shared: Arc::clone(&self.shared),
             slot,
-            found: LookupAnswer {
-                hit_pages: 0,
-                pending: false,
-            },
-            finished: false,
+            found: NOTHING_FOUND,
         };
         guard
             .lookup(
@@ -225,7 +226,8 @@ impl EngineClient {
     }
 
     /// Sends a request of the engine under an id of its own, for schedulers that keep the state of their requests
-    /// themselves. No guard gives anything back.
+    /// themselves. No guard gives anything back. Ids must grow over all requests of the engine: a client whose requests are
+    /// made here makes none by the other methods before its last.
     ///
     /// # Errors
     /// Those of the leader, and `deadline` when it did not answer in time. Only with [`Failure::over`] may the pages of
@@ -236,6 +238,10 @@ impl EngineClient {
         request: Request,
         timeout: Duration,
     ) -> Result<Answer, Failure> {
+        // Ids that are drawn later, such as that of the cancel at the end, are above it.
+        self.shared
+            .next_id
+            .fetch_max(id.0.saturating_add(1), Ordering::Relaxed);
         let message = Message::from(request);
         let kind = message.kind();
         let answer = self.shared.client.request_as(id, message, timeout).await?;
@@ -253,8 +259,13 @@ pub struct RequestGuard {
     shared: Arc<Shared>,
     slot: SlotId,
     found: LookupAnswer,
-    finished: bool,
 }
+
+/// The holds of a guard before its first lookup, and while they are unknown.
+const NOTHING_FOUND: LookupAnswer = LookupAnswer {
+    hit_pages: 0,
+    pending: false,
+};
 
 impl RequestGuard {
     /// The engine's number of the request.
@@ -275,7 +286,8 @@ impl RequestGuard {
     /// Repeats the lookup, which replaces the holds of the one before.
     ///
     /// # Errors
-    /// Those of the leader. The holds are unknown then; the guard still gives them back.
+    /// Those of the leader. The holds are unknown then, as when the future is dropped: [`Self::hit_pages`] is 0, and the
+    /// guard still gives them back.
     pub async fn lookup(
         &mut self,
         namespace: Vec<u8>,
@@ -289,6 +301,8 @@ impl RequestGuard {
             hashes,
             device_pages,
         };
+        // From now on the leader may hold other pages for the slot, whether this call completes or not.
+        self.found = NOTHING_FOUND;
         self.found = self.shared.request::<Lookup>(request, timeout).await?;
         Ok(self.found)
     }
@@ -339,10 +353,12 @@ impl RequestGuard {
     ///
     /// # Errors
     /// The leader's, if it refuses for good, or does not answer for [`FINISH_LIMIT`].
-    pub async fn finish(mut self) -> Result<(), Failure> {
-        self.finished = true;
-        let finishing = self.shared.runtime.spawn(self.shared.finish(self.slot));
-        match finishing.await {
+    pub async fn finish(self) -> Result<(), Failure> {
+        let Some(finishing) = self.shared.finish(self.slot) else {
+            // The client was dropped, which finishes every request.
+            return Ok(());
+        };
+        match self.shared.runtime.spawn(finishing).await {
             Ok(finished) => finished,
             Err(error) => Err(Failure::new(ErrorCode::Draining, error.to_string())),
         }
@@ -351,8 +367,6 @@ impl RequestGuard {
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        if !self.finished {
-            self.shared.finish_later(self.slot);
-        }
+        self.shared.finish_later(self.slot);
     }
 }

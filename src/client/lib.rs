@@ -20,5 +20,5 @@ pub use engine::{
 };
 pub use kvferry_transport::Failure;
 pub use rank::{RankFailure, RankSession, RankSessionSettings, SessionMemory};
-pub use shared::{AbandonOnRanks, FINISH_LIMIT};
+pub use shared::{AbandonOnRanks, FINISH_LIMIT, NotConfirmed, SLOTS_MAX};
 pub use transfer::{LoadGuard, PagesInUse, StoreGuard, TransferFailure, TransferPages};

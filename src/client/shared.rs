@@ -1,16 +1,16 @@
 //! The state that an engine's client and its guards share.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use kvferry_protocol::{Call, Finish};
+use kvferry_protocol::{Call, ErrorCode, Finish};
 use kvferry_transport::{Client, Failure};
 use kvferry_types::{Request, RequestId, SlotId};
 
@@ -19,23 +19,33 @@ use kvferry_types::{Request, RequestId, SlotId};
 pub const FINISH_LIMIT: Duration = Duration::from_secs(60);
 /// Deadline of one `finish`, and of the `cancel_stores` of a dropped client.
 pub(crate) const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
+/// Requests of `finish` that wait for an answer, at most.
+pub(crate) const FINISHES_MAX: usize = 64;
+/// Slots of one client that are open or being finished, at most: as many as a leader keeps for an engine. 24 bytes each, and
+/// about 1 KiB for the task of each that is being finished.
+pub const SLOTS_MAX: usize = 65_536;
 /// Pause before a `finish` is repeated that was refused with a retryable error.
 const FINISH_PAUSE: Duration = Duration::from_millis(50);
 
+/// Some rank's session has ended before its worker had confirmed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not every rank has confirmed that nothing is copied")]
+pub struct NotConfirmed;
+
 /// A future of [`AbandonOnRanks`].
-pub type Abandoned = Pin<Box<dyn Future<Output = ()> + Send>>;
+pub type Abandoned = Pin<Box<dyn Future<Output = Result<(), NotConfirmed>> + Send>>;
 
 /// Stops the copies of a request on every rank of the engine.
 pub trait AbandonOnRanks: Send + Sync + 'static {
     /// Completes when the worker of every rank has confirmed that nothing is copied for the request, now or later:
-    /// [`crate::RankSession::abandon`] on each.
+    /// [`crate::RankSession::abandon`] on each. After an error the pages stay in use until the leader reports their end.
     fn abandon(&self, request: RequestId) -> Abandoned;
 }
 
 impl<F, A> AbandonOnRanks for F
 where
     F: Fn(RequestId) -> A + Send + Sync + 'static,
-    A: Future<Output = ()> + Send + 'static,
+    A: Future<Output = Result<(), NotConfirmed>> + Send + 'static,
 {
     fn abandon(&self, request: RequestId) -> Abandoned {
         Box::pin(self(request))
@@ -49,8 +59,19 @@ pub(crate) struct Shared {
     pub(crate) ranks: Option<Arc<dyn AbandonOnRanks>>,
     pub(crate) transfers: Arc<Semaphore>,
     pub(crate) next_id: AtomicU64,
-    /// Slots that the leader may know.
-    pub(crate) open: Mutex<BTreeSet<SlotId>>,
+    /// Permits for requests of `finish`, so that many of them do not keep other requests from being sent.
+    pub(crate) finishes: Semaphore,
+    /// Slots that the leader may know, at most [`SLOTS_MAX`].
+    pub(crate) slots: Mutex<BTreeMap<SlotId, SlotState>>,
+}
+
+/// Why the leader may know a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SlotState {
+    /// A guard lives.
+    Guarded,
+    /// The leader has not confirmed the `finish` of the slot.
+    Finishing,
 }
 
 impl std::fmt::Debug for Shared {
@@ -66,8 +87,36 @@ impl Shared {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    pub(crate) fn open(&self) -> std::sync::MutexGuard<'_, BTreeSet<SlotId>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn slots(&self) -> MutexGuard<'_, BTreeMap<SlotId, SlotState>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a slot for a guard.
+    pub(crate) fn open(&self, slot: SlotId) -> Result<(), Failure> {
+        let mut slots = self.slots();
+        let (code, text) = match slots.get(&slot) {
+            Some(SlotState::Guarded) => (
+                ErrorCode::Invalid,
+                format!(
+                    "{slot} is open: finish its request, or repeat the lookup through its guard"
+                ),
+            ),
+            Some(SlotState::Finishing) => (
+                ErrorCode::Busy,
+                format!(
+                    "the earlier request of {slot} is being finished: retry, or take another slot"
+                ),
+            ),
+            None if slots.len() >= SLOTS_MAX => (
+                ErrorCode::Busy,
+                format!("{SLOTS_MAX} requests are open or being finished: retry later"),
+            ),
+            None => {
+                slots.insert(slot, SlotState::Guarded);
+                return Ok(());
+            }
+        };
+        Err(Failure::unsent(code, text))
     }
 
     pub(crate) async fn request<C: Call>(
@@ -82,38 +131,52 @@ impl Shared {
         C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
     }
 
-    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]. The id is drawn here, so that
-    /// requests of the slot that were sent before have no effect if they arrive after it.
+    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]; `None` if that was begun before. The
+    /// id is drawn here, so that requests of the slot that were sent before have no effect if they arrive after it.
     pub(crate) fn finish(
         self: &Arc<Self>,
         slot: SlotId,
-    ) -> impl Future<Output = Result<(), Failure>> + use<> {
+    ) -> Option<impl Future<Output = Result<(), Failure>> + use<>> {
+        let guarded = self.slots().get_mut(&slot).is_some_and(|state| {
+            std::mem::replace(state, SlotState::Finishing) == SlotState::Guarded
+        });
+        if !guarded {
+            return None;
+        }
         let (shared, id) = (Arc::clone(self), self.next_id());
-        async move {
-            let until = Instant::now() + FINISH_LIMIT;
-            let finish = Finish { slot: slot.0 };
-            loop {
-                let finished = shared
-                    .client
-                    .call_as(id, finish, FINISH_TIMEOUT, Duration::ZERO);
-                let failure = match finished.await {
-                    Ok(_) => break,
-                    Err(failure) => failure,
-                };
-                if !failure.retry || Instant::now() >= until {
-                    tracing::warn!(%slot, %failure, "a request was not finished");
-                    shared.open().remove(&slot);
-                    return Err(failure);
-                }
-                tokio::time::sleep(FINISH_PAUSE).await;
+        Some(async move {
+            let finished = shared.repeat_finish(id, slot).await;
+            shared.slots().remove(&slot);
+            finished
+        })
+    }
+
+    async fn repeat_finish(&self, id: RequestId, slot: SlotId) -> Result<(), Failure> {
+        let until = Instant::now() + FINISH_LIMIT;
+        let finish = Finish { slot: slot.0 };
+        loop {
+            // The semaphore is never closed.
+            let permit = self.finishes.acquire().await.ok();
+            let finished = self
+                .client
+                .call_as(id, finish, FINISH_TIMEOUT, Duration::ZERO);
+            let finished = finished.await;
+            drop(permit);
+            let Err(failure) = finished else {
+                return Ok(());
+            };
+            if !failure.retry || Instant::now() >= until {
+                tracing::warn!(%slot, %failure, "a request was not finished");
+                return Err(failure);
             }
-            shared.open().remove(&slot);
-            Ok(())
+            tokio::time::sleep(FINISH_PAUSE).await;
         }
     }
 
-    /// Finishes a slot in the background, unless that was done before.
+    /// Finishes a slot in the background, unless that was begun before.
     pub(crate) fn finish_later(self: &Arc<Self>, slot: SlotId) {
-        drop(self.runtime.spawn(self.finish(slot)));
+        if let Some(finishing) = self.finish(slot) {
+            drop(self.runtime.spawn(finishing));
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use crate::shared::Shared;
 use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
-use kvferry_transport::Failure;
+use kvferry_transport::{Failure, PendingAnswer};
 use kvferry_types::{Request, RequestId};
 
 /// Time after the deadline of a load or a store in which its answer is awaited before the guard reports a failure.
@@ -101,7 +101,7 @@ impl<P> Drop for LeakOnDrop<P> {
 type TransferEnd<C, P> = Result<(<C as Call>::Answer, P), (Failure, TransferPages<P>)>;
 
 /// A load or a store in flight. See [`LoadGuard`] and [`StoreGuard`].
-#[must_use = "dropping it stops a load"]
+#[must_use = "see what dropping a load or a store does"]
 pub struct PendingTransfer<C: Call, P> {
     request: RequestId,
     ended: oneshot::Receiver<TransferEnd<C, P>>,
@@ -121,7 +121,7 @@ where
     C::Answer: Send,
     P: Send + 'static,
 {
-    /// Sends the request in a task of its own, which lives until the end of the transfer is known.
+    /// Queues the request, so that it precedes whatever is requested later, and awaits its end in a task of its own.
     pub(crate) fn begin(
         shared: &Arc<Shared>,
         id: RequestId,
@@ -130,31 +130,34 @@ where
         timeout: Duration,
     ) -> Self {
         let (report, ended) = oneshot::channel();
-        match Arc::clone(&shared.transfers).try_acquire_owned() {
-            Ok(permit) => {
+        let message = Message::from(request);
+        let begun = Arc::clone(&shared.transfers)
+            .try_acquire_owned()
+            .map_err(|_| {
+                let text = "too many loads and stores wait for their ends";
+                Failure::unsent(ErrorCode::Busy, text)
+            })
+            .and_then(|permit| {
+                let client = &shared.client;
+                let answer = client.begin_request(id, message.clone(), timeout, GRACE)?;
+                Ok((permit, answer))
+            });
+        match begun {
+            Ok((permit, answer)) => {
                 let task = TransferTask::<C> {
                     shared: Arc::clone(shared),
                     id,
-                    message: request.into(),
+                    message,
                     timeout,
                     answer: PhantomData,
                 };
                 drop(shared.runtime.spawn(async move {
-                    task.run(LeakOnDrop(Some(pages)), report).await;
+                    task.run(answer, LeakOnDrop(Some(pages)), report).await;
                     drop(permit);
                 }));
             }
-            Err(_) => {
-                let failure = Failure {
-                    over: true,
-                    ..Failure::new(
-                        ErrorCode::Busy,
-                        "too many loads and stores wait for their ends",
-                    )
-                };
-                // The receiver is alive: it is returned below.
-                drop(report.send(Err((failure, TransferPages::Free(pages)))));
-            }
+            // The receiver is alive: it is returned below.
+            Err(failure) => drop(report.send(Err((failure, TransferPages::Free(pages))))),
         }
         Self { request: id, ended }
     }
@@ -193,13 +196,13 @@ struct TransferTask<C> {
 impl<C: Call> TransferTask<C> {
     async fn run<P: Send>(
         self,
+        mut answer: PendingAnswer,
         pages: LeakOnDrop<P>,
         mut report: oneshot::Sender<TransferEnd<C, P>>,
     ) {
-        let mut requesting = Box::pin(self.request());
         let first = tokio::select! {
             biased;
-            answer = &mut requesting => Some(answer),
+            answer = &mut answer => Some(typed::<C>(answer)),
             () = report.closed(), if C::KIND == MessageKind::Load && self.shared.ranks.is_some() => None,
         };
         let failure = match first {
@@ -210,7 +213,8 @@ impl<C: Call> TransferTask<C> {
                 }
                 return;
             }
-            Some(Err(failure)) if failure.over => {
+            // Nothing was sent under this id before.
+            Some(Err(failure)) if failure.over || failure.unsent => {
                 if let Some(pages) = pages.release() {
                     drop(report.send(Err((failure, TransferPages::Free(pages)))));
                 }
@@ -223,7 +227,7 @@ impl<C: Call> TransferTask<C> {
         if let Some(failure) = failure {
             drop(report.send(Err((failure, TransferPages::InUse(PagesInUse(given_back))))));
         }
-        drop(requesting);
+        drop(answer);
         if self.until_over().await
             && let Some(pages) = pages.release()
         {
@@ -231,13 +235,14 @@ impl<C: Call> TransferTask<C> {
         }
     }
 
-    async fn request(&self) -> Result<C::Answer, Failure> {
-        let message = self.message.clone();
-        let requested =
-            self.shared
-                .client
-                .request_with_grace(self.id, message, self.timeout, GRACE);
-        C::answer(requested.await?).map_err(|other| Failure::unexpected(C::KIND, &other))
+    /// Sends the request once more, under the same id: the leader answers it as the one before.
+    async fn repeat(&self) -> Result<C::Answer, Failure> {
+        let (message, client) = (self.message.clone(), &self.shared.client);
+        typed::<C>(
+            client
+                .request_with_grace(self.id, message, self.timeout, GRACE)
+                .await,
+        )
     }
 
     /// Waits until nothing is copied for the request: until every rank has abandoned it, or the leader has reported its
@@ -245,7 +250,7 @@ impl<C: Call> TransferTask<C> {
     async fn until_over(&self) -> bool {
         let leader = async {
             loop {
-                match self.request().await {
+                match self.repeat().await {
                     Ok(_) => return true,
                     Err(failure) if failure.over => return true,
                     // The task of the connection has ended.
@@ -256,12 +261,17 @@ impl<C: Call> TransferTask<C> {
                 }
             }
         };
-        match &self.shared.ranks {
-            Some(ranks) => tokio::select! {
-                over = leader => over,
-                () = ranks.abandon(self.id) => true,
-            },
-            None => leader.await,
+        let mut leader = pin!(leader);
+        if let Some(ranks) = &self.shared.ranks {
+            tokio::select! {
+                over = &mut leader => return over,
+                abandoned = ranks.abandon(self.id) => if abandoned.is_ok() { return true },
+            }
         }
+        leader.await
     }
+}
+
+fn typed<C: Call>(answer: Result<Message, Failure>) -> Result<C::Answer, Failure> {
+    C::answer(answer?).map_err(|other| Failure::unexpected(C::KIND, &other))
 }

@@ -52,6 +52,8 @@ pub struct Failure {
     pub retry: bool,
     /// True when the leader reports that nothing of the request runs, or will run.
     pub over: bool,
+    /// True when this call sent nothing. An earlier request under the same id may still run.
+    pub unsent: bool,
 }
 
 /// A message that makes its connection useless: nothing after it can be understood.
@@ -72,6 +74,15 @@ impl Failure {
             message: message.into(),
             retry: code.retry(),
             over: false,
+            unsent: false,
+        }
+    }
+
+    /// A failure of a request that was not sent.
+    pub fn unsent(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self {
+            unsent: true,
+            ..Self::new(code, message)
         }
     }
 
@@ -92,6 +103,7 @@ impl From<ErrorBody> for Failure {
             message: body.message,
             retry: body.retry,
             over: body.over,
+            unsent: false,
         }
     }
 }
@@ -173,6 +185,8 @@ struct Pending<R> {
     request: ClientRequest<R>,
     /// Bytes of the message once it is sent over this connection; 0 while it is unsent.
     bytes: u64,
+    /// The message was sent over this or an earlier connection.
+    sent: bool,
 }
 
 impl<R> Pending<R> {
@@ -311,7 +325,13 @@ impl<R> ClientSession<R> {
             return;
         }
         let id = request.id;
-        match self.pending.insert(id, Pending { request, bytes: 0 }) {
+        let sent = self.pending.get(&id).is_some_and(|before| before.sent);
+        let pending = Pending {
+            request,
+            bytes: 0,
+            sent,
+        };
+        match self.pending.insert(id, pending) {
             // The caller of the earlier request no longer waits.
             Some(before) if before.bytes == 0 => {}
             before => {
@@ -520,8 +540,9 @@ impl<R> ClientSession<R> {
             let encoded = match self.encode(id, pending.request.message.clone(), left_ms) {
                 Ok(encoded) => encoded,
                 Err(failure) => {
+                    let unsent = !pending.sent;
                     self.unsent.pop_front();
-                    self.fail(id, failure);
+                    self.fail(id, Failure { unsent, ..failure });
                     continue;
                 }
             };
@@ -533,6 +554,7 @@ impl<R> ClientSession<R> {
             self.in_flight_bytes += bytes;
             if let Some(pending) = self.pending.get_mut(&id) {
                 pending.bytes = bytes;
+                pending.sent = true;
             }
             self.send(now, encoded);
         }
@@ -558,7 +580,11 @@ impl<R> ClientSession<R> {
             epoch: self.epoch,
             message,
         });
-        encoded.map_err(|error| Failure::new(ErrorCode::Limit, error.to_string()))
+        // The same message fits into no later attempt.
+        encoded.map_err(|error| Failure {
+            retry: false,
+            ..Failure::new(ErrorCode::Limit, error.to_string())
+        })
     }
 
     /// Ends a request, and returns the receiver of its answer.
@@ -591,10 +617,13 @@ impl<R> ClientSession<R> {
             .pending
             .iter()
             .filter(|(_, pending)| pending.expires() <= now);
-        for id in late.map(|(id, _)| *id).collect::<Vec<_>>() {
+        for (id, unsent) in late
+            .map(|(id, pending)| (*id, !pending.sent))
+            .collect::<Vec<_>>()
+        {
             self.unsent.retain(|unsent| *unsent != id);
             let failure = Failure::new(ErrorCode::Deadline, "no answer by the deadline");
-            self.fail(id, failure);
+            self.fail(id, Failure { unsent, ..failure });
         }
     }
 

@@ -6,6 +6,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
@@ -20,6 +21,9 @@ use kvferry_types::{Epoch, LinkId, RequestId};
 /// Requests queued in a client; beyond that, callers wait for room. At worst 8 GiB, if each request has the longest
 /// body of the wire (8 MiB); 128 MiB with the hashes of 4,096 pages each.
 pub const CLIENT_QUEUE: usize = 1024;
+/// Time after the deadline of a request, and its grace, in which the session itself reports the failure of a request that
+/// it has sent. Requests that are still queued then fail without it.
+const EXPIRED_AFTER: Duration = Duration::from_millis(200);
 /// First id of the requests that a client numbers itself; callers number theirs below.
 const CLIENT_ID_BASE: u64 = 1 << 63;
 
@@ -231,6 +235,29 @@ impl Client {
         self.command(id, message, timeout, grace, None).await
     }
 
+    /// As [`Self::request_with_grace`], but the request is queued before this returns: requests that are made later are
+    /// sent later. Does not wait.
+    ///
+    /// # Errors
+    /// `busy`, with [`Failure::unsent`], when [`CLIENT_QUEUE`] requests are queued already.
+    pub fn begin_request(
+        &self,
+        id: RequestId,
+        message: Message,
+        timeout: Duration,
+        grace: Duration,
+    ) -> Result<PendingAnswer, Failure> {
+        let (command, answer) = self.prepare(id, message, timeout, grace, None);
+        match self.commands.try_send(command) {
+            Ok(()) => Ok(answer),
+            Err(mpsc::error::TrySendError::Full(_)) => Err(Failure::unsent(
+                ErrorCode::Busy,
+                "too many requests wait to be sent",
+            )),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(closed()),
+        }
+    }
+
     async fn command(
         &self,
         id: RequestId,
@@ -239,11 +266,26 @@ impl Client {
         grace: Duration,
         link: Option<LinkId>,
     ) -> Result<Message, Failure> {
-        // The client's task has ended: no further request can succeed.
-        let gone = || Failure {
-            retry: false,
-            ..Failure::new(ErrorCode::Draining, "the connection was closed")
-        };
+        let (command, answer) = self.prepare(id, message, timeout, grace, link);
+        let queued = tokio::time::timeout(timeout + grace, self.commands.send(command));
+        match queued.await {
+            Ok(Ok(())) => answer.await,
+            Ok(Err(_)) => Err(closed()),
+            Err(_) => Err(Failure::unsent(
+                ErrorCode::Deadline,
+                "the request was not sent: too many others wait to be sent",
+            )),
+        }
+    }
+
+    fn prepare(
+        &self,
+        id: RequestId,
+        message: Message,
+        timeout: Duration,
+        grace: Duration,
+        link: Option<LinkId>,
+    ) -> (ClientCommand, PendingAnswer) {
         let (reply, answer) = oneshot::channel();
         let command = ClientCommand::Request(ClientRequest {
             id,
@@ -253,8 +295,8 @@ impl Client {
             link,
             to: ReplyReceiver::Caller(reply),
         });
-        self.commands.send(command).await.map_err(|_| gone())?;
-        answer.await.map_err(|_| gone())?
+        let expired = Box::pin(tokio::time::sleep(timeout + grace + EXPIRED_AFTER));
+        (command, PendingAnswer { answer, expired })
     }
 
     /// Sends a request over this connection only, without waiting. The answer arrives as [`Incoming::Answered`], in
@@ -293,6 +335,36 @@ impl Client {
                 }
             });
         }
+    }
+}
+
+/// The failure of requests after the client's task has ended: no further request can succeed.
+fn closed() -> Failure {
+    Failure {
+        retry: false,
+        ..Failure::new(ErrorCode::Draining, "the connection was closed")
+    }
+}
+
+/// The answer to a request of [`Client::begin_request`]. Completes by the deadline of the request and its grace, and
+/// [`EXPIRED_AFTER`] at most.
+#[derive(Debug)]
+pub struct PendingAnswer {
+    answer: oneshot::Receiver<Result<Message, Failure>>,
+    expired: Pin<Box<tokio::time::Sleep>>,
+}
+
+impl Future for PendingAnswer {
+    type Output = Result<Message, Failure>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Poll::Ready(answer) = Pin::new(&mut self.answer).poll(context) {
+            return Poll::Ready(answer.unwrap_or_else(|_| Err(closed())));
+        }
+        self.expired.as_mut().poll(context).map(|()| {
+            let text = "no answer came in time: too many requests wait to be sent";
+            Err(Failure::new(ErrorCode::Deadline, text))
+        })
     }
 }
 

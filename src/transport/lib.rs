@@ -52,7 +52,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming};
+pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming, PendingAnswer};
 pub use clock::Clock;
 pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
 pub use directory::{DirectoryLock, check as check_directory, prepare as prepare_directory};

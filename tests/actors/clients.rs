@@ -24,17 +24,17 @@ use super::unregister::Memory;
 use super::workers::{agree, attaching, ranks, worker};
 use super::world::{Engine, Puppet, Received, address, leader, puppets, seconds, server, soon};
 
-const PAGES: u32 = 4;
-const WITHIN: Duration = Duration::from_secs(2);
+pub(super) const PAGES: u32 = 4;
+pub(super) const WITHIN: Duration = Duration::from_secs(2);
 /// Holds expire after 30 s, and an engine without a connection is forgotten after 10 s.
 const AT_ONCE_S: f64 = 3.0;
 
 /// The owner of device pages, which reports that it was dropped.
 #[derive(Debug)]
-struct Owner(Arc<AtomicBool>);
+pub(super) struct Owner(Arc<AtomicBool>);
 
 impl Owner {
-    fn new() -> (Self, Arc<AtomicBool>) {
+    pub(super) fn new() -> (Self, Arc<AtomicBool>) {
         let dropped = Arc::default();
         (Self(Arc::clone(&dropped)), dropped)
     }
@@ -46,7 +46,7 @@ impl Drop for Owner {
     }
 }
 
-fn prompt(slot: u64) -> PromptPages {
+pub(super) fn prompt(slot: u64) -> PromptPages {
     let bytes = (0..PAGES as u8).flat_map(|page| [page + 1; 16]).collect();
     PromptPages {
         slot: SlotId(slot),
@@ -56,7 +56,10 @@ fn prompt(slot: u64) -> PromptPages {
     }
 }
 
-fn engine(transport: &MemoryTransport, ranks: Option<Arc<dyn AbandonOnRanks>>) -> EngineClient {
+pub(super) fn engine(
+    transport: &MemoryTransport,
+    ranks: Option<Arc<dyn AbandonOnRanks>>,
+) -> EngineClient {
     let settings = EngineSettings {
         ranks,
         ..EngineSettings::new(address(), EngineId([1; 16]), "test")
@@ -64,19 +67,29 @@ fn engine(transport: &MemoryTransport, ranks: Option<Arc<dyn AbandonOnRanks>>) -
     EngineClient::start(Arc::new(transport.clone()), settings)
 }
 
-/// Attached workers that report copies as complete, while `open` is true. Returns the number of cancelled copies.
-fn obey(workers: [Puppet; 2], open: &watch::Sender<bool>) -> Arc<AtomicU32> {
-    let cancelled: Arc<AtomicU32> = Arc::default();
+/// Copies that two workers were ordered to make, and those that were cancelled.
+#[derive(Debug, Default)]
+pub(super) struct Copies {
+    pub(super) ordered: AtomicU32,
+    cancelled: AtomicU32,
+}
+
+/// Attached workers that report copies as complete, while `open` is true.
+pub(super) fn obey(workers: [Puppet; 2], open: &watch::Sender<bool>) -> Arc<Copies> {
+    let copies: Arc<Copies> = Arc::default();
     for mut worker in workers {
-        let (mut open, cancelled) = (open.subscribe(), Arc::clone(&cancelled));
+        let (mut open, copies) = (open.subscribe(), Arc::clone(&copies));
         tokio::spawn(async move {
             let mut orders = Vec::new();
             loop {
                 tokio::select! {
                     received = worker.receive() => match received {
-                        Received::Order(order) => orders.push(order),
+                        Received::Order(order) => {
+                            copies.ordered.fetch_add(1, Ordering::Relaxed);
+                            orders.push(order);
+                        }
                         Received::Cancel(ops) => {
-                            cancelled.fetch_add(ops.len() as u32, Ordering::Relaxed);
+                            copies.cancelled.fetch_add(ops.len() as u32, Ordering::Relaxed);
                         }
                         Received::Welcomed(_) | Received::Lost | Received::Invalidate(..) => {}
                     },
@@ -90,11 +103,11 @@ fn obey(workers: [Puppet; 2], open: &watch::Sender<bool>) -> Arc<AtomicU32> {
             }
         });
     }
-    cancelled
+    copies
 }
 
 /// Stores the prompt's pages, looks them up, and loads them.
-async fn scenario(client: EngineClient, slot: u64, owner: Owner) -> Result<(), Failure> {
+pub(super) async fn scenario(client: EngineClient, slot: u64, owner: Owner) -> Result<(), Failure> {
     let found = client.lookup(prompt(slot), WITHIN).await?;
     let stored = StoredPages {
         id: None,
@@ -113,13 +126,13 @@ async fn scenario(client: EngineClient, slot: u64, owner: Owner) -> Result<(), F
     found.finish().await
 }
 
-fn load(found: &RequestGuard, owner: Owner) -> LoadGuard<Owner> {
+pub(super) fn load(found: &RequestGuard, owner: Owner) -> LoadGuard<Owner> {
     let destination = PageList::run(PAGES, PAGES);
     found.load(0, destination, RequestId(0), owner, WITHIN)
 }
 
 /// Polls a future once, and lets everything else run until it waits for time.
-async fn poll_once<F: Future>(future: &mut Pin<Box<F>>) -> Option<F::Output> {
+pub(super) async fn poll_once<F: Future>(future: &mut Pin<Box<F>>) -> Option<F::Output> {
     let polled = std::future::poll_fn(|context| {
         Poll::Ready(match future.as_mut().poll(context) {
             Poll::Ready(output) => Some(output),
@@ -132,7 +145,7 @@ async fn poll_once<F: Future>(future: &mut Pin<Box<F>>) -> Option<F::Output> {
 }
 
 /// Waits until the leader has no request, hold or copy. Returns the seconds until then.
-async fn until_nothing_is_left(status: &Engine) -> f64 {
+pub(super) async fn until_nothing_is_left(status: &Engine) -> f64 {
     let begun = Instant::now();
     let nothing = async {
         loop {
@@ -192,22 +205,22 @@ async fn a_future_that_is_dropped_anywhere_leaves_nothing_behind() {
 }
 
 /// A leader with a stored prompt, and a guard for its lookup. From now on copies end only while the sender is true.
-struct Loading {
-    process: kvferry_actors::ProcessHandle,
-    status: Engine,
-    client: EngineClient,
-    found: RequestGuard,
-    open: watch::Sender<bool>,
-    cancelled: Arc<AtomicU32>,
+pub(super) struct Loading {
+    pub(super) process: kvferry_actors::ProcessHandle,
+    pub(super) status: Engine,
+    pub(super) client: EngineClient,
+    pub(super) found: RequestGuard,
+    pub(super) open: watch::Sender<bool>,
+    pub(super) copies: Arc<Copies>,
 }
 
 impl Loading {
-    async fn start(ranks: Option<Arc<dyn AbandonOnRanks>>) -> Self {
+    pub(super) async fn start(ranks: Option<Arc<dyn AbandonOnRanks>>) -> Self {
         let transport = MemoryTransport::default();
         let (process, _) = leader(&transport, 1).await;
         let status = Engine::start(&transport, 200);
         let (open, _) = watch::channel(true);
-        let cancelled = obey(puppets(&transport).await, &open);
+        let copies = obey(puppets(&transport).await, &open);
         let client = engine(&transport, ranks);
         let (owner, _) = Owner::new();
         let stored = scenario(client.clone(), 1, owner).await;
@@ -220,7 +233,7 @@ impl Loading {
             client,
             found: found.expect("an answer"),
             open,
-            cancelled,
+            copies,
         }
     }
 }
@@ -260,6 +273,7 @@ async fn a_dropped_load_is_abandoned_on_the_ranks_and_returns_its_pages_when_the
         async move {
             abandoned.send(request).expect("the test runs");
             drop(confirms.acquire().await);
+            Ok(())
         }
     };
     let world = Loading::start(Some(Arc::new(ranks))).await;
@@ -328,7 +342,7 @@ async fn a_client_that_is_dropped_finishes_its_requests_and_cancels_its_stores()
     drop(store);
     tokio::time::sleep(Duration::from_millis(10)).await;
     assert_eq!(
-        world.cancelled.load(Ordering::Relaxed),
+        world.copies.cancelled.load(Ordering::Relaxed),
         2,
         "one store on two ranks"
     );

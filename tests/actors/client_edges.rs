@@ -1,0 +1,169 @@
+//! Edges of the typed clients: several clients of one engine, futures that race, full queues, absent leaders, and messages
+//! that no wire takes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use kvferry_client::{NotConfirmed, PromptPages, StoredPages, TransferPages};
+use kvferry_protocol::ErrorCode;
+use kvferry_transport::MemoryTransport;
+use kvferry_types::{PageList, PageRun, RequestId};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::clients::{
+    Loading, Owner, PAGES, WITHIN, engine, load, obey, poll_once, prompt, scenario,
+    until_nothing_is_left,
+};
+use super::world::{Engine, leader, puppets, seconds};
+
+fn stored() -> StoredPages {
+    StoredPages {
+        id: None,
+        first_page: 0,
+        source: PageList::run(0, PAGES),
+        more: None,
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_client_of_an_engine_gets_no_answers_of_the_first_one() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let status = Engine::start(&transport, 200);
+    let (open, _) = watch::channel(true);
+    let copies = obey(puppets(&transport).await, &open);
+    for (client, ordered) in [
+        (1, 4), // a store and a load on two ranks
+        (2, 6), // the pages are stored already
+    ] {
+        let (owner, _) = Owner::new();
+        let done = scenario(engine(&transport, None), 1, owner).await;
+        done.expect("every request succeeds");
+        assert!(until_nothing_is_left(&status).await < 3.0);
+        assert_eq!(
+            copies.ordered.load(Ordering::Relaxed),
+            ordered,
+            "client {client}"
+        );
+    }
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_repeated_lookup_that_is_dropped_leaves_nothing_to_load() {
+    let mut world = Loading::start(None).await;
+    assert_eq!(world.found.hit_pages(), PAGES);
+    let PromptPages { hashes, .. } = prompt(7);
+    let mut again = Box::pin(world.found.lookup(b"other".to_vec(), hashes, 0, WITHIN));
+    assert!(poll_once(&mut again).await.is_none());
+    drop(again);
+    assert_eq!(
+        world.found.hit_pages(),
+        0,
+        "the leader may hold other pages now"
+    );
+    world.process.stop().await;
+}
+
+/// On a thread of a runtime the task that was spawned last runs first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn what_a_guard_has_begun_precedes_its_end() {
+    let world = Loading::start(None).await;
+    world.open.send_replace(true);
+    let (client, found) = (world.client.clone(), world.found);
+    let running = tokio::spawn(async move {
+        let (owner, _) = Owner::new();
+        let loading = load(&found, owner);
+        drop(found);
+        loading.await.expect("the load goes on");
+        for slot in 20..40 {
+            let other = PromptPages {
+                namespace: vec![slot],
+                ..prompt(slot.into())
+            };
+            let found = client.lookup(other, WITHIN).await.expect("an answer");
+            let (owner, _) = Owner::new();
+            let storing = found.store(stored(), owner, WITHIN);
+            drop(found);
+            let (answer, _) = storing.await.expect("the store goes on");
+            assert_eq!(answer.stored_pages, PAGES);
+        }
+    });
+    running.await.expect("no panic");
+    world.process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn guards_that_are_dropped_without_a_leader_delay_no_later_request() {
+    let client = engine(&MemoryTransport::default(), None);
+    let mut lookups = JoinSet::new();
+    for slot in 0..6_000 {
+        let client = client.clone();
+        lookups.spawn(async move { client.lookup(prompt(slot), Duration::from_millis(1)).await });
+    }
+    while let Some(lookup) = lookups.join_next().await {
+        let failure = lookup.expect("no panic").expect_err("no leader");
+        assert_eq!(failure.code, ErrorCode::Deadline);
+    }
+    let refused = client.lookup(prompt(1), WITHIN).await;
+    let failure = refused.expect_err("its finish was not confirmed");
+    assert!(
+        failure.retry && failure.code == ErrorCode::Busy,
+        "{failure:?}"
+    );
+    for slot in 6_000..6_010 {
+        let begun = Instant::now();
+        let limit = Duration::from_millis(50);
+        let lookup = client.lookup(prompt(slot), limit).await;
+        assert_eq!(lookup.expect_err("no leader").code, ErrorCode::Deadline);
+        assert!(seconds(begun) < 0.5, "{} s", seconds(begun));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_load_that_no_message_holds_gives_its_pages_back_at_once() {
+    let world = Loading::start(None).await;
+    let scattered = (0..131_073).map(|page| PageRun {
+        start: 2 * page,
+        count: 1,
+    });
+    let (owner, _) = Owner::new();
+    let destination = PageList(scattered.collect());
+    let loading = world
+        .found
+        .load(0, destination, RequestId(0), owner, WITHIN);
+    let failed = loading.await.expect_err("too many items");
+    assert_eq!(failed.failure.code, ErrorCode::Limit);
+    assert!(!failed.failure.retry, "the same message never fits");
+    assert!(
+        matches!(failed.pages, TransferPages::Free(_)),
+        "{:?}",
+        failed.pages
+    );
+    world.process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn ranks_that_end_before_they_confirm_free_no_pages() {
+    let ranks = |_: RequestId| async { Err(NotConfirmed) };
+    let world = Loading::start(Some(Arc::new(ranks))).await;
+    let (owner, dropped) = Owner::new();
+    let loading = load(&world.found, owner);
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    drop(loading);
+    tokio::time::sleep(WITHIN / 2).await;
+    assert!(
+        !dropped.load(Ordering::Relaxed),
+        "copies still write to the pages"
+    );
+    world.open.send_replace(true);
+    tokio::time::sleep(WITHIN).await;
+    assert!(
+        dropped.load(Ordering::Relaxed),
+        "the leader has reported their end"
+    );
+    world.process.stop().await;
+}
