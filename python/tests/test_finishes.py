@@ -84,7 +84,7 @@ def test_a_finish_that_cannot_succeed_is_not_retried(engine: Engine) -> None:
 
 
 def test_owed_requests_are_bounded(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
-    monkeypatch.setattr(finishes, "OWED_MAX", 6)
+    monkeypatch.setattr(finishes, "RETRIES_MAX", 6)
     monkeypatch.setattr(finishes, "AGAIN_AT_ONCE", 4)
     slots = [finish(engine, f"{number}") for number in range(8)]
     for asked in list(engine.leader.asked):

@@ -19,7 +19,7 @@ pub struct RegisteredDevice {
     pub memory: Arc<DeviceMemories>,
     /// Location of each page in the allocations.
     pub layout: Arc<PageLayout>,
-    /// What all ranks of the group must have in common.
+    /// Sizes on which all ranks of the group must agree.
     pub geometry: GroupGeometry,
     /// The word to which the engine's device writes its progress; `None` if the engine has none.
     pub timeline: Option<Timeline>,

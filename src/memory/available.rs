@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Mount point of cgroup v2.
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
-/// What limits the memory.
+/// The limit of the memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MemoryLimit {
     /// The machine's memory.

@@ -17,7 +17,7 @@ pub struct RegisteredMemory {
     pub memory: Arc<EngineMemory>,
     /// Location of each page in the allocations.
     pub layout: Arc<PageLayout>,
-    /// What all ranks of the group must have in common.
+    /// Sizes on which all ranks of the group must agree.
     pub geometry: GroupGeometry,
 }
 

@@ -47,7 +47,7 @@ pub enum PrefaultError {
         needed_bytes: u64,
         /// Bytes that were available.
         available_bytes: u64,
-        /// What limits the memory.
+        /// The limit of the memory.
         limit: MemoryLimit,
     },
     /// The cancel flag was set.

@@ -1,4 +1,4 @@
-//! Which answer belongs to which request, once for the types and once for the kinds.
+//! The answer of each request, for the types and for the kinds.
 
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Finish, Hello, Invalidate,
@@ -13,7 +13,7 @@ use kvferry_types::{CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, S
 pub trait Call: Into<Message> {
     /// The body of the answer.
     type Answer;
-    /// MessageKind of the request.
+    /// Kind of the request.
     const KIND: MessageKind;
 
     /// Returns the body of an answer, or a message that does not answer this request.

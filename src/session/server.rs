@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::admission::{HELLO_DEADLINE, Peer, STRANGERS_MAX, Verdict};
 use kvferry_protocol::{
     Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES, HELLO_VERSION, Header,
-    Hello, Message, Role, VERSION, VERSION_MIN, Welcome, decode, encode, limits,
+    Hello, Message, Role, VERSION, VERSION_MIN, Welcome, encode, limits,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -139,19 +139,6 @@ impl ServerSession {
     fn remove_peer(&mut self, host: &mut impl ServerHost, stranger: PeerId) {
         self.peers.remove(&stranger);
         host.disconnect(stranger);
-    }
-
-    /// Handles a message: admits, decodes and receives it in one call.
-    pub fn message(
-        &mut self,
-        host: &mut impl ServerHost,
-        peer: PeerId,
-        header: &[u8],
-        body: &[u8],
-    ) -> Option<ServerEvent> {
-        let header = self.admit(host, peer, header, body.len())?;
-        let decoded = decode(header, body);
-        self.receive(host, peer, &header, decoded, body.len())
     }
 
     /// Decides by header and length whether the body of a message is decoded; `None` when it is not. The result of
@@ -348,30 +335,9 @@ impl ServerSession {
         peer.map_or(HELLO_VERSION, |peer| peer.version)
     }
 
-    /// Answers a request. Never waits for a peer that is gone or does not read.
-    pub fn reply(
-        &mut self,
-        host: &mut impl ServerHost,
-        peer: PeerId,
-        request: RequestId,
-        message: Message,
-    ) {
-        self.settle(peer, request);
-        self.send(host, peer, request, message);
-    }
-
-    /// Sends an order. Returns false when the order was not sent.
-    pub fn order(
-        &mut self,
-        host: &mut impl ServerHost,
-        peer: PeerId,
-        order: RequestId,
-        message: Message,
-        deadline: Duration,
-    ) -> bool {
-        let version = self.version(peer);
-        let encoded = encode_order(version, self.settings.epoch, order, message, deadline);
-        encoded.is_some_and(|encoded| host.send(peer, encoded))
+    /// Epoch of every header that is sent.
+    pub fn epoch(&self) -> Epoch {
+        self.settings.epoch
     }
 
     fn send(

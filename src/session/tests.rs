@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{
     ClientEvent, ClientRequest, ClientSession, ClientTimes, Encoded, Failure, ServerEvent,
-    ServerHost, ServerSession, ServerSettings,
+    ServerHost, ServerSession, ServerSettings, encode_reply,
 };
 use kvferry_protocol::{
     Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message, MessageKind,
@@ -258,6 +258,17 @@ fn server() -> (ServerSession, Sent) {
     (ServerSession::new(settings, at(0)), Sent::default())
 }
 
+/// Takes a message as a server's process does.
+fn take(
+    server: &mut ServerSession,
+    host: &mut Sent,
+    header: &[u8],
+    body: &[u8],
+) -> Option<ServerEvent> {
+    let header = server.admit(host, PEER, header, body.len())?;
+    server.receive(host, PEER, &header, decode(header, body), body.len())
+}
+
 #[test]
 fn a_client_is_welcomed_and_its_request_is_answered() {
     let (mut server, mut host) = server();
@@ -268,7 +279,7 @@ fn a_client_is_welcomed_and_its_request_is_answered() {
     server.opened(&mut host, PEER, Some(42));
     let hello = client.sent.pop().expect("a hello");
     let (header, body) = encode(&hello).expect("encoded");
-    match server.message(&mut host, PEER, &header, &body) {
+    match take(&mut server, &mut host, &header, &body) {
         Some(ServerEvent::Opened { peer, pid, .. }) => assert_eq!((peer, pid), (PEER, Some(42))),
         other => panic!("{other:?}"),
     }
@@ -277,16 +288,14 @@ fn a_client_is_welcomed_and_its_request_is_answered() {
     client.request(at(2), 9);
     let request = client.sent.pop().expect("a request");
     let (header, body) = encode(&request).expect("encoded");
-    let received = server.message(&mut host, PEER, &header, &body);
+    let received = take(&mut server, &mut host, &header, &body);
     assert!(matches!(received, Some(ServerEvent::Message { .. })));
     // A repeated request is answered once.
-    assert!(server.message(&mut host, PEER, &header, &body).is_none());
-    server.reply(
-        &mut host,
-        PEER,
-        RequestId(9),
-        Message::ReadinessAnswer(Empty {}),
-    );
+    assert!(take(&mut server, &mut host, &header, &body).is_none());
+    assert_eq!(server.settle(PEER, RequestId(9)), VERSION);
+    let answer = Message::ReadinessAnswer(Empty {});
+    let answer = encode_reply(VERSION, server.epoch(), RequestId(9), answer).expect("encoded");
+    host.send(PEER, answer);
     let (_, answer) = host.sent.pop().expect("an answer");
     assert!(host.sent.is_empty());
     client.receive(at(3), &encode(&answer).expect("encoded"));
@@ -308,7 +317,7 @@ fn silent_peers_are_closed_after_three_heartbeats_and_not_right_after_a_pause() 
         message: Message::Hello(hello(Role::Engine)),
     };
     let (header, body) = encode(&hello).expect("encoded");
-    assert!(server.message(&mut host, PEER, &header, &body).is_some());
+    assert!(take(&mut server, &mut host, &header, &body).is_some());
     host.now = at(60_000);
     assert_eq!(server.tick(&mut host), [], "the first look after a pause");
     host.now = host.now + HEARTBEAT;

@@ -1,4 +1,4 @@
-//! Which messages a server accepts from which peers: over the in-memory transport, in virtual time.
+//! Messages that a server accepts from each kind of peer: over the in-memory transport, in virtual time.
 
 use std::time::Duration;
 

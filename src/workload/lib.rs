@@ -1,4 +1,4 @@
-//! What the reference engine serves, and what it decides, without I/O.
+//! The requests that the reference engine serves, and its decisions, without I/O.
 //!
 //! * `trace`: request traces, read or generated;
 //! * `models`: the KV geometry of models;

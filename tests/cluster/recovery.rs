@@ -1,4 +1,4 @@
-//! Which state outlives processes, and which does not.
+//! State that outlives processes, and state that does not.
 
 use std::time::Instant;
 

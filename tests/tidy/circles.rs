@@ -8,7 +8,7 @@ use crate::{code, sources};
 /// Path of a module below its package: empty for `lib.rs`.
 type Module = Vec<String>;
 
-/// What is known of the modules of one package.
+/// The modules of one package: their names, imports and uses.
 #[derive(Default)]
 struct Package {
     /// Names that a module defines.

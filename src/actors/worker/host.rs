@@ -16,7 +16,7 @@ use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_SLOTS, Registering, WorkerHost};
+use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, OpId, PageRun, Record, Registration,
@@ -219,7 +219,7 @@ impl WorkerHost for Host {
         through: Stored,
         from: u32,
     ) -> Result<Option<u32>, Fatal> {
-        let count = INVALIDATE_SLICE_SLOTS;
+        let count = INVALIDATE_SLICE_ENTRIES;
         Ok(self.inventory(|depot, page_bytes| {
             depot.invalidate_scope(page_bytes, scope, through, from, count)
         })?)

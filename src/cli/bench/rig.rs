@@ -1,4 +1,4 @@
-//! What the measurements share: page hashes, and processes with clients.
+//! Fixtures of the measurements: page hashes, and processes with clients.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;

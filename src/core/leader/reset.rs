@@ -83,7 +83,7 @@ impl PendingReset {
     }
 }
 
-/// What a slice of one reset leads to.
+/// The result of a slice of one reset.
 enum Advance {
     /// Nothing yet.
     Nothing,

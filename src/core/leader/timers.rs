@@ -10,7 +10,7 @@ pub(super) type CancelId = u64;
 /// Number of a store request that waits for copies: its own, and those of others that it found in flight.
 pub(super) type StoreKey = u64;
 
-/// What a timer is for. Ordered, so that timers of equal times fire in one defined order.
+/// The event that a timer stands for. Ordered, so that timers of equal times fire in one defined order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Timer {
     /// The holds of a slot expire.

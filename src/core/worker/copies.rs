@@ -107,7 +107,7 @@ impl Copies {
         self.deadlines.insert((copy.deadline, op));
         self.requests.insert((copy.request, op));
         let phase = if written {
-            self.lanes.of(copy.direction).queue.push_back(op);
+            self.lanes.push(copy.direction, op);
             CopyPhase::Queued
         } else {
             self.waiting.insert((copy.after, op));
@@ -134,8 +134,7 @@ impl Copies {
             self.waiting.remove(&(request, op));
             if let Some(task) = self.open.get_mut(&op) {
                 task.phase = CopyPhase::Queued;
-                let lane = self.lanes.of(task.copy.direction);
-                lane.queue.push_back(op);
+                self.lanes.push(task.copy.direction, op);
             }
         }
     }
@@ -144,17 +143,13 @@ impl Copies {
     pub(super) fn start(&mut self, running_max: usize) -> Vec<Copy> {
         let mut started = Vec::new();
         for direction in [Direction::Load, Direction::Store] {
-            let lane = self.lanes.of(direction);
-            while lane.running < running_max {
-                let Some(op) = lane.queue.pop_front() else {
-                    break;
-                };
+            while let Some(op) = self.lanes.pop(direction, running_max) {
                 let queued = self.open.get_mut(&op).filter(|task| {
                     task.phase == CopyPhase::Queued && task.copy.direction == direction
                 });
                 if let Some(task) = queued {
                     task.phase = CopyPhase::Running;
-                    lane.running += 1;
+                    self.lanes.started(direction);
                     started.push(task.copy.clone());
                 }
             }
@@ -193,8 +188,9 @@ impl Copies {
     /// Removes a copy that ended.
     pub(super) fn end(&mut self, op: OpId) -> Option<OpenCopy> {
         let task = self.open.remove(&op)?;
-        let lane = self.lanes.of(task.copy.direction);
-        lane.running -= usize::from(task.phase == CopyPhase::Running);
+        if task.phase == CopyPhase::Running {
+            self.lanes.ended(task.copy.direction);
+        }
         self.requests.remove(&(task.copy.request, op));
         let deadline = task.stopped.unwrap_or(task.copy.deadline);
         self.deadlines.remove(&(deadline, op));
@@ -224,7 +220,7 @@ impl Copies {
 
     #[cfg(test)]
     pub(super) fn queue_len(&mut self, direction: Direction) -> usize {
-        self.lanes.of(direction).queue.len()
+        self.lanes.entries(direction)
     }
 
     /// Recounts the running copies, and compares the indexes with the copies. `Err` names the first contradiction.

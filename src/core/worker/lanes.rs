@@ -7,10 +7,10 @@ use kvferry_types::{Direction, OpId};
 
 /// The copies of one direction.
 #[derive(Debug, Default)]
-pub(super) struct Lane {
+struct Lane {
     /// Copies in the order in which they became ready. A stopped copy stays until [`Lanes::clean`].
-    pub(super) queue: VecDeque<OpId>,
-    pub(super) running: usize,
+    queue: VecDeque<OpId>,
+    running: usize,
 }
 
 /// The lanes of both directions.
@@ -21,10 +21,43 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    pub(super) fn of(&mut self, direction: Direction) -> &mut Lane {
+    fn of(&mut self, direction: Direction) -> &mut Lane {
         match direction {
             Direction::Load => &mut self.loads,
             Direction::Store => &mut self.stores,
+        }
+    }
+
+    /// Appends a copy that is ready.
+    pub(super) fn push(&mut self, direction: Direction, op: OpId) {
+        self.of(direction).queue.push_back(op);
+    }
+
+    /// Removes the oldest entry of a direction's queue, if fewer than `running_max` of its copies run.
+    pub(super) fn pop(&mut self, direction: Direction, running_max: usize) -> Option<OpId> {
+        let lane = self.of(direction);
+        if lane.running >= running_max {
+            return None;
+        }
+        lane.queue.pop_front()
+    }
+
+    /// Counts a copy that starts to run.
+    pub(super) fn started(&mut self, direction: Direction) {
+        self.of(direction).running += 1;
+    }
+
+    /// Counts the end of a running copy.
+    pub(super) fn ended(&mut self, direction: Direction) {
+        self.of(direction).running -= 1;
+    }
+
+    /// Entries of a direction's queue.
+    #[cfg(test)]
+    pub(super) fn entries(&self, direction: Direction) -> usize {
+        match direction {
+            Direction::Load => self.loads.queue.len(),
+            Direction::Store => self.stores.queue.len(),
         }
     }
 

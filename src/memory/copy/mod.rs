@@ -40,7 +40,7 @@ impl std::fmt::Display for Side {
     }
 }
 
-/// Which store instructions a batch uses.
+/// The store instructions of a batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CopyMode {
     /// Non-temporal for batches of at least [`NON_TEMPORAL_MIN_BYTES`], plain below.

@@ -10,7 +10,7 @@ use kvferry_protocol::{ErrorBody, ErrorCode, Invalidated, Message};
 use kvferry_types::{RequestId, ResetId, Scope, Stored, Time};
 
 /// Entries of the inventory that one slice of a reset visits: about 1 ms.
-pub const INVALIDATE_SLICE_SLOTS: u32 = 8192;
+pub const INVALIDATE_SLICE_ENTRIES: u32 = 8192;
 
 /// Limit on waiting resets: as many as a leader has open at a time. A further reset is refused, and so is one whose
 /// named pages exceed [`RESET_PAGES_OPEN_MAX`] together with those of the waiting resets.

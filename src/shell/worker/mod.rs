@@ -19,7 +19,7 @@ use kvferry_types::{
 };
 
 pub use host::{Fatal, Registering, WorkerHost};
-pub use invalidations::INVALIDATE_SLICE_SLOTS;
+pub use invalidations::INVALIDATE_SLICE_ENTRIES;
 use invalidations::{Invalidations, PendingInvalidation};
 use ranks::Ranks;
 

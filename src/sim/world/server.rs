@@ -6,8 +6,10 @@ use std::time::Duration;
 use super::SimContext;
 use super::client::HEARTBEAT;
 use super::net::{ConnectionEnd, ConnectionId, Received};
-use kvferry_protocol::{Envelope, Hello, Message, Role};
-use kvferry_session::{Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings};
+use kvferry_protocol::{Envelope, Hello, Message, Role, decode};
+use kvferry_session::{
+    Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
+};
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
 /// The sessions of all clients of a process.
@@ -88,7 +90,13 @@ impl SimServer {
             self.session.opened(&mut Host::new(env), peer(id), pid);
         }
         let mut host = Host::new(env);
-        let event = self.session.message(&mut host, peer(id), &header, &body);
+        let bytes = body.len();
+        let admitted = self.session.admit(&mut host, peer(id), &header, bytes);
+        let event = admitted.and_then(|header| {
+            let decoded = decode(header, &body);
+            self.session
+                .receive(&mut host, peer(id), &header, decoded, bytes)
+        });
         if host.disconnected {
             self.session.closed(peer(id));
             return self.hellos.remove(&id).map(|_| SimServerEvent::Closed);
@@ -111,8 +119,11 @@ impl SimServer {
         request: RequestId,
         message: Message,
     ) {
-        self.session
-            .reply(&mut Host::new(env), peer(id), request, message);
+        let version = self.session.settle(peer(id), request);
+        let encoded = encode_reply(version, self.session.epoch(), request, message);
+        if let Some(encoded) = encoded {
+            Host::new(env).send(peer(id), encoded);
+        }
     }
 
     /// Sends an order. Returns false when it was not sent.
@@ -124,8 +135,9 @@ impl SimServer {
         message: Message,
         deadline: Duration,
     ) -> bool {
-        self.session
-            .order(&mut Host::new(env), peer(id), order, message, deadline)
+        let version = self.session.version(peer(id));
+        encode_order(version, self.session.epoch(), order, message, deadline)
+            .is_some_and(|encoded| Host::new(env).send(peer(id), encoded))
     }
 }
 

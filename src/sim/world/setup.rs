@@ -45,7 +45,7 @@ pub struct Shape {
 pub struct Setup {
     /// Ranks of an engine, 1 to 4.
     pub ranks: u16,
-    /// Which ranks hold the same KV.
+    /// Ranks that hold the same KV.
     pub sharding: Sharding,
     /// Engines, 1 to 3.
     pub replicas: u16,
