@@ -178,7 +178,7 @@ def test_a_configuration_with_keys_of_several_kinds() -> None:
 
 
 def test_descriptions_are_equal_in_every_process() -> None:
-    assert content.described(test_random_weights_are_named_by_their_seed).endswith(" test_random_weights_are_named_by_their_seed>")
+    assert content.described(text_of) == "<function text_of>"
     assert content.described({"a": 1}) == "{'a': 1}"
 
 

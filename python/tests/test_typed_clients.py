@@ -48,7 +48,7 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
             expected = [tensor[page].clone() for page in (4, 5, 1)]
             found = answer_of(engine.lookup(2, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
             assert found == wire.LookupAnswer(3)
-            with pytest.raises(Failure, match="held") as refused:
+            with pytest.raises(Failure, match="hold") as refused:
                 admin.reset(b"n")
             assert refused.value.code == wire.Code.LEASED
             assert answer_of(engine.load(2, 0, [0, 7, 2], timeout_s=TIMEOUT_S)) == wire.LoadAnswer(3)
