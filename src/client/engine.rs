@@ -60,6 +60,10 @@ impl EngineSettings {
 
 /// Microseconds since 1970; 1 if the clock is set to before. No client makes more than a request each microsecond, so that
 /// the ids of a later client are above those of an earlier one, unless the clock is set back.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "ids must grow over the lives of clients, which no monotonic clock does"
+)]
 fn first_id() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(1, |since| u64::try_from(since.as_micros()).unwrap_or(1))
