@@ -14,8 +14,9 @@ mod skipped;
 mod vllm;
 
 use std::ffi::OsStr;
-use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode};
 
 const HELP: &str = "cargo xtask TASK
 
@@ -66,13 +67,53 @@ fn root() -> &'static Path {
         .unwrap_or(Path::new("."))
 }
 
-/// Runs every test, those of Python last. Lists skipped tests at the end.
+/// Runs every test. The Python tests, which wait for engines much of the time, run beside the others; their output follows
+/// at the end. Lists skipped tests last.
 fn test() -> Result<(), String> {
     let list = skipped::start(root())?;
     let all = ["test", "--workspace", "--locked", "--all-targets"];
-    cargo_with(&[(skipped::LIST, list.as_os_str())], &all)?;
-    vllm::run(root(), &[])?;
+    cargo(&[&all[..], &["--no-run"]].concat())?;
+    let mut beside = Beside::start(vllm::prepare(root(), &[])?)?;
+    let tested = cargo_with(&[(skipped::LIST, list.as_os_str())], &all);
+    // Waits also after a failure, which tells nothing about the Python tests.
+    let beside = beside.succeed("the Python tests");
+    tested.and(beside)?;
     skipped::finish(&list)
+}
+
+/// A command that runs beside other ones, with its output in a file below `target/`.
+struct Beside {
+    child: Child,
+    output: PathBuf,
+}
+
+impl Beside {
+    fn start(mut command: Command) -> Result<Self, String> {
+        let output = root().join("target/python-tests.log");
+        let error = |error| format!("{}: {error}", output.display());
+        let file = File::create(&output).map_err(error)?;
+        let errors = file.try_clone().map_err(error)?;
+        println!(
+            "the Python tests run beside the others, into {}",
+            output.display()
+        );
+        let child = command.stdout(file).stderr(errors).spawn().map_err(error)?;
+        Ok(Self { child, output })
+    }
+
+    /// Waits for the end, and prints the output.
+    fn succeed(&mut self, what: &str) -> Result<(), String> {
+        let status = self
+            .child
+            .wait()
+            .map_err(|error| format!("{what}: {error}"))?;
+        let output = std::fs::read(&self.output).map_err(|error| format!("{what}: {error}"))?;
+        println!("{}", String::from_utf8_lossy(&output));
+        match status.success() {
+            true => Ok(()),
+            false => Err(format!("{what} ended with {status}")),
+        }
+    }
 }
 
 /// Runs `kvferry-tools sim`, with the rest of the command line as its arguments.

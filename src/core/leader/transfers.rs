@@ -336,3 +336,63 @@ impl Leader {
         in_flight.map(|(id, transfer)| (*id, transfer.replica, transfer.missing.iter().collect()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::anchor::AnchorKey;
+    use crate::leader::LeaderSettings;
+    use kvferry_types::{Epoch, Ratio};
+
+    fn begun(id: u64, direction: Direction, replica: u16) -> Begun {
+        Begun {
+            id: OpId(id),
+            replica: Replica(replica),
+            direction,
+            ranks: RankSet::first(2),
+            pages: 4,
+            deadline: Time(100),
+        }
+    }
+
+    #[test]
+    fn a_copy_that_waits_for_no_rank_is_detected() {
+        let (mut transfers, mut timers) = (Transfers::default(), Timers::default());
+        transfers.begin(begun(3, Direction::Load, 0), &mut timers);
+        assert_eq!(transfers.check(), Ok(()));
+        for transfer in transfers.in_flight.values_mut() {
+            transfer.missing = RankSet::first(0);
+        }
+        let why = transfers.check().expect_err("no rank is missing");
+        assert_eq!(why.to_string(), "copy 3 waits for no rank");
+    }
+
+    #[test]
+    fn copies_are_counted_by_the_worker_that_owes_them_and_by_direction() {
+        let ratio = Ratio::new(4).expect("in bounds");
+        let settings = LeaderSettings::new(Epoch(1), 2, ratio, AnchorKey([1; 32]));
+        let mut leader = Leader::new(settings);
+        for (id, direction, replica) in [
+            (1, Direction::Store, 0),
+            (2, Direction::Store, 0),
+            (3, Direction::Load, 0),
+            (4, Direction::Load, 1),
+        ] {
+            let begun = begun(id, direction, replica);
+            leader.transfers.begin(begun, &mut leader.timers);
+        }
+        let worker = |replica, rank| WorkerId {
+            replica: Replica(replica),
+            rank: Rank(rank),
+        };
+        for (worker, stores, loads) in [
+            (worker(0, 0), 2, 1),
+            (worker(0, 1), 2, 1),
+            (worker(1, 1), 0, 1),
+            (worker(0, 2), 0, 0),
+        ] {
+            assert_eq!(leader.awaited_from(worker, Direction::Store), stores);
+            assert_eq!(leader.awaited_from(worker, Direction::Load), loads);
+        }
+    }
+}

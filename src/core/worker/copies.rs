@@ -254,3 +254,92 @@ impl Copies {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_types::{FragmentPair, PageList};
+
+    fn copy(op: u64, direction: Direction) -> Copy {
+        Copy {
+            op: OpId(op),
+            engine: EngineId([1; 16]),
+            direction,
+            pairs: vec![FragmentPair {
+                src: PageList::run(0, 1),
+                dst: PageList::run(0, 1),
+            }],
+            request: RequestId(op),
+            after: RequestId(op),
+            record: None,
+            deadline: Time(100),
+        }
+    }
+
+    /// Two ready loads and two waiting stores, of which one load runs.
+    fn copies() -> Copies {
+        let mut copies = Copies::default();
+        for (op, direction) in [
+            (1, Direction::Load),
+            (2, Direction::Load),
+            (3, Direction::Store),
+            (4, Direction::Store),
+        ] {
+            copies.begin(
+                BatchId(1),
+                copy(op, direction),
+                direction == Direction::Load,
+            );
+        }
+        let started: Vec<OpId> = copies.start(1).iter().map(|copy| copy.op).collect();
+        assert_eq!(started, [OpId(1)]);
+        assert_eq!((copies.len(), copies.check()), (4, Ok(())));
+        copies
+    }
+
+    #[test]
+    fn counts_that_differ_from_the_copies_are_detected() {
+        let wrong = |spoil: fn(&mut Copies), expected: &str| {
+            let mut copies = copies();
+            spoil(&mut copies);
+            let why = copies.check().expect_err(expected).to_string();
+            assert_eq!(why, expected);
+        };
+        wrong(
+            |copies| copies.lanes.started(Direction::Store),
+            "0 copies run in direction Store, the lane counts 1",
+        );
+        wrong(
+            |copies| copies.lanes.ended(Direction::Load),
+            "1 copies run in direction Load, the lane counts 0",
+        );
+        wrong(
+            |copies| drop(copies.waiting.pop_first()),
+            "4 copies, 2 of them wait; the indexes have 4 and 1",
+        );
+        wrong(
+            |copies| drop(copies.requests.pop_first()),
+            "4 copies, 2 of them wait; the indexes have 3 and 2",
+        );
+    }
+
+    #[test]
+    fn a_copy_that_ended_in_its_queue_is_not_started() {
+        let mut copies = copies();
+        assert!(
+            copies
+                .end(OpId(2))
+                .is_some_and(|ended| ended.copy.op == OpId(2))
+        );
+        assert!(copies.end(OpId(1)).is_some());
+        assert!(
+            copies.start(8).is_empty(),
+            "the stores wait for their engine"
+        );
+        copies.wrote(RequestId(3));
+        let started: Vec<OpId> = copies.start(8).iter().map(|copy| copy.op).collect();
+        assert_eq!(started, [OpId(3)]);
+        assert_eq!((copies.len(), copies.check()), (2, Ok(())));
+        assert!(copies.end(OpId(2)).is_none(), "its end is known");
+    }
+}

@@ -219,3 +219,36 @@ pub(super) fn refused(op: OpId) -> EndedCopy {
         copy_us: 0,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_that_waits_for_no_copy_is_detected() {
+        let mut orders = Orders::default();
+        let mut batch = OpenBatch {
+            open: 1,
+            ended: Vec::new(),
+        };
+        orders.batches.insert(BatchId(7), batch);
+        assert_eq!(orders.check(), Ok(()));
+        batch = OpenBatch {
+            open: 1,
+            ended: vec![refused(OpId(1))],
+        };
+        orders.batches.insert(BatchId(7), batch);
+        let why = orders.check().expect_err("its copy has ended");
+        assert_eq!(why.to_string(), "order 7 waits for no copy");
+    }
+
+    #[test]
+    fn ends_at_the_floor_are_not_remembered() {
+        let mut orders = Orders::default();
+        orders.raise_floor(OpId(5));
+        orders.remember(refused(OpId(5)));
+        assert_eq!(orders.remembered(), 0);
+        orders.remember(refused(OpId(6)));
+        assert_eq!(orders.remembered(), 1);
+    }
+}

@@ -13,10 +13,15 @@ use install::Installed;
 /// Runs the Python tests. `--full`: every combination of engine, dtype and ranks; `--install`: only the installation.
 /// Other arguments are passed to pytest.
 pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
-    let installed = install::installed(root)?;
     if arguments.iter().any(|argument| argument == "--install") {
-        return Ok(());
+        return install::installed(root).map(drop);
     }
+    succeed(&mut prepare(root, arguments)?, "the Python tests")
+}
+
+/// Installs and builds all that the Python tests need. Returns the command that runs them.
+pub(crate) fn prepare(root: &Path, arguments: &[String]) -> Result<Command, String> {
+    let installed = install::installed(root)?;
     lint(root, &installed)?;
     let package = build(root, &installed)?;
     let driver = build_driver(root)?;
@@ -29,7 +34,7 @@ pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
         .env("PYTHONPATH", &package)
         .env("FAKE_CUDA_LIBRARY", &driver)
         .env("KVFERRY_VLLM_FULL", if full { "1" } else { "" });
-    succeed(&mut pytest, "the Python tests")
+    Ok(pytest)
 }
 
 fn lint(root: &Path, installed: &Installed) -> Result<(), String> {
