@@ -322,7 +322,9 @@ class Client:
         while (left_s := deadline - time.monotonic()) > 0 and not self._closing:
             self._take_new()
             self._expire()
-            ready = dict(poller.poll(int(left_s * 1000) + 1))
+            # Deadlines of requests are heeded also while the peer is silent.
+            next_s = self._until_next(time.monotonic() + left_s) - time.monotonic()
+            ready = dict(poller.poll(max(int(next_s * 1000) + 1, 0)))
             if self._wake in ready:
                 self._drain_wake()
             if socket in ready:

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
-use crate::shared::{AbandonOnRanks, FINISH_TIMEOUT, FINISHES_MAX, Shared};
+use crate::shared::{AbandonOnRanks, FINISH_TIMEOUT, Shared, SlotState};
 use crate::transfer::{LoadGuard, PendingTransfer, StoreGuard};
 use kvferry_protocol::{
     CancelStores, ErrorCode, Hello, Lookup, Message, Reset, Role, Status, StatusAnswer,
@@ -85,8 +85,8 @@ pub struct PromptPages {
 /// The pages of a store.
 #[derive(Debug, Clone)]
 pub struct StoredPages {
-    /// Number of the request, drawn by [`EngineClient::next_id`] so that the ranks can get it before; drawn by the
-    /// store when it is absent.
+    /// Number of the request, drawn by [`EngineClient::next_id`] for this store alone, so that the ranks can get it before;
+    /// drawn by the store when it is absent.
     pub id: Option<RequestId>,
     /// Position of the first page in the sequence.
     pub first_page: u32,
@@ -97,7 +97,8 @@ pub struct StoredPages {
 }
 
 /// The connection of an engine's scheduler to its leader. Cheap to clone. An engine has one client at a time: a second one
-/// with the same identity takes the first one's place at the leader.
+/// with the same identity takes the first one's place at the leader, and starts only after the requests of the first one
+/// were finished.
 ///
 /// When the last clone is dropped, the stores in flight are cancelled and the open requests are finished, in the
 /// background and without waiting for a hold to expire; then the connection closes. Loads in flight keep their device
@@ -114,7 +115,11 @@ struct CloseOnDrop(Arc<Shared>);
 impl Drop for CloseOnDrop {
     fn drop(&mut self) {
         let shared = Arc::clone(&self.0);
-        let slots: Vec<SlotId> = shared.slots().keys().copied().collect();
+        let slots: Vec<(SlotId, SlotState)> = shared
+            .slots()
+            .iter()
+            .map(|(slot, state)| (*slot, *state))
+            .collect();
         drop(self.0.runtime.spawn(async move {
             let (id, cancel) = (shared.next_id(), CancelStores { slot: None });
             let client = &shared.client;
@@ -123,8 +128,10 @@ impl Drop for CloseOnDrop {
                 tracing::debug!(%failure, "the stores of a closed client were not cancelled");
             }
         }));
-        for slot in slots {
-            self.0.finish_later(slot);
+        for (slot, state) in slots {
+            if let SlotState::Guarded(guard) = state {
+                self.0.finish_later(slot, guard);
+            }
         }
     }
 }
@@ -148,7 +155,6 @@ impl EngineClient {
             ranks: settings.ranks,
             transfers: Arc::new(Semaphore::new(TRANSFERS_MAX)),
             next_id: AtomicU64::new(settings.first_id.0),
-            finishes: Semaphore::new(FINISHES_MAX),
             slots: Mutex::default(),
         });
         Self {
@@ -174,11 +180,12 @@ impl EngineClient {
         timeout: Duration,
     ) -> Result<RequestGuard, Failure> {
         let slot = prompt.slot;
-        self.shared.open(slot)?;
+        let number = self.shared.open(slot)?;
         // The guard exists before the first await: a lookup that is dropped while it waits is finished, too.
         let mut guard = RequestGuard {
             shared: Arc::clone(&self.shared),
             slot,
+            number,
             found: NOTHING_FOUND,
         };
         guard
@@ -262,6 +269,8 @@ impl EngineClient {
 pub struct RequestGuard {
     shared: Arc<Shared>,
     slot: SlotId,
+    /// Tells this guard from a later one of the slot.
+    number: u64,
     found: LookupAnswer,
 }
 
@@ -299,6 +308,9 @@ impl RequestGuard {
         device_pages: u32,
         timeout: Duration,
     ) -> Result<LookupAnswer, Failure> {
+        if !self.shared.is_guarded(self.slot, self.number) {
+            return Err(self.client_dropped());
+        }
         let request = Request::Lookup {
             slot: self.slot,
             namespace,
@@ -309,6 +321,17 @@ impl RequestGuard {
         self.found = NOTHING_FOUND;
         self.found = self.shared.request::<Lookup>(request, timeout).await?;
         Ok(self.found)
+    }
+
+    fn client_dropped(&self) -> Failure {
+        let text = format!(
+            "the client was dropped, and finishes {} by itself",
+            self.slot
+        );
+        Failure {
+            retry: false,
+            ..Failure::unsent(ErrorCode::Draining, text)
+        }
     }
 
     /// Begins to copy held pages to device pages, from position `first_page` of the sequence on. `after` is the last
@@ -356,11 +379,11 @@ impl RequestGuard {
     /// Ends the request and waits until the leader has confirmed. Dropping the returned future does not stop it.
     ///
     /// # Errors
-    /// The leader's, if it refuses for good, or does not answer for [`FINISH_LIMIT`].
+    /// The leader's, if it refuses for good, or does not answer for [`FINISH_LIMIT`]; `draining` after the last clone of the
+    /// client was dropped, which finishes the request by itself.
     pub async fn finish(self) -> Result<(), Failure> {
-        let Some(finishing) = self.shared.finish(self.slot) else {
-            // The client was dropped, which finishes every request.
-            return Ok(());
+        let Some(finishing) = self.shared.finish(self.slot, self.number) else {
+            return Err(self.client_dropped());
         };
         match self.shared.runtime.spawn(finishing).await {
             Ok(finished) => finished,
@@ -371,6 +394,6 @@ impl RequestGuard {
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.shared.finish_later(self.slot);
+        self.shared.finish_later(self.slot, self.number);
     }
 }

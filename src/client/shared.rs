@@ -19,8 +19,6 @@ use kvferry_types::{Request, RequestId, SlotId};
 pub const FINISH_LIMIT: Duration = Duration::from_secs(60);
 /// Deadline of one `finish`, and of the `cancel_stores` of a dropped client.
 pub(crate) const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Requests of `finish` that wait for an answer, at most.
-pub(crate) const FINISHES_MAX: usize = 64;
 /// Slots of one client that are open or being finished, at most: as many as a leader keeps for an engine. 24 bytes each, and
 /// about 1 KiB for the task of each that is being finished.
 pub const SLOTS_MAX: usize = 65_536;
@@ -59,17 +57,16 @@ pub(crate) struct Shared {
     pub(crate) ranks: Option<Arc<dyn AbandonOnRanks>>,
     pub(crate) transfers: Arc<Semaphore>,
     pub(crate) next_id: AtomicU64,
-    /// Permits for requests of `finish`, so that many of them do not keep other requests from being sent.
-    pub(crate) finishes: Semaphore,
     /// Slots that the leader may know, at most [`SLOTS_MAX`].
     pub(crate) slots: Mutex<BTreeMap<SlotId, SlotState>>,
 }
 
-/// Why the leader may know a slot.
+/// Why the leader may know a slot. Each guard has a number of its own, because a slot may have a new guard before the
+/// former one is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotState {
-    /// A guard lives.
-    Guarded,
+    /// The guard of this number lives.
+    Guarded(u64),
     /// The leader has not confirmed the `finish` of the slot.
     Finishing,
 }
@@ -91,11 +88,11 @@ impl Shared {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a slot for a guard.
-    pub(crate) fn open(&self, slot: SlotId) -> Result<(), Failure> {
+    /// Takes a slot for a guard, and returns the guard's number.
+    pub(crate) fn open(&self, slot: SlotId) -> Result<u64, Failure> {
         let mut slots = self.slots();
         let (code, text) = match slots.get(&slot) {
-            Some(SlotState::Guarded) => (
+            Some(SlotState::Guarded(_)) => (
                 ErrorCode::Invalid,
                 format!(
                     "{slot} is open: finish its request, or repeat the lookup through its guard"
@@ -112,8 +109,9 @@ impl Shared {
                 format!("{SLOTS_MAX} requests are open or being finished: retry later"),
             ),
             None => {
-                slots.insert(slot, SlotState::Guarded);
-                return Ok(());
+                let guard = self.next_id().0;
+                slots.insert(slot, SlotState::Guarded(guard));
+                return Ok(guard);
             }
         };
         Err(Failure::unsent(code, text))
@@ -131,17 +129,25 @@ impl Shared {
         C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
     }
 
-    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]; `None` if that was begun before. The
-    /// id is drawn here, so that requests of the slot that were sent before have no effect if they arrive after it.
+    /// True while the slot belongs to this guard.
+    pub(crate) fn is_guarded(&self, slot: SlotId, guard: u64) -> bool {
+        self.slots().get(&slot) == Some(&SlotState::Guarded(guard))
+    }
+
+    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]; `None` if the slot is no longer this
+    /// guard's. The id is drawn here, so that it is above those of all requests that were made through the guard.
     pub(crate) fn finish(
         self: &Arc<Self>,
         slot: SlotId,
+        guard: u64,
     ) -> Option<impl Future<Output = Result<(), Failure>> + use<>> {
-        let guarded = self.slots().get_mut(&slot).is_some_and(|state| {
-            std::mem::replace(state, SlotState::Finishing) == SlotState::Guarded
-        });
-        if !guarded {
-            return None;
+        {
+            let mut slots = self.slots();
+            let state = slots.get_mut(&slot)?;
+            if *state != SlotState::Guarded(guard) {
+                return None;
+            }
+            *state = SlotState::Finishing;
         }
         let (shared, id) = (Arc::clone(self), self.next_id());
         Some(async move {
@@ -155,14 +161,10 @@ impl Shared {
         let until = Instant::now() + FINISH_LIMIT;
         let finish = Finish { slot: slot.0 };
         loop {
-            // The semaphore is never closed.
-            let permit = self.finishes.acquire().await.ok();
             let finished = self
                 .client
                 .call_as(id, finish, FINISH_TIMEOUT, Duration::ZERO);
-            let finished = finished.await;
-            drop(permit);
-            let Err(failure) = finished else {
+            let Err(failure) = finished.await else {
                 return Ok(());
             };
             if !failure.retry || Instant::now() >= until {
@@ -173,9 +175,9 @@ impl Shared {
         }
     }
 
-    /// Finishes a slot in the background, unless that was begun before.
-    pub(crate) fn finish_later(self: &Arc<Self>, slot: SlotId) {
-        if let Some(finishing) = self.finish(slot) {
+    /// Finishes a slot in the background, unless it is no longer this guard's.
+    pub(crate) fn finish_later(self: &Arc<Self>, slot: SlotId, guard: u64) {
+        if let Some(finishing) = self.finish(slot, guard) {
             drop(self.runtime.spawn(finishing));
         }
     }

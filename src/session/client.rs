@@ -634,8 +634,11 @@ impl<R> ClientSession<R> {
             tracing::debug!(%failure, "cannot connect yet");
         } else {
             self.unsent.clear();
-            for id in self.pending.keys().copied().collect::<Vec<_>>() {
-                self.fail(id, failure.clone());
+            let pending = self.pending.iter();
+            let pending = pending.map(|(id, pending)| (*id, !pending.sent));
+            for (id, unsent) in pending.collect::<Vec<_>>() {
+                let failure = failure.clone();
+                self.fail(id, Failure { unsent, ..failure });
             }
         }
         self.wait(now);

@@ -16,7 +16,7 @@ use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
     CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
 };
-use kvferry_types::{Epoch, LinkId, RequestId};
+use kvferry_types::{Epoch, LinkId, RequestId, Time};
 
 /// Requests queued in a client; beyond that, callers wait for room. At worst 8 GiB, if each request has the longest
 /// body of the wire (8 MiB); 128 MiB with the hashes of 4,096 pages each.
@@ -267,7 +267,8 @@ impl Client {
         link: Option<LinkId>,
     ) -> Result<Message, Failure> {
         let (command, answer) = self.prepare(id, message, timeout, grace, link);
-        let queued = tokio::time::timeout(timeout + grace, self.commands.send(command));
+        let limit = timeout.saturating_add(grace);
+        let queued = tokio::time::timeout(limit, self.commands.send(command));
         match queued.await {
             Ok(Ok(())) => answer.await,
             Ok(Err(_)) => Err(closed()),
@@ -287,16 +288,22 @@ impl Client {
         link: Option<LinkId>,
     ) -> (ClientCommand, PendingAnswer) {
         let (reply, answer) = oneshot::channel();
+        let deadline = self.clock.now() + timeout;
         let command = ClientCommand::Request(ClientRequest {
             id,
             message,
-            deadline: self.clock.now() + timeout,
+            deadline,
             grace,
             link,
             to: ReplyReceiver::Caller(reply),
         });
-        let expired = Box::pin(tokio::time::sleep(timeout + grace + EXPIRED_AFTER));
-        (command, PendingAnswer { answer, expired })
+        let answer = PendingAnswer {
+            answer,
+            clock: self.clock,
+            until: deadline + grace + EXPIRED_AFTER,
+            expired: None,
+        };
+        (command, answer)
     }
 
     /// Sends a request over this connection only, without waiting. The answer arrives as [`Incoming::Answered`], in
@@ -351,7 +358,10 @@ fn closed() -> Failure {
 #[derive(Debug)]
 pub struct PendingAnswer {
     answer: oneshot::Receiver<Result<Message, Failure>>,
-    expired: Pin<Box<tokio::time::Sleep>>,
+    clock: Clock,
+    until: Time,
+    /// The timer, which belongs to the runtime that polls this first.
+    expired: Option<Pin<Box<tokio::time::Sleep>>>,
 }
 
 impl Future for PendingAnswer {
@@ -361,7 +371,12 @@ impl Future for PendingAnswer {
         if let Poll::Ready(answer) = Pin::new(&mut self.answer).poll(context) {
             return Poll::Ready(answer.unwrap_or_else(|_| Err(closed())));
         }
-        self.expired.as_mut().poll(context).map(|()| {
+        let until = self.clock.instant(self.until);
+        let expired = self.expired.get_or_insert_with(|| match until {
+            Some(until) => Box::pin(tokio::time::sleep_until(until)),
+            None => Box::pin(tokio::time::sleep(Duration::MAX)),
+        });
+        expired.as_mut().poll(context).map(|()| {
             let text = "no answer came in time: too many requests wait to be sent";
             Err(Failure::new(ErrorCode::Deadline, text))
         })

@@ -68,6 +68,65 @@ async fn a_repeated_lookup_that_is_dropped_leaves_nothing_to_load() {
     world.process.stop().await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_finish_ends_its_own_guard_and_not_the_next_one_of_the_slot() {
+    let mut world = Loading::start(None).await;
+    world.open.send_replace(true);
+    let mut finishing = Box::pin(world.found.finish());
+    assert!(poll_once(&mut finishing).await.is_none());
+    // The leader has confirmed, and the future was not polled again.
+    let next = world.client.lookup(prompt(7), WITHIN).await;
+    world.found = next.expect("the slot is free");
+    drop(finishing);
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    assert_eq!(world.status.status().await.slots, 1);
+    let (owner, _) = Owner::new();
+    load(&world.found, owner).await.expect("its pages are held");
+    world.process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guard_that_outlives_its_client_opens_nothing() {
+    let mut world = Loading::start(None).await;
+    drop(world.client);
+    let PromptPages {
+        namespace, hashes, ..
+    } = prompt(7);
+    let again = world.found.lookup(namespace, hashes, 0, WITHIN).await;
+    let failure = again.expect_err("the client is gone");
+    assert!(failure.unsent && !failure.retry, "{failure:?}");
+    let finished = world.found.finish().await;
+    assert_eq!(
+        finished.expect_err("not by this guard").code,
+        ErrorCode::Draining
+    );
+    assert!(until_nothing_is_left(&world.status).await < 3.0);
+    world.process.stop().await;
+}
+
+/// Loads may be begun outside of a runtime, and in one that ends before them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_belongs_to_the_runtime_of_its_client() {
+    let world = Loading::start(None).await;
+    let (owner, dropped) = Owner::new();
+    let found = world.found;
+    let loading = std::thread::spawn(move || {
+        let other = tokio::runtime::Builder::new_current_thread().build();
+        let loading = other
+            .expect("a runtime")
+            .block_on(async { load(&found, owner) });
+        (loading, found)
+    });
+    let (loading, found) = loading.join().expect("no panic");
+    let far = found.load(0, PageList::run(40, 1), RequestId(0), (), Duration::MAX);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(!dropped.load(Ordering::Relaxed));
+    world.open.send_replace(true);
+    loading.await.expect("the load goes on");
+    drop((far, found));
+    world.process.stop().await;
+}
+
 /// On a thread of a runtime the task that was spawned last runs first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn what_a_guard_has_begun_precedes_its_end() {
