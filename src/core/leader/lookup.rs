@@ -12,6 +12,16 @@ use super::timers::Timer;
 use super::{Leader, ReplyTo, release_holds};
 
 impl Leader {
+    /// Refuses a request that was issued before its slot was finished, and arrives after that: the slot may be open again,
+    /// for other pages.
+    pub(super) fn check_unfinished(&self, reply_to: ReplyTo, slot: SlotId) -> Result<(), Refusal> {
+        let session = self.sessions.get(reply_to.engine);
+        match session.is_some_and(|session| session.is_finished(reply_to.id, slot)) {
+            true => Err(Refusal::UnknownSlot(slot)),
+            false => Ok(()),
+        }
+    }
+
     pub(super) fn lookup(
         &mut self,
         now: Time,
@@ -32,10 +42,7 @@ impl Leader {
         let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
         let domain = self.domain(geometry, namespace);
-        let session = self.sessions.get(reply_to.engine);
-        if session.is_some_and(|session| session.is_finished(reply_to.id, id)) {
-            return Err(Refusal::UnknownSlot(id));
-        }
+        self.check_unfinished(reply_to, id)?;
         self.open_slot(reply_to, id, domain, layout, hashes)?;
         let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
