@@ -1,7 +1,12 @@
 """Tests of the typed clients against a real leader and worker: an engine that is written by hand, and an operator."""
 
+import tempfile
+import time
+from pathlib import Path
+
 import pytest
 import torch
+import zmq
 from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
@@ -72,3 +77,14 @@ def test_an_operator_without_a_leader_gets_a_failure_in_time() -> None:
         directory = daemon.socket_dir / "no leader"
         with AdminClient(directory) as admin, pytest.raises(Failure, match="no answer"):
             admin.status(timeout_s=0.2)
+
+
+def test_a_peer_that_sends_no_welcome_delays_no_failure() -> None:
+    with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
+        silent = context.socket(zmq.ROUTER)
+        silent.bind(f"ipc://{directory}/kvferry.sock")
+        began_at = time.monotonic()
+        with AdminClient(Path(directory)) as admin, pytest.raises(Failure, match="no answer"):
+            admin.status(timeout_s=0.2)
+        assert time.monotonic() - began_at < 1.5, "an attempt to connect takes 2 s"
+        silent.close(0)

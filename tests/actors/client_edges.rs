@@ -112,9 +112,10 @@ async fn a_load_belongs_to_the_runtime_of_its_client() {
     let found = world.found;
     let loading = std::thread::spawn(move || {
         let other = tokio::runtime::Builder::new_current_thread().build();
-        let loading = other
-            .expect("a runtime")
-            .block_on(async { load(&found, owner) });
+        let other = other.expect("a runtime");
+        let entered = other.enter();
+        let loading = load(&found, owner);
+        drop(entered);
         (loading, found)
     });
     let (loading, found) = loading.join().expect("no panic");
