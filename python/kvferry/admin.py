@@ -1,12 +1,16 @@
 """The client of an operator or a probe: reads the state of a leader, and resets pages."""
 
-import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from kvferry import wire
-from kvferry.client import Client, PendingRequest
+from kvferry.client import Client, Failure, PendingRequest
+from kvferry.wire import Code
+
+#: Time after the deadline of a request in which the client's thread reports its end.
+MARGIN_S = 5.0
 
 
 class AdminClient:
@@ -48,8 +52,10 @@ class AdminClient:
         self._client.close()
 
     def _answer(self, pending: PendingRequest) -> Any:
-        # Every request ends by its own deadline.
-        pending.wait(threading.TIMEOUT_MAX)
+        # The client's thread ends every request by its deadline, and all of them when it ends itself.
+        left_s = max(pending.expires - time.monotonic(), 0.0)
+        if not pending.wait(left_s + MARGIN_S):
+            raise Failure(Code.INTERNAL, "the thread of the connection does not answer", reported=False)
         if pending.failure is not None:
             raise pending.failure
         return pending.answer

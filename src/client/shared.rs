@@ -19,8 +19,8 @@ use kvferry_types::{Request, RequestId, SlotId};
 pub const FINISH_LIMIT: Duration = Duration::from_secs(60);
 /// Deadline of one `finish`, and of the `cancel_stores` of a dropped client.
 pub(crate) const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Slots of one client that are open or being finished, at most: as many as a leader keeps for an engine. 24 bytes each, and
-/// about 1 KiB for the task of each that is being finished.
+/// Slots of one client that are open or being finished, at most: as many as a leader keeps for an engine. 24 bytes each,
+/// and about 1 KiB for the task of each that is being finished.
 pub const SLOTS_MAX: usize = 65_536;
 /// Pause before a `finish` is repeated that was refused with a retryable error.
 const FINISH_PAUSE: Duration = Duration::from_millis(50);

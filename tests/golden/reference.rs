@@ -58,7 +58,7 @@ fn table(heads: [&str; 3], rows: impl IntoIterator<Item = [String; 3]>) -> Strin
 fn the_page_of_settings_is_made_of_flags_and_defaults() {
     let mut text = page_begin(
         "Settings",
-        "Settings of `kvferry up`, `leader` and `worker`; `status` and `reset` use `socket_dir` alone. They come from a \
+        "Settings of `kvferry up`, `leader` and `worker`; `status` and `reset` use `socket_dir` and `log` alone. They come from a \
          file (`--config FILE`, at most 1 MiB of TOML), from variables, which override the file, and from flags, which \
          override both. An unknown key is refused in every source. Sizes are written `8GiB`, `1.5 GB` or `4096`: KiB, \
          MiB, GiB and TiB are powers of 1,024, KB, MB, GB and TB powers of 1,000.",
