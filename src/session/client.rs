@@ -183,8 +183,6 @@ pub struct ClientRequest<R> {
 #[derive(Debug)]
 struct Pending<R> {
     request: ClientRequest<R>,
-    /// Bytes of the message once it is sent over this connection; 0 while it is unsent.
-    bytes: u64,
     /// The message was sent over this or an earlier connection.
     sent: bool,
 }
@@ -220,6 +218,25 @@ struct Open {
     pinged: bool,
 }
 
+/// Requests that were sent over this connection and not answered, with their bytes, as the other side counts them: a
+/// request whose caller no longer waits uses its credits until it is answered. Within the other side's credits.
+#[derive(Debug, Default)]
+struct InFlight {
+    requests: BTreeMap<RequestId, u64>,
+    bytes: u64,
+}
+
+impl InFlight {
+    fn add(&mut self, id: RequestId, bytes: u64) {
+        let before = self.requests.insert(id, bytes);
+        self.bytes = self.bytes - before.unwrap_or(0) + bytes;
+    }
+
+    fn remove(&mut self, id: RequestId) {
+        self.bytes -= self.requests.remove(&id).unwrap_or(0);
+    }
+}
+
 /// The client's side of a connection, which survives reconnects.
 #[derive(Debug)]
 pub struct ClientSession<R> {
@@ -227,9 +244,9 @@ pub struct ClientSession<R> {
     times: ClientTimes,
     state: State,
     pending: BTreeMap<RequestId, Pending<R>>,
-    /// Pending requests that are not sent over this connection yet, in order.
+    /// Pending requests that are not in flight, in order.
     unsent: VecDeque<RequestId>,
-    in_flight_bytes: u64,
+    in_flight: InFlight,
     version: u16,
     epoch: Epoch,
     /// The current connection, or the last one.
@@ -256,7 +273,7 @@ impl<R> ClientSession<R> {
             state: State::Apart { connect_at: now },
             pending: BTreeMap::new(),
             unsent: VecDeque::new(),
-            in_flight_bytes: 0,
+            in_flight: InFlight::default(),
             version: VERSION,
             epoch: Epoch(0),
             link: LinkId(0),
@@ -325,20 +342,17 @@ impl<R> ClientSession<R> {
             return;
         }
         let id = request.id;
-        let sent = self.pending.get(&id).is_some_and(|before| before.sent);
-        let pending = Pending {
-            request,
-            bytes: 0,
-            sent,
-        };
-        match self.pending.insert(id, pending) {
-            // The caller of the earlier request no longer waits.
-            Some(before) if before.bytes == 0 => {}
-            before => {
-                let bytes = before.map_or(0, |before| before.bytes);
-                self.in_flight_bytes = self.in_flight_bytes.saturating_sub(bytes);
-                self.unsent.push_back(id);
+        let in_flight = self.in_flight.requests.contains_key(&id);
+        let sent = in_flight || self.pending.get(&id).is_some_and(|before| before.sent);
+        let before = self.pending.insert(id, Pending { request, sent });
+        // The caller of an earlier request under this id no longer waits. Sent again while it is in flight, the request
+        // uses no further credits.
+        if in_flight && open {
+            if let Some(encoded) = self.encode_request(now, id) {
+                self.send_request(now, id, encoded);
             }
+        } else if before.is_none() && !in_flight {
+            self.unsent.push_back(id);
         }
         self.send_unsent(now);
     }
@@ -459,11 +473,8 @@ impl<R> ClientSession<R> {
             features: welcome.features,
         });
         self.fail_bound();
-        self.in_flight_bytes = 0;
+        self.in_flight = InFlight::default();
         self.unsent = self.pending.keys().copied().collect();
-        for pending in self.pending.values_mut() {
-            pending.bytes = 0;
-        }
     }
 
     /// Handles a message after the welcome. An error breaks the connection.
@@ -474,7 +485,10 @@ impl<R> ClientSession<R> {
             Class::Request => self.take_request(now, kind, header, body),
             // Drops answers of an unknown kind, and answers to no pending request.
             Class::Answer if kind.is_none_or(|kind| kind == MessageKind::Pong) => Ok(()),
-            Class::Answer if !self.pending.contains_key(&header.correlation) => Ok(()),
+            Class::Answer if !self.pending.contains_key(&header.correlation) => {
+                self.in_flight.remove(header.correlation);
+                Ok(())
+            }
             Class::Answer => {
                 let envelope = decode(header, body)?;
                 let answer = match envelope.message {
@@ -482,7 +496,9 @@ impl<R> ClientSession<R> {
                     message => Ok(message),
                 };
                 let id = envelope.correlation;
-                if let Some(to) = self.end(id) {
+                self.in_flight.remove(id);
+                if let Some(pending) = self.pending.remove(&id) {
+                    let to = pending.request.to;
                     self.events
                         .push_back(ClientEvent::Answered { id, to, answer });
                 }
@@ -526,38 +542,40 @@ impl<R> ClientSession<R> {
         while let State::Open(open) = &self.state
             && let Some(id) = self.unsent.front().copied()
         {
-            let sent = self.pending.len() - self.unsent.len();
+            let sent = self.in_flight.requests.len();
             let (request_credits, byte_credits) = (open.request_credits, open.byte_credits);
             if sent >= request_credits && sent > 0 {
                 return;
             }
-            let Some(pending) = self.pending.get(&id) else {
-                self.unsent.pop_front();
+            let Some(encoded) = self.encode_request(now, id) else {
+                self.unsent.retain(|unsent| *unsent != id);
                 continue;
             };
-            let left = now.until(pending.request.deadline);
-            let left_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1);
-            let encoded = match self.encode(id, pending.request.message.clone(), left_ms) {
-                Ok(encoded) => encoded,
-                Err(failure) => {
-                    let unsent = !pending.sent;
-                    self.unsent.pop_front();
-                    self.fail(id, Failure { unsent, ..failure });
-                    continue;
-                }
-            };
-            let bytes = encoded.1.len() as u64;
-            if sent > 0 && self.in_flight_bytes + bytes > byte_credits {
+            if sent > 0 && self.in_flight.bytes + encoded.1.len() as u64 > byte_credits {
                 return;
             }
             self.unsent.pop_front();
-            self.in_flight_bytes += bytes;
-            if let Some(pending) = self.pending.get_mut(&id) {
-                pending.bytes = bytes;
-                pending.sent = true;
-            }
-            self.send(now, encoded);
+            self.send_request(now, id, encoded);
         }
+    }
+
+    /// Encodes a request. Fails it if no message holds it.
+    fn encode_request(&mut self, now: Time, id: RequestId) -> Option<Encoded> {
+        let pending = self.pending.get(&id)?;
+        let unsent = !pending.sent;
+        let left = now.until(pending.request.deadline);
+        let left_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1);
+        let encoded = self.encode(id, pending.request.message.clone(), left_ms);
+        let failed = |failure| self.fail(id, Failure { unsent, ..failure });
+        encoded.map_err(failed).ok()
+    }
+
+    fn send_request(&mut self, now: Time, id: RequestId, encoded: Encoded) {
+        self.in_flight.add(id, encoded.1.len() as u64);
+        if let Some(pending) = self.pending.get_mut(&id) {
+            pending.sent = true;
+        }
+        self.send(now, encoded);
     }
 
     fn send(&mut self, now: Time, message: Encoded) {
@@ -583,20 +601,18 @@ impl<R> ClientSession<R> {
         // The same message fits into no later attempt.
         encoded.map_err(|error| Failure {
             retry: false,
-            ..Failure::new(ErrorCode::Limit, error.to_string())
+            ..Failure::new(error.code(), error.to_string())
         })
     }
 
-    /// Ends a request, and returns the receiver of its answer.
-    fn end(&mut self, id: RequestId) -> Option<R> {
-        let pending = self.pending.remove(&id)?;
-        self.in_flight_bytes = self.in_flight_bytes.saturating_sub(pending.bytes);
-        Some(pending.request.to)
-    }
-
+    /// Fails a request without an answer. While it is in flight it keeps its credits.
     fn fail(&mut self, id: RequestId, failure: Failure) {
-        if let Some(to) = self.end(id) {
+        if let Some(pending) = self.pending.remove(&id) {
+            let to = pending.request.to;
             self.events.push_back(ClientEvent::Failed { to, failure });
+        }
+        if !self.in_flight.requests.contains_key(&id) {
+            self.unsent.retain(|unsent| *unsent != id);
         }
     }
 
@@ -621,7 +637,6 @@ impl<R> ClientSession<R> {
             .map(|(id, pending)| (*id, !pending.sent))
             .collect::<Vec<_>>()
         {
-            self.unsent.retain(|unsent| *unsent != id);
             let failure = Failure::new(ErrorCode::Deadline, "no answer by the deadline");
             self.fail(id, Failure { unsent, ..failure });
         }
@@ -633,7 +648,6 @@ impl<R> ClientSession<R> {
         if failure.code.retry() {
             tracing::debug!(%failure, "cannot connect yet");
         } else {
-            self.unsent.clear();
             let pending = self.pending.iter();
             let pending = pending.map(|(id, pending)| (*id, !pending.sent));
             for (id, unsent) in pending.collect::<Vec<_>>() {

@@ -169,6 +169,56 @@ fn a_request_that_is_repeated_before_it_was_sent_is_sent_once() {
 }
 
 #[test]
+fn a_request_keeps_its_credit_until_it_is_answered() {
+    let mut client = Client::welcomed(at(0), 1);
+    let error = |id| {
+        let error = ErrorBody::new(ErrorCode::Busy, "later");
+        from_server(VERSION, id, Message::Error(error))
+    };
+    client.request(at(1), 1);
+    client.request(at(2), 2);
+    client.request(at(3), 1);
+    assert_eq!(
+        client.requests(),
+        [1, 1],
+        "a repeated request uses one credit"
+    );
+    client.tick(at(60_003));
+    let late = Err(ErrorCode::Deadline);
+    assert_eq!(client.answered, [(1, late), (2, late)]);
+    client.request(at(60_004), 3);
+    assert!(client.requests().is_empty(), "the server still counts 1");
+    client.request(at(60_005), 1);
+    assert_eq!(client.requests(), [1]);
+    client.receive(at(60_006), &error(1));
+    assert_eq!(client.answered[2], (1, Err(ErrorCode::Busy)));
+    assert_eq!(client.requests(), [3]);
+    client.tick(at(120_010));
+    client.request(at(120_011), 4);
+    client.receive(at(120_012), &error(3));
+    assert_eq!(client.requests(), [4], "nobody waits for the answer to 3");
+}
+
+/// Requests that were repeated, answered and late leave the count of credits right.
+#[test]
+fn requests_that_expire_before_they_are_sent_stop_no_later_ones() {
+    let mut client = Client::welcomed(at(0), 2);
+    (1..=4).for_each(|id| client.request(at(id), id));
+    client.request(at(5), 1);
+    let error = ErrorBody::new(ErrorCode::Busy, "later");
+    client.receive(at(6), &from_server(VERSION, 1, Message::Error(error)));
+    assert_eq!(client.requests(), [1, 2, 1, 3]);
+    client.tick(at(60_010));
+    assert_eq!(client.answered.len(), 4);
+    client.session.disconnected(at(60_011), "closed");
+    client.tick(client.session.next_timeout());
+    client.session.connected(at(60_100));
+    client.welcome(at(60_100), 2);
+    client.request(at(60_101), 5);
+    assert_eq!(client.requests(), [5]);
+}
+
+#[test]
 fn a_request_is_sent_again_over_the_next_connection_until_its_deadline() {
     let mut client = Client::welcomed(at(0), 10);
     client.request(at(1), 1);
