@@ -19,7 +19,7 @@ use crate::limits::{
 use crate::named::Named;
 use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
 use kvferry_types::{
-    CancelStoresAnswer, Epoch, LoadAnswer, LookupAnswer, PageList, RequestId, ResetAnswer,
+    CancelStoresAnswer, Epoch, LoadAnswer, LookupAnswer, PageList, PageRun, RequestId, ResetAnswer,
     StoreAnswer,
 };
 
@@ -324,8 +324,12 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             abandon.requests.len() as u64,
             ABANDONED_MAX as u64,
         ),
-        Message::Load(load) => pages(&load.destination.list),
+        Message::Load(load) => {
+            check_pages(kind, "destination", &load.destination.list)?;
+            pages(&load.destination.list)
+        }
         Message::Store(store) => {
+            check_pages(kind, "source", &store.source.list)?;
             pages(&store.source.list)?;
             hashes(&store.more_hashes, store.hash_bytes)
         }
@@ -346,6 +350,18 @@ fn check(message: &Message) -> Result<(), EncodeError> {
         Message::Cancel(cancel) => within("copies", cancel.ops.len() as u64, COPIES_MAX as u64),
         _ => Ok(()),
     }
+}
+
+/// Checks that a list has the pages that its reader requires.
+fn check_pages(kind: MessageKind, field: &'static str, list: &PageList) -> Result<(), EncodeError> {
+    let holds_none = |run: &&PageRun| run.count == 0 || run.end() > u64::from(u32::MAX);
+    let value = match list.0.iter().find(holds_none) {
+        None if list.0.is_empty() => "no page".to_owned(),
+        None => return Ok(()),
+        Some(run) => format!("the run [{}, {}]", run.start, run.count),
+    };
+    let kind = kind.name();
+    Err(EncodeError::Pages { kind, field, value })
 }
 
 /// Checks the limits on lists of pages as a reader of `version` counts them: page by page in version 1, by items later.

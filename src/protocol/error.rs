@@ -185,6 +185,19 @@ pub enum EncodeError {
         /// Largest allowed value.
         max: u64,
     },
+    /// A list names no page, or a run that has none.
+    #[error(
+        "{kind}: {field} has {value}: name at least one page, with indices below {}",
+        u32::MAX
+    )]
+    Pages {
+        /// Name of the message's kind.
+        kind: &'static str,
+        /// Name of the list.
+        field: &'static str,
+        /// The list's entry.
+        value: String,
+    },
     /// The version has no form for this kind.
     #[error("{kind} has no form in version {version}")]
     Version {
@@ -204,6 +217,14 @@ pub enum EncodeError {
 }
 
 impl EncodeError {
+    /// The code of a request that fails for this reason.
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::Pages { .. } => ErrorCode::Invalid,
+            Self::Limit { .. } | Self::Version { .. } | Self::Body { .. } => ErrorCode::Limit,
+        }
+    }
+
     pub(super) fn limit(kind: MessageKind, what: &'static str, value: u64, max: u64) -> Self {
         Self::Limit {
             kind: kind.name(),
