@@ -37,6 +37,8 @@ pub struct PinnedRun {
 /// One running request.
 #[derive(Debug)]
 pub struct Slot {
+    /// The lookup that opened it, or replaced its hashes.
+    lookup: RequestId,
     domain: Domain,
     layout: [u8; 16],
     hashes: Arc<PageHashes>,
@@ -48,14 +50,16 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// A slot for pages of this domain and layout. `digest` holds the earlier decisions about the request.
+    /// The slot of a lookup, for pages of this domain and layout. `digest` holds the earlier decisions about the request.
     pub fn new(
+        lookup: RequestId,
         domain: Domain,
         layout: [u8; 16],
         hashes: PageHashes,
         digest: RequestDigest,
     ) -> Self {
         Self {
+            lookup,
             domain,
             layout,
             hashes: Arc::new(hashes),
@@ -345,11 +349,12 @@ impl Session {
         }
     }
 
-    /// True if this request was issued before its slot was finished.
-    pub fn is_finished(&self, id: RequestId, slot: SlotId) -> bool {
-        self.finished
-            .range(id..)
-            .any(|(_, finished)| *finished == slot)
+    /// True if this request was issued before its slot was finished, or before the lookup that the slot now has: it is about
+    /// other pages than the slot's. A leader that has started since then knows of no finish, but has the later lookup.
+    pub fn is_outdated(&self, id: RequestId, slot: SlotId) -> bool {
+        let mut later = self.finished.range(id..);
+        let finished = later.any(|(_, finished)| *finished == slot);
+        finished || self.slots.get(&slot).is_some_and(|slot| id < slot.lookup)
     }
 
     /// Recounts the bytes of page hashes.

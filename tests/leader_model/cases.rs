@@ -444,52 +444,6 @@ fn a_lookup_after_the_finish_of_its_slot_opens_nothing() {
     assert_eq!(world.leader.slots(), 0);
 }
 
-/// An engine may repeat a request after its slot was finished and opened again for another prompt.
-#[test]
-fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alone() {
-    let mut world = World::new();
-    store(&mut world, 0, 0, 7, 8);
-    while let Some(op) = world.open.keys().next().copied() {
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
-    }
-    let late = world.next_id;
-    world.next_id += 2;
-    world.take(Step::Finish { engine: 0, slot: 0 });
-    world.request(
-        0,
-        Request::Lookup {
-            slot: SlotId(0),
-            namespace: vec![7],
-            hashes: sequence(0, 8),
-            device_pages: 0,
-        },
-    );
-    let pins = world.leader.pool().map(|pool| pool.pins());
-    assert!(pins > Some(0), "{pins:?}");
-    let pages = PageList::run(0, 4);
-    let load = Request::Load {
-        slot: SlotId(0),
-        first_page: 0,
-        destination: pages.clone(),
-        after: RequestId(0),
-    };
-    let store = Request::Store {
-        slot: SlotId(0),
-        first_page: 0,
-        more: None,
-        source: pages,
-    };
-    for (id, request) in [(late + 1, load), (late + 2, store)] {
-        let id = RequestId(id);
-        world.requests.insert((0, id), (request.clone(), None));
-        world.send(0, id, request);
-        let unknown = Some(Err(Refusal::UnknownSlot(SlotId(0))));
-        assert_eq!(answer(&world, 0, id), unknown);
-        assert_eq!(world.leader.pool().map(|pool| pool.pins()), pins);
-        assert!(world.open.is_empty(), "nothing is copied");
-    }
-}
-
 #[test]
 fn copies_for_an_absent_engine_are_not_forgotten() {
     let mut world = World::new();

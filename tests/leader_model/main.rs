@@ -8,6 +8,7 @@ mod cancel;
 mod cases;
 mod edges;
 mod inventory;
+mod late;
 mod resets;
 mod settings;
 mod shared;

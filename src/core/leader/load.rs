@@ -61,7 +61,7 @@ impl Leader {
         check_device_pages(geometry, "destination", destination)?;
         let (tokens_per_page, ranks) = (geometry.engine_page_tokens, self.roster.ranks());
         let layout = geometry.layout_fingerprint;
-        self.check_unfinished(reply_to, id)?;
+        self.check_current(reply_to, id)?;
         let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
         };

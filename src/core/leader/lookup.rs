@@ -12,11 +12,11 @@ use super::timers::Timer;
 use super::{Leader, ReplyTo, release_holds};
 
 impl Leader {
-    /// Refuses a request that was issued before its slot was finished, and arrives after that: the slot may be open again,
-    /// for other pages.
-    pub(super) fn check_unfinished(&self, reply_to: ReplyTo, slot: SlotId) -> Result<(), Refusal> {
+    /// Refuses a request that arrives late, when its slot was finished or has another lookup: the slot may be open for
+    /// other pages.
+    pub(super) fn check_current(&self, reply_to: ReplyTo, slot: SlotId) -> Result<(), Refusal> {
         let session = self.sessions.get(reply_to.engine);
-        match session.is_some_and(|session| session.is_finished(reply_to.id, slot)) {
+        match session.is_some_and(|session| session.is_outdated(reply_to.id, slot)) {
             true => Err(Refusal::UnknownSlot(slot)),
             false => Ok(()),
         }
@@ -42,7 +42,7 @@ impl Leader {
         let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
         let domain = self.domain(geometry, namespace);
-        self.check_unfinished(reply_to, id)?;
+        self.check_current(reply_to, id)?;
         self.open_slot(reply_to, id, domain, layout, hashes)?;
         let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
@@ -110,7 +110,7 @@ impl Leader {
             }
             None => RequestDigest::new(self.settings.record_decisions),
         };
-        let slot = Slot::new(domain, layout, hashes, digest);
+        let slot = Slot::new(reply_to.id, domain, layout, hashes, digest);
         self.sessions.open(reply_to.engine).open_slot(id, slot)?;
         Ok(())
     }

@@ -248,7 +248,7 @@ impl Leader {
         let ranks = self.roster.storing_ranks(self.stores.last);
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
-        self.check_unfinished(reply_to, id)?;
+        self.check_current(reply_to, id)?;
         let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
         };
