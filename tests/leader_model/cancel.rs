@@ -165,3 +165,18 @@ fn nothing_is_cancelled_while_copies_of_an_older_leader_may_run() {
         Some(Err(Refusal::NotReady { .. }))
     ));
 }
+
+/// They may be the stores of the engine's next client.
+#[test]
+fn a_cancel_leaves_stores_with_higher_ids() {
+    let mut world = World::new();
+    let cancel = RequestId(world.next_id + 1);
+    world.next_id += 2;
+    store(&mut world, 0, 0, 7, 8);
+    assert!(!world.open.is_empty(), "a copy is under way");
+    let request = Request::CancelStores { slot: None };
+    world.requests.insert((0, cancel), (request.clone(), None));
+    world.send(0, cancel, request);
+    let none = Answer::CancelStores(CancelStoresAnswer { stores: 0 });
+    assert_eq!(answer(&world, 0, cancel), Some(Ok(none)));
+}

@@ -77,7 +77,8 @@ impl Cancels {
 }
 
 impl Leader {
-    /// Stops the stores of an engine, or of one of its slots. Answers after the last of them has been answered.
+    /// Stops the stores that an engine requested before, of one of its slots or of all. Answers after the last of them has
+    /// been answered. Stores with higher ids continue: they may be those of the engine's next client.
     pub(super) fn cancel_stores(
         &mut self,
         reply_to: ReplyTo,
@@ -94,7 +95,7 @@ impl Leader {
                 max: CANCELS_MAX as u64,
             });
         }
-        let mut keys = self.stores.of(reply_to.engine, slot);
+        let mut keys = self.stores.before(reply_to.engine, reply_to.id, slot);
         let stores = u32::try_from(keys.len()).unwrap_or(u32::MAX);
         keys.iter().for_each(|key| self.stop_store(*key, effects));
         keys.retain(|key| self.stores.contains(*key));

@@ -16,7 +16,7 @@ use crate::session::Slot;
 use kvferry_types::{Answer, Copy, Direction, StoreAnswer};
 use kvferry_types::{
     EngineId, FragmentPair, Generation, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
-    SlotId,
+    RequestId, SlotId,
 };
 
 use super::load::check_device_pages;
@@ -76,11 +76,19 @@ impl Stores {
         self.waiting.contains_key(&key)
     }
 
-    /// The stores of an engine, or of one of its slots, in the order in which they were requested.
-    pub(super) fn of(&self, engine: EngineId, slot: Option<SlotId>) -> Vec<StoreKey> {
+    /// The stores that an engine requested before the request `id`, of one of its slots or of all, in the order in which
+    /// they arrived.
+    pub(super) fn before(
+        &self,
+        engine: EngineId,
+        id: RequestId,
+        slot: Option<SlotId>,
+    ) -> Vec<StoreKey> {
         let waiting = self.waiting.iter();
         let meant = waiting.filter(|(_, store)| {
-            store.reply_to.engine == engine && slot.is_none_or(|slot| slot == store.slot)
+            store.reply_to.engine == engine
+                && store.reply_to.id < id
+                && slot.is_none_or(|slot| slot == store.slot)
         });
         meant.map(|(key, _)| *key).collect()
     }
