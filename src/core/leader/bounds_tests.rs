@@ -5,6 +5,7 @@ use super::*;
 use crate::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 use crate::event::{AttachRequest, WorkerMemory};
 use crate::refusal::Refusal;
+use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{
     Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry,
     LookupAnswer, PageHashes, PageList, PageRecord, Rank, Replica, Request, ResetAnswer,
@@ -504,4 +505,56 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     let refused = answers(&step(&mut leader, Time(0), LeaderEvent::WorkerDead(WORKER)));
     let unknown = || Err(Refusal::UnknownSlot(SlotId(1)));
     assert_eq!(refused, [unknown(), unknown()]);
+}
+
+/// A store keeps its hashes when its slot is finished.
+#[test]
+fn the_hashes_of_stores_under_way_are_bounded() {
+    let hashes = sequence(1 << 19, 0);
+    let fits = HASH_BYTES_PER_ENGINE_MAX / hashes.as_bytes().len();
+    let mut leader = with_arena(4096, |_| {});
+    let begin = |leader: &mut Leader, id: u64| {
+        let (slot, first_page, more) = (SlotId(id), 0, None);
+        request(leader, Time(0), id, lookup(id, id as u8, &hashes));
+        let source = PageList::run(0, 1);
+        let store = Request::Store {
+            slot,
+            first_page,
+            more,
+            source,
+        };
+        let effects = request(leader, Time(0), id + 1, store);
+        request(leader, Time(0), id + 2, Request::Finish { slot });
+        effects
+    };
+    let ops: Vec<_> = (0..fits as u64)
+        .flat_map(|store| begin(&mut leader, 1 + 3 * store))
+        .filter_map(|effect| match effect {
+            LeaderEffect::Copy { copy, .. } => Some(copy.op),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(ops.len(), fits, "each store has a copy");
+    let refused = answers(&begin(&mut leader, 1000));
+    let limit = "bytes of page hashes in stores under way";
+    let max = HASH_BYTES_PER_ENGINE_MAX as u64;
+    assert_eq!(refused, [Err(Refusal::Limit { limit, max })]);
+    let ended = EndedCopy {
+        op: ops[0],
+        complete: true,
+        complete_pages: 0,
+        bytes: 0,
+        copy_us: 0,
+    };
+    let (epoch, copies) = (Epoch(1), vec![ended]);
+    let ended = LeaderEvent::Ended {
+        worker: WORKER,
+        epoch,
+        copies,
+    };
+    step(&mut leader, Time(0), ended);
+    assert!(
+        answers(&begin(&mut leader, 2000)).is_empty(),
+        "there is room"
+    );
 }

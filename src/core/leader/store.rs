@@ -12,7 +12,7 @@ use crate::event::LeaderEffect;
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pin, Pool, ReservationKind, Reserved};
 use crate::refusal::Refusal;
-use crate::session::Slot;
+use crate::session::{HASH_BYTES_PER_ENGINE_MAX, Slot};
 use kvferry_types::{Answer, Copy, Direction, StoreAnswer};
 use kvferry_types::{
     EngineId, FragmentPair, Generation, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
@@ -45,6 +45,12 @@ struct PendingStore {
     failed_pages: u32,
 }
 
+impl PendingStore {
+    fn hash_bytes(&self) -> usize {
+        self.hashes.as_bytes().len()
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Wait {
     generation: Generation,
@@ -69,6 +75,9 @@ pub(super) struct Stores {
     /// The stores that wait for each copy.
     waiters: BTreeMap<Generation, Vec<StoreKey>>,
     last: StoreKey,
+    /// Bytes of page hashes in the waiting stores of each engine, at most [`HASH_BYTES_PER_ENGINE_MAX`]. A store keeps its
+    /// hashes when its slot is finished. Hashes that several stores share count for each.
+    hash_bytes: BTreeMap<EngineId, usize>,
 }
 
 impl Stores {
@@ -110,6 +119,7 @@ impl Stores {
         if pending.waits.iter().any(|wait| !wait.own) {
             timers.set(pending.reply_to.deadline, Timer::Store(self.last));
         }
+        *self.hash_bytes.entry(pending.reply_to.engine).or_default() += pending.hash_bytes();
         self.waiting.insert(self.last, pending);
     }
 
@@ -192,11 +202,41 @@ impl Stores {
     fn take(&mut self, key: StoreKey, timers: &mut Timers) -> Option<PendingStore> {
         let store = self.waiting.remove(&key)?;
         timers.clear(store.reply_to.deadline, Timer::Store(key));
+        if let Some(bytes) = self.hash_bytes.get_mut(&store.reply_to.engine) {
+            *bytes -= store.hash_bytes();
+            if *bytes == 0 {
+                self.hash_bytes.remove(&store.reply_to.engine);
+            }
+        }
         Some(store)
     }
 
-    /// Checks that stores and copies name each other. `Err` names the first contradiction.
+    /// Refuses a store of an engine whose waiting stores leave no room for its hashes.
+    fn check_hash_bytes(&self, engine: EngineId, hashes: &PageHashes) -> Result<(), Refusal> {
+        let before = self.hash_bytes.get(&engine).copied().unwrap_or(0);
+        match before + hashes.as_bytes().len() <= HASH_BYTES_PER_ENGINE_MAX {
+            true => Ok(()),
+            false => Err(Refusal::Limit {
+                limit: "bytes of page hashes in stores under way",
+                max: HASH_BYTES_PER_ENGINE_MAX as u64,
+            }),
+        }
+    }
+
+    /// Checks that stores and copies name each other, and recounts the bytes of hashes. `Err` names the first
+    /// contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
+        let mut hash_bytes: BTreeMap<EngineId, usize> = BTreeMap::new();
+        for store in self.waiting.values() {
+            *hash_bytes.entry(store.reply_to.engine).or_default() += store.hash_bytes();
+        }
+        hash_bytes.retain(|_, bytes| *bytes > 0);
+        if hash_bytes != self.hash_bytes {
+            let counted = &self.hash_bytes;
+            return Err(
+                format!("{hash_bytes:?} bytes of hashes in stores, {counted:?} counted").into(),
+            );
+        }
         for (generation, keys) in &self.waiters {
             for key in keys {
                 let waits = self.waiting.get(key).map_or(&[][..], |store| &store.waits);
@@ -272,6 +312,8 @@ impl Leader {
             remedy: "send the hashes of all pages that are stored",
         })?;
 
+        self.stores
+            .check_hash_bytes(reply_to.engine, slot.hashes())?;
         let plan = plan(pool, slot, first_page..end, ratio, &mut self.next_id);
         self.counts.store_looks += u64::from(plan.looks);
         for run in &plan.evicted {
