@@ -25,6 +25,8 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(30);
 /// Pause after a request that failed; doubles with each failure, up to `PAUSE_MAX`.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// Longest limit of the first registration: thirty years, which the runtime's clock can add to now.
+const START_LIMIT_MAX: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
 /// Commands that wait for the session's task; further callers wait.
 const COMMANDS: usize = 1024;
 
@@ -143,7 +145,7 @@ impl RankSession {
         let (report, progress) = watch::channel(SessionProgress::Starting);
         let rank = settings.rank;
         let runner = SessionTask {
-            start_by: Some(Instant::now() + settings.start_limit),
+            start_by: Some(Instant::now() + settings.start_limit.min(START_LIMIT_MAX)),
             requester: Requester {
                 settings: Arc::new(settings),
                 memory,
@@ -206,8 +208,9 @@ impl RankSession {
         self.command(SessionCommand::Written(through)).await
     }
 
-    /// Stops the copies for a request on this rank, and forbids later ones. The returned future completes once the
-    /// worker, or the one that took over, has confirmed it; dropping it does not take the request back.
+    /// Stops the copies for a request on this rank, and forbids later ones. The returned future requests this when it is
+    /// polled, and completes once the worker, or the one that took over, has confirmed it. Dropping the future after that
+    /// does not take the request back.
     ///
     /// # Errors
     /// That the session has ended.
