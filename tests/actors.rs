@@ -9,6 +9,7 @@
 
 mod actors {
     mod client_edges;
+    mod client_limits;
     mod clients;
     mod deadlines;
     mod drain;

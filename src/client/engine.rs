@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 
-use crate::shared::{AbandonOnRanks, FINISH_TIMEOUT, Shared, SlotState};
+use crate::shared::{AbandonOnRanks, Shared, SlotState, TIMEOUT_MAX, TRANSFER_KIB};
 use crate::transfer::{LoadGuard, PendingTransfer, StoreGuard};
 use kvferry_protocol::{
     CancelStores, ErrorCode, Hello, Lookup, Message, Reset, Role, Status, StatusAnswer,
@@ -17,10 +17,6 @@ use kvferry_types::{
     Answer, EngineId, LookupAnswer, PageHashes, PageList, Replica, Request, RequestId, ResetScope,
     SlotId,
 };
-
-/// Loads and stores of one client whose ends are not known, at most; one more is refused at once. Each has a task with
-/// its message, 1 MiB with 65,536 page items.
-pub const TRANSFERS_MAX: usize = 1024;
 
 /// The leader to connect to, and the identity of the engine.
 #[derive(Clone)]
@@ -85,8 +81,9 @@ pub struct PromptPages {
 /// The pages of a store.
 #[derive(Debug, Clone)]
 pub struct StoredPages {
-    /// Number of the request, drawn by [`EngineClient::next_id`] for this store alone, so that the ranks can get it before;
-    /// drawn by the store when it is absent.
+    /// Number of the request, drawn by [`EngineClient::next_id`] for this store alone and after the guard's last lookup, so
+    /// that the ranks can get it before; drawn by the store when it is absent. A number from before that lookup is refused
+    /// as `unknown_slot`.
     pub id: Option<RequestId>,
     /// Position of the first page in the sequence.
     pub first_page: u32,
@@ -101,8 +98,8 @@ pub struct StoredPages {
 /// were finished.
 ///
 /// When the last clone is dropped, the stores in flight are cancelled and the open requests are finished, in the
-/// background and without waiting for a hold to expire; then the connection closes. Loads in flight keep their device
-/// pages until their end is known.
+/// background and without waiting for a hold to expire. Loads in flight keep their device pages until their end is known.
+/// Then the connection closes, whether guards of the client live or not.
 #[derive(Debug, Clone)]
 pub struct EngineClient {
     shared: Arc<Shared>,
@@ -120,19 +117,18 @@ impl Drop for CloseOnDrop {
             .iter()
             .map(|(slot, state)| (*slot, *state))
             .collect();
-        drop(self.0.runtime.spawn(async move {
-            let (id, cancel) = (shared.next_id(), CancelStores { slot: None });
-            let client = &shared.client;
-            let requested = client.call_as(id, cancel, FINISH_TIMEOUT, Duration::ZERO);
-            if let Err(failure) = requested.await {
-                tracing::debug!(%failure, "the stores of a closed client were not cancelled");
-            }
-        }));
+        let cancel = shared.next_id();
         for (slot, state) in slots {
             if let SlotState::Guarded(guard) = state {
-                self.0.finish_later(slot, guard);
+                shared.finish_later(slot, guard);
             }
         }
+        // Guards may live on, so that they do not close the connection.
+        drop(self.0.runtime.spawn(async move {
+            shared.repeat_cancel(cancel).await;
+            shared.idle().await;
+            shared.client.close();
+        }));
     }
 }
 
@@ -153,9 +149,10 @@ impl EngineClient {
             client: Client::without_incoming(transport, client),
             runtime: Handle::current(),
             ranks: settings.ranks,
-            transfers: Arc::new(Semaphore::new(TRANSFERS_MAX)),
+            transfers: Arc::new(Semaphore::new(TRANSFER_KIB as usize)),
             next_id: AtomicU64::new(settings.first_id.0),
             slots: Mutex::default(),
+            finished: Notify::new(),
         });
         Self {
             _close: Arc::new(CloseOnDrop(Arc::clone(&shared))),
@@ -209,10 +206,9 @@ impl EngineClient {
         timeout: Duration,
     ) -> Result<u32, Failure> {
         let request = Request::CancelStores { slot };
-        let answer = self
-            .shared
-            .request::<CancelStores>(request, timeout)
-            .await?;
+        let id = self.shared.next_id();
+        let requested = self.shared.request::<CancelStores>(id, request, timeout);
+        let answer = requested.await?;
         Ok(answer.stores)
     }
 
@@ -221,10 +217,8 @@ impl EngineClient {
     /// # Errors
     /// `leased` when a lookup or a load holds one of the pages; nothing is removed then.
     pub async fn reset(&self, scope: ResetScope, timeout: Duration) -> Result<u32, Failure> {
-        let answer = self
-            .shared
-            .request::<Reset>(Request::Reset { scope }, timeout)
-            .await?;
+        let (id, request) = (self.shared.next_id(), Request::Reset { scope });
+        let answer = self.shared.request::<Reset>(id, request, timeout).await?;
         Ok(answer.pages)
     }
 
@@ -308,9 +302,9 @@ impl RequestGuard {
         device_pages: u32,
         timeout: Duration,
     ) -> Result<LookupAnswer, Failure> {
-        if !self.shared.is_guarded(self.slot, self.number) {
+        let Some(id) = self.id() else {
             return Err(self.client_dropped());
-        }
+        };
         let request = Request::Lookup {
             slot: self.slot,
             namespace,
@@ -319,8 +313,16 @@ impl RequestGuard {
         };
         // From now on the leader may hold other pages for the slot, whether this call completes or not.
         self.found = NOTHING_FOUND;
-        self.found = self.shared.request::<Lookup>(request, timeout).await?;
+        let requested = self
+            .shared
+            .request::<Lookup>(id, request, timeout.min(TIMEOUT_MAX));
+        self.found = requested.await?;
         Ok(self.found)
+    }
+
+    /// Draws the id of a request; `None` after the client was dropped.
+    fn id(&self) -> Option<RequestId> {
+        self.shared.id_of_guard(self.slot, self.number)
     }
 
     fn client_dropped(&self) -> Failure {
@@ -352,8 +354,10 @@ impl RequestGuard {
             destination,
             after,
         };
-        let id = self.shared.next_id();
-        PendingTransfer::begin(&self.shared, id, request, pages, timeout)
+        match self.id() {
+            Some(id) => PendingTransfer::begin(&self.shared, id, request, pages, timeout),
+            None => PendingTransfer::refused(self.shared.next_id(), self.client_dropped(), pages),
+        }
     }
 
     /// Begins to copy device pages to host memory. Each rank's pages are read once that rank has reported
@@ -372,8 +376,13 @@ impl RequestGuard {
             more: stored.more,
             source: stored.source,
         };
-        let id = stored.id.unwrap_or_else(|| self.shared.next_id());
-        PendingTransfer::begin(&self.shared, id, request, pages, timeout)
+        match self.id() {
+            Some(id) => {
+                let id = stored.id.unwrap_or(id);
+                PendingTransfer::begin(&self.shared, id, request, pages, timeout)
+            }
+            None => PendingTransfer::refused(self.shared.next_id(), self.client_dropped(), pages),
+        }
     }
 
     /// Ends the request and waits until the leader has confirmed. Dropping the returned future does not stop it.

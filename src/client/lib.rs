@@ -15,10 +15,10 @@ mod shared;
 mod transfer;
 
 pub use admin::AdminClient;
-pub use engine::{
-    EngineClient, EngineSettings, PromptPages, RequestGuard, StoredPages, TRANSFERS_MAX,
-};
+pub use engine::{EngineClient, EngineSettings, PromptPages, RequestGuard, StoredPages};
 pub use kvferry_transport::Failure;
 pub use rank::{RankFailure, RankSession, RankSessionSettings, SessionMemory};
 pub use shared::{AbandonOnRanks, FINISH_LIMIT, NotConfirmed, SLOTS_MAX};
-pub use transfer::{LoadGuard, PagesInUse, StoreGuard, TransferFailure, TransferPages};
+pub use transfer::{
+    LoadGuard, PagesInUse, StoreGuard, TRANSFERS_MAX, TransferFailure, TransferPages,
+};

@@ -7,21 +7,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 
-use kvferry_protocol::{Call, ErrorCode, Finish};
+use kvferry_protocol::limits::DEADLINE_MAX_MS;
+use kvferry_protocol::{Call, CancelStores, ErrorCode, Finish};
 use kvferry_transport::{Client, Failure};
 use kvferry_types::{Request, RequestId, SlotId};
 
-/// Longest time for which a dropped guard, or a dropped client, repeats its `finish`. The leader forgets an engine
-/// without a connection after 10 s.
-pub const FINISH_LIMIT: Duration = Duration::from_secs(60);
+/// Longest time for which a dropped guard, or a dropped client, repeats its `finish`. Longer than any request that the
+/// guard made can wait, 120 s: no lookup opens the slot after that. The leader forgets an engine without a connection
+/// after 10 s.
+pub const FINISH_LIMIT: Duration = Duration::from_secs(180);
+/// Longest timeout of a request: a leader cuts later deadlines to it.
+pub(crate) const TIMEOUT_MAX: Duration = Duration::from_millis(DEADLINE_MAX_MS as u64);
 /// Deadline of one `finish`, and of the `cancel_stores` of a dropped client.
 pub(crate) const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Slots of one client that are open or being finished, at most: as many as a leader keeps for an engine. 24 bytes each,
 /// and about 1 KiB for the task of each that is being finished.
 pub const SLOTS_MAX: usize = 65_536;
+/// Credits of a connection, in KiB, that loads and stores may use. The other 8 MiB, and 128 requests, are for lookups,
+/// `finish` and `cancel_stores`, which must pass while every transfer waits.
+pub(crate) const TRANSFER_KIB: u32 = 56 * 1024;
+/// Pause before the `cancel_stores` of a dropped client is repeated.
+const CANCEL_PAUSE: Duration = Duration::from_millis(500);
 /// Pause before a `finish` is repeated that was refused with a retryable error.
 const FINISH_PAUSE: Duration = Duration::from_millis(50);
 
@@ -55,10 +64,13 @@ pub(crate) struct Shared {
     pub(crate) client: Client,
     pub(crate) runtime: Handle,
     pub(crate) ranks: Option<Arc<dyn AbandonOnRanks>>,
+    /// Free KiB of [`TRANSFER_KIB`].
     pub(crate) transfers: Arc<Semaphore>,
     pub(crate) next_id: AtomicU64,
     /// Slots that the leader may know, at most [`SLOTS_MAX`].
     pub(crate) slots: Mutex<BTreeMap<SlotId, SlotState>>,
+    /// Notified when a slot is finished.
+    pub(crate) finished: Notify,
 }
 
 /// Why the leader may know a slot. Each guard has a number of its own, because a slot may have a new guard before the
@@ -119,19 +131,20 @@ impl Shared {
 
     pub(crate) async fn request<C: Call>(
         &self,
+        id: RequestId,
         request: Request,
         timeout: Duration,
     ) -> Result<C::Answer, Failure> {
-        let answer = self
-            .client
-            .request_as(self.next_id(), request.into(), timeout)
-            .await?;
+        let answer = self.client.request_as(id, request.into(), timeout).await?;
         C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
     }
 
-    /// True while the slot belongs to this guard.
-    pub(crate) fn is_guarded(&self, slot: SlotId, guard: u64) -> bool {
-        self.slots().get(&slot) == Some(&SlotState::Guarded(guard))
+    /// Draws the id of a request of this guard; `None` if the slot is no longer the guard's. The id is below that of the
+    /// slot's `finish`.
+    pub(crate) fn id_of_guard(&self, slot: SlotId, guard: u64) -> Option<RequestId> {
+        let slots = self.slots();
+        let guarded = slots.get(&slot) == Some(&SlotState::Guarded(guard));
+        guarded.then(|| self.next_id())
     }
 
     /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]; `None` if the slot is no longer this
@@ -153,6 +166,7 @@ impl Shared {
         Some(async move {
             let finished = shared.repeat_finish(id, slot).await;
             shared.slots().remove(&slot);
+            shared.finished.notify_waiters();
             finished
         })
     }
@@ -173,6 +187,39 @@ impl Shared {
             }
             tokio::time::sleep(FINISH_PAUSE).await;
         }
+    }
+
+    /// Cancels the stores that were requested before `id`, until the leader has confirmed, at most [`FINISH_LIMIT`].
+    pub(crate) async fn repeat_cancel(&self, id: RequestId) {
+        let until = Instant::now() + FINISH_LIMIT;
+        let cancel = CancelStores { slot: None };
+        loop {
+            let cancelled = self
+                .client
+                .call_as(id, cancel, FINISH_TIMEOUT, Duration::ZERO);
+            let Err(failure) = cancelled.await else {
+                return;
+            };
+            let ended = self.transfers.available_permits() == TRANSFER_KIB as usize;
+            if !failure.retry || ended || Instant::now() >= until {
+                tracing::debug!(%failure, "the stores of a closed client were not cancelled");
+                return;
+            }
+            tokio::time::sleep(CANCEL_PAUSE).await;
+        }
+    }
+
+    /// Waits until every slot is finished, and the end of every load and store is known.
+    pub(crate) async fn idle(&self) {
+        loop {
+            let finished = self.finished.notified();
+            if self.slots().is_empty() {
+                break;
+            }
+            finished.await;
+        }
+        // The semaphore is never closed.
+        drop(self.transfers.acquire_many(TRANSFER_KIB).await);
     }
 
     /// Finishes a slot in the background, unless it is no longer this guard's.

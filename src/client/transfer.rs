@@ -10,13 +10,22 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-use crate::shared::Shared;
+use crate::shared::{Shared, TRANSFER_KIB};
 use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
 use kvferry_transport::{Failure, PendingAnswer};
 use kvferry_types::{Request, RequestId};
 
 /// Time after the deadline of a load or a store in which its answer is awaited before the guard reports a failure.
 const GRACE: Duration = Duration::from_secs(2);
+/// Least credits of one transfer, in KiB.
+const TRANSFER_KIB_MIN: u32 = 64;
+/// Loads and stores of one client whose ends are not known, at most, and fewer when their messages are larger than 64 KiB
+/// in the mean; one more is refused at once. Each has a task with its message: 56 MiB in all.
+pub const TRANSFERS_MAX: usize = (TRANSFER_KIB / TRANSFER_KIB_MIN) as usize;
+/// Bytes of an encoded item of a list of pages, at most: a run `[start, count]`.
+const PAGE_ITEM_BYTES: usize = 11;
+/// Bytes of a message beside its lists, at most.
+const MESSAGE_BYTES: usize = 256;
 /// Pause before a request whose end is unknown is repeated under its id, which requests its end.
 const REPEAT_PAUSE: Duration = Duration::from_millis(200);
 
@@ -129,10 +138,10 @@ where
         pages: P,
         timeout: Duration,
     ) -> Self {
-        let (report, ended) = oneshot::channel();
+        let credits = transfer_kib(&request);
         let message = Message::from(request);
         let begun = Arc::clone(&shared.transfers)
-            .try_acquire_owned()
+            .try_acquire_many_owned(credits)
             .map_err(|_| {
                 let text = "too many loads and stores wait for their ends";
                 Failure::unsent(ErrorCode::Busy, text)
@@ -143,7 +152,9 @@ where
                 Ok((permit, answer))
             });
         match begun {
+            Err(failure) => Self::refused(id, failure, pages),
             Ok((permit, answer)) => {
+                let (report, ended) = oneshot::channel();
                 let task = TransferTask::<C> {
                     shared: Arc::clone(shared),
                     id,
@@ -151,14 +162,22 @@ where
                     timeout,
                     answer: PhantomData,
                 };
+                // Bound here, because a runtime that ends may drop the task before it is polled.
+                let pages = LeakOnDrop(Some(pages));
                 drop(shared.runtime.spawn(async move {
-                    task.run(answer, LeakOnDrop(Some(pages)), report).await;
+                    task.run(answer, pages, report).await;
                     drop(permit);
                 }));
+                Self { request: id, ended }
             }
-            // The receiver is alive: it is returned below.
-            Err(failure) => drop(report.send(Err((failure, TransferPages::Free(pages))))),
         }
+    }
+
+    /// A request that failed before it was queued.
+    pub(crate) fn refused(id: RequestId, failure: Failure, pages: P) -> Self {
+        let (report, ended) = oneshot::channel();
+        // The receiver is alive: it is returned below.
+        drop(report.send(Err((failure, TransferPages::Free(pages)))));
         Self { request: id, ended }
     }
 
@@ -272,6 +291,85 @@ impl<C: Call> TransferTask<C> {
     }
 }
 
+/// Credits of a load or a store, in KiB: at least its encoded size.
+fn transfer_kib(request: &Request) -> u32 {
+    let (list, hashes) = match request {
+        Request::Load { destination, .. } => (Some(destination), 0),
+        Request::Store { source, more, .. } => {
+            let more = more.as_ref();
+            (
+                Some(source),
+                more.map_or(0, |(_, hashes)| hashes.as_bytes().len()),
+            )
+        }
+        _ => (None, 0),
+    };
+    let items = list.map_or(0, |list| list.0.len() * PAGE_ITEM_BYTES);
+    let kib = (MESSAGE_BYTES + items + hashes).div_ceil(1024);
+    u32::try_from(kib)
+        .unwrap_or(u32::MAX)
+        .clamp(TRANSFER_KIB_MIN, TRANSFER_KIB)
+}
+
 fn typed<C: Call>(answer: Result<Message, Failure>) -> Result<C::Answer, Failure> {
     C::answer(answer?).map_err(|other| Failure::unexpected(C::KIND, &other))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    use kvferry_protocol::{Hello, Role};
+    use kvferry_transport::{Address, Client, ClientSettings, Limits, MemoryTransport};
+    use kvferry_types::{PageList, SlotId};
+    use tokio::sync::{Notify, Semaphore};
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Owner(Arc<AtomicBool>);
+
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// The request is queued for a task of another runtime, which may send it.
+    #[tokio::test]
+    async fn a_runtime_that_ends_before_a_load_is_polled_keeps_the_device_pages() {
+        let other = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .expect("a runtime");
+        let runtime = other.handle().clone();
+        other.shutdown_background();
+        let settings = ClientSettings {
+            address: Address::Memory("absent".to_owned()),
+            hello: Hello::new(Role::Engine, "test"),
+            limits: Limits::default(),
+        };
+        let transport = Arc::new(MemoryTransport::default());
+        let shared = Arc::new(Shared {
+            client: Client::without_incoming(transport, settings),
+            runtime,
+            ranks: None,
+            transfers: Arc::new(Semaphore::new(TRANSFER_KIB as usize)),
+            next_id: AtomicU64::new(1),
+            slots: std::sync::Mutex::default(),
+            finished: Notify::new(),
+        });
+        let dropped = Arc::default();
+        let load = Request::Load {
+            slot: SlotId(1),
+            first_page: 0,
+            destination: PageList::run(0, 1),
+            after: RequestId(0),
+        };
+        let owner = Owner(Arc::clone(&dropped));
+        let limit = Duration::from_secs(1);
+        let loading = LoadGuard::begin(&shared, RequestId(1), load, owner, limit);
+        let failed = loading.await.expect_err("its task cannot run");
+        assert!(matches!(failed.pages, TransferPages::Lost), "{failed:?}");
+        assert!(!dropped.load(Ordering::Relaxed), "workers may write");
+    }
 }

@@ -75,6 +75,7 @@ enum ClientCommand {
         correlation: RequestId,
         message: Message,
     },
+    Close,
 }
 
 /// Destination of the answer to a request.
@@ -333,6 +334,12 @@ impl Client {
         });
     }
 
+    /// Closes the connection for all clones, after the requests that were made before are sent. Unanswered and later
+    /// requests fail.
+    pub fn close(&self) {
+        self.post(ClientCommand::Close);
+    }
+
     fn post(&self, command: ClientCommand) {
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command) {
             let commands = self.commands.clone();
@@ -438,7 +445,7 @@ impl ClientTask {
                     Some(ClientCommand::Reply { link, correlation, message }) => {
                         self.session.reply(self.clock.now(), link, correlation, message);
                     }
-                    None => return,
+                    Some(ClientCommand::Close) | None => return,
                 },
                 () = sleep_until(due) => self.session.tick(self.clock.now()),
             }

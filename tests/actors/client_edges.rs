@@ -19,7 +19,7 @@ use super::clients::{
 };
 use super::world::{Engine, leader, puppets, seconds};
 
-fn stored() -> StoredPages {
+pub(super) fn stored() -> StoredPages {
     StoredPages {
         id: None,
         first_page: 0,
@@ -95,6 +95,23 @@ async fn a_guard_that_outlives_its_client_opens_nothing() {
     let again = world.found.lookup(namespace, hashes, 0, WITHIN).await;
     let failure = again.expect_err("the client is gone");
     assert!(failure.unsent && !failure.retry, "{failure:?}");
+    // Its slot may be that of another client now.
+    let ordered = world.copies.ordered.load(Ordering::Relaxed);
+    let (owner, _) = Owner::new();
+    let loaded = load(&world.found, owner).await;
+    let refused = loaded.expect_err("the client is gone");
+    assert!(
+        matches!(refused.pages, TransferPages::Free(_)),
+        "{refused:?}"
+    );
+    let (owner, _) = Owner::new();
+    let storing = world.found.store(stored(), owner, WITHIN).await;
+    let refused = storing.expect_err("the client is gone");
+    assert!(
+        matches!(refused.pages, TransferPages::Free(_)),
+        "{refused:?}"
+    );
+    assert_eq!(world.copies.ordered.load(Ordering::Relaxed), ordered);
     let finished = world.found.finish().await;
     assert_eq!(
         finished.expect_err("not by this guard").code,

@@ -206,6 +206,7 @@ async fn a_future_that_is_dropped_anywhere_leaves_nothing_behind() {
 
 /// A leader with a stored prompt, and a guard for its lookup. From now on copies end only while the sender is true.
 pub(super) struct Loading {
+    pub(super) transport: MemoryTransport,
     pub(super) process: kvferry_actors::ProcessHandle,
     pub(super) status: Engine,
     pub(super) client: EngineClient,
@@ -228,6 +229,7 @@ impl Loading {
         open.send_replace(false);
         let found = client.lookup(prompt(7), WITHIN).await;
         Self {
+            transport,
             process,
             status,
             client,
@@ -420,14 +422,18 @@ impl SessionMemory for Memory {
     }
 }
 
-fn session(transport: &MemoryTransport, memory: &Arc<Memory>) -> RankSession {
+fn session(
+    transport: &MemoryTransport,
+    memory: &Arc<Memory>,
+    start_limit: Duration,
+) -> RankSession {
     let settings = RankSessionSettings {
         worker: ranks(),
         engine: EngineId([1; 16]),
         replica: Replica(0),
         rank: Rank(0),
         name: "test".to_owned(),
-        start_limit: Duration::from_secs(60),
+        start_limit,
     };
     RankSession::start(Arc::new(transport.clone()), settings, Arc::clone(memory))
 }
@@ -438,7 +444,7 @@ async fn a_rank_registers_reports_abandons_and_unregisters() {
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (process, _folder) = worker(&transport).await;
     let memory = Arc::new(Memory::new());
-    let rank = session(&transport, &memory);
+    let rank = session(&transport, &memory, Duration::MAX);
     let agreeing = tokio::spawn(async move {
         loop {
             let requested = attaching(&mut leader).await;
@@ -458,7 +464,7 @@ async fn a_rank_registers_reports_abandons_and_unregisters() {
 
     // A session that is dropped at any await closes the memory, too.
     for wait in [false, true] {
-        let rank = session(&transport, &memory);
+        let rank = session(&transport, &memory, Duration::MAX);
         if wait {
             soon("a registration", rank.registered())
                 .await
@@ -479,7 +485,8 @@ async fn a_rank_registers_reports_abandons_and_unregisters() {
 #[tokio::test(start_paused = true)]
 async fn a_rank_without_a_worker_fails_at_its_limit() {
     let memory = Arc::new(Memory::new());
-    let rank = session(&MemoryTransport::default(), &memory);
+    let limit = Duration::from_secs(60);
+    let rank = session(&MemoryTransport::default(), &memory, limit);
     let failure = rank.registered().await.expect_err("no worker");
     assert!(failure.to_string().contains("in 60s"), "{failure}");
     assert_eq!(rank.failed().await, failure);

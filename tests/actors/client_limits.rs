@@ -1,0 +1,162 @@
+//! Limits of the typed clients: lists without pages, full sets of transfers, and what a dropped client still sends.
+
+use std::time::Duration;
+
+use kvferry_client::{FINISH_LIMIT, PromptPages, StoredPages, TRANSFERS_MAX, TransferPages};
+use kvferry_protocol::{ErrorCode, LookupAnswer, Message, MessageKind};
+use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent};
+use kvferry_types::{PageList, RequestId, SlotId};
+use tokio::time::Instant;
+
+use super::client_edges::stored;
+use super::clients::{Loading, Owner, PAGES, WITHIN, engine, prompt, until_nothing_is_left};
+use super::world::{server, soon};
+
+#[tokio::test(start_paused = true)]
+async fn lists_without_pages_are_refused_and_their_pages_are_free() {
+    let world = Loading::start(None).await;
+    let lists = [
+        PageList::default(),
+        PageList::run(3, 0),
+        PageList::run(u32::MAX, 1),
+    ];
+    for list in lists {
+        let (loaded, kept) = (Owner::new().0, Owner::new().0);
+        let load = world
+            .found
+            .load(0, list.clone(), RequestId(0), loaded, WITHIN);
+        let refused = load.await.expect_err("it names no page");
+        assert_eq!(refused.failure.code, ErrorCode::Invalid);
+        assert!(
+            refused.failure.message.contains("destination"),
+            "{refused:?}"
+        );
+        assert!(
+            matches!(refused.pages, TransferPages::Free(_)),
+            "{refused:?}"
+        );
+        let source = StoredPages {
+            source: list,
+            ..stored()
+        };
+        let refused = world.found.store(source, kept, WITHIN).await;
+        let refused = refused.expect_err("it names no page");
+        assert_eq!(refused.failure.code, ErrorCode::Invalid);
+        assert!(refused.failure.message.contains("source"), "{refused:?}");
+        assert!(
+            matches!(refused.pages, TransferPages::Free(_)),
+            "{refused:?}"
+        );
+    }
+    world.process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn lookups_finishes_and_cancels_pass_while_every_transfer_waits() {
+    let world = Loading::start(None).await;
+    let other = PromptPages {
+        namespace: b"other".to_vec(),
+        ..prompt(11)
+    };
+    let storing = world.client.lookup(other, WITHIN).await.expect("an answer");
+    let limit = Duration::from_secs(120);
+    let mut stores = Vec::new();
+    for _ in 0..TRANSFERS_MAX {
+        stores.push(storing.store(stored(), (), limit));
+        tokio::task::yield_now().await;
+    }
+    let refused = storing.store(stored(), (), limit).await;
+    let refused = refused.expect_err("too many transfers");
+    assert_eq!(refused.failure.code, ErrorCode::Busy);
+    assert!(
+        matches!(refused.pages, TransferPages::Free(())),
+        "{refused:?}"
+    );
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    let begun = Instant::now();
+    let next = world.client.lookup(prompt(12), WITHIN).await;
+    next.expect("an answer")
+        .finish()
+        .await
+        .expect("it is finished");
+    let cancelled = world.client.cancel_stores(Some(SlotId(99)), WITHIN).await;
+    assert_eq!(cancelled, Ok(0));
+    assert!(begun.elapsed() < Duration::from_secs(1));
+    world.open.send_replace(true);
+    for store in stores {
+        let (answer, ()) = soon("its end", store).await.expect("it is stored");
+        assert_eq!(answer.stored_pages + answer.present_pages, PAGES);
+    }
+    world.process.stop().await;
+}
+
+/// Guards of a dropped client would otherwise keep the engine's place at the leader from its next process.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_client_closes_its_connection_while_guards_live() {
+    let world = Loading::start(None).await;
+    let later = engine(&world.transport.of_process(4242), None);
+    let failure = later.lookup(prompt(8), WITHIN).await.expect_err("in use");
+    assert_eq!(failure.code, ErrorCode::NotReady);
+    drop(world.client);
+    assert!(until_nothing_is_left(&world.status).await < 3.0);
+    let next = later.lookup(prompt(9), WITHIN).await;
+    assert_eq!(next.expect("the place is free").hit_pages(), PAGES);
+    drop(world.found);
+    world.process.stop().await;
+}
+
+/// Waits for a request of this kind, and answers lookups. Returns the kinds of all messages.
+async fn receive(server: &mut Server, kind: MessageKind) -> Vec<MessageKind> {
+    let mut received = Vec::new();
+    let wait = async {
+        while !received.contains(&kind) {
+            for event in server.next().await.expect("the server receives") {
+                let ServerEvent::Message { peer, envelope } = event else {
+                    continue;
+                };
+                if envelope.message.kind() == MessageKind::Lookup {
+                    let nothing = Message::LookupAnswer(LookupAnswer {
+                        hit_pages: 0,
+                        pending: false,
+                    });
+                    let replier = server.replier();
+                    replier.reply(peer, envelope.correlation, nothing);
+                }
+                received.push(envelope.message.kind());
+            }
+        }
+    };
+    soon(kind.name(), wait).await;
+    received
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_client_cancels_its_stores_at_a_leader_that_comes_later() {
+    let transport = MemoryTransport::default();
+    let mut first = server(&transport, 1, Limits::default()).await;
+    let client = engine(&transport, None);
+    let finding = client.lookup(prompt(1), WITHIN);
+    let (found, _) = tokio::join!(finding, receive(&mut first, MessageKind::Lookup));
+    let found = found.expect("an answer");
+    let store = found.store(stored(), (), Duration::from_secs(100));
+    receive(&mut first, MessageKind::Store).await;
+    drop(first);
+    drop(client);
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    let mut second = server(&transport, 2, Limits::default()).await;
+    receive(&mut second, MessageKind::CancelStores).await;
+    drop((store, found));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lookup_with_a_long_timeout_that_is_dropped_opens_no_slot_that_stays() {
+    let transport = MemoryTransport::default();
+    let client = engine(&transport, None);
+    let mut finding = Box::pin(client.lookup(prompt(1), Duration::MAX));
+    assert!(super::clients::poll_once(&mut finding).await.is_none());
+    drop(finding);
+    tokio::time::sleep(FINISH_LIMIT * 2 / 3 - WITHIN).await;
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let received = receive(&mut leader, MessageKind::Finish).await;
+    assert_eq!(received, [MessageKind::Lookup, MessageKind::Finish]);
+}
