@@ -3,7 +3,7 @@
 use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
 use super::index::MatchGoal;
-use super::pool::{BlockRun, Pin, Pool, PrefixMatch};
+use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch};
 use super::rank_set::RankSet;
 use kvferry_types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
 
@@ -351,4 +351,26 @@ fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
     assert_eq!((counts.refused, counts.refused_pages), (1, 2));
     pins.into_iter().for_each(|pin| pool.unpin(pin));
     assert_eq!(pool.check(), Ok(()));
+}
+
+/// A leader adds the counters of closed pools to those of the open one.
+#[test]
+fn the_counters_of_two_pools_add_up() {
+    let counts = |factor: u64| PoolCounts {
+        stored: factor,
+        grown: 2 * factor,
+        branched: 3 * factor,
+        split: 4 * factor,
+        evicted: 5 * factor,
+        evicted_pages: 6 * factor,
+        refused: 7 * factor,
+        refused_pages: 8 * factor,
+        largest_eviction_pages: 9 * factor as u32,
+    };
+    let sum = PoolCounts {
+        largest_eviction_pages: 9 * 7,
+        ..counts(5 + 7)
+    };
+    assert_eq!(counts(5).with(counts(7)), sum);
+    assert_eq!(counts(7).with(counts(5)), sum);
 }

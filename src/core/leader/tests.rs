@@ -84,11 +84,32 @@ pub(super) fn with_arena(arena_pages: u32, change: impl FnOnce(&mut LeaderSettin
 /// Like [`serving`], with `arena_pages` pages in the depot and twice as many in the engine's memory.
 fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
     let mut leader = Leader::new(settings);
-    let worker = WorkerId {
-        replica: Replica(0),
-        rank: Rank(0),
+    let inventory = LeaderEvent::Inventory {
+        worker: WORKER,
+        depot: DepotId(1),
+        read_id: 1,
+        from: 0,
+        next: None,
+        records: Vec::new(),
     };
-    let depot = DepotId(1);
+    for event in [
+        LeaderEvent::EngineOpened(ENGINE),
+        attached(arena_pages),
+        inventory,
+    ] {
+        leader.step(Time(0), event, &mut Vec::new());
+    }
+    assert!(leader.is_ready());
+    leader
+}
+
+const WORKER: WorkerId = WorkerId {
+    replica: Replica(0),
+    rank: Rank(0),
+};
+
+/// The worker has the engine's memory, and `arena_pages` pages in its depot.
+fn attached(arena_pages: u32) -> LeaderEvent {
     let memory = WorkerMemory {
         engine: ENGINE,
         geometry: GroupGeometry {
@@ -97,28 +118,15 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
         },
         arena_pages,
     };
-    let attached = LeaderEvent::Attach(AttachRequest {
-        worker,
+    LeaderEvent::Attach(AttachRequest {
+        worker: WORKER,
         ranks: 1,
         shards: 1,
         attach: AttachId(1),
-        depot,
+        depot: DepotId(1),
         depot_epoch: Epoch(0),
         memory: Some(memory),
-    });
-    let inventory = LeaderEvent::Inventory {
-        worker,
-        depot,
-        read_id: 1,
-        from: 0,
-        next: None,
-        records: Vec::new(),
-    };
-    for event in [LeaderEvent::EngineOpened(ENGINE), attached, inventory] {
-        leader.step(Time(0), event, &mut Vec::new());
-    }
-    assert!(leader.is_ready());
-    leader
+    })
 }
 
 /// Sends a request; returns the answer if the leader gives one in the same step.
@@ -135,6 +143,26 @@ fn request(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answ
         LeaderEffect::Answer { answer, .. } => Some(answer),
         _ => None,
     })
+}
+
+#[test]
+fn a_reset_without_a_pool_names_the_reason() {
+    let ratio = Ratio::new(4).expect("in bounds");
+    let mut leader = Leader::new(LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])));
+    leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut Vec::new());
+    let reset = || Request::Reset {
+        scope: kvferry_types::ResetScope::Everything,
+    };
+    let refused = request(&mut leader, 1, reset());
+    assert!(
+        matches!(refused, Some(Err(Refusal::NotReady { waiting_for: 1, .. }))),
+        "{refused:?}"
+    );
+    leader.step(Time(0), attached(32), &mut Vec::new());
+    assert_eq!(
+        request(&mut leader, 2, reset()),
+        Some(Err(Refusal::Reading))
+    );
 }
 
 fn hashes(width: usize, pages: usize) -> PageHashes {
