@@ -419,3 +419,33 @@ impl Leader {
         self.request_parts(now, effects);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_types::{Rank, Replica};
+
+    #[test]
+    fn two_workers_that_read_one_depot_are_detected() {
+        let mut recovery = Recovery::default();
+        for (rank, depot) in [(0, 1), (1, 2)] {
+            let worker = WorkerId {
+                replica: Replica(0),
+                rank: Rank(rank),
+            };
+            let read = UnansweredRead {
+                depot: DepotId(depot),
+                number: 1,
+                due: Time(0),
+                checks: 0,
+            };
+            recovery.unanswered.insert(worker, read);
+        }
+        assert_eq!(recovery.check(), Ok(()));
+        for read in recovery.unanswered.values_mut() {
+            read.depot = DepotId(1);
+        }
+        let why = recovery.check().expect_err("one depot");
+        assert!(why.to_string().ends_with("read one depot"), "{why:?}");
+    }
+}

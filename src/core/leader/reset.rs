@@ -486,3 +486,30 @@ impl Leader {
         self.refuse_reset(id, late, effects);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::leader::tests::{ENGINE, serving};
+    use kvferry_types::RequestId;
+
+    #[test]
+    fn a_reset_that_is_over_and_not_answered_is_detected() {
+        let mut leader = serving();
+        let engine = ENGINE;
+        let reply_to = ReplyTo {
+            engine,
+            id: RequestId(1),
+            deadline: Time(100),
+        };
+        let begun = leader.reset(reply_to, ResetScope::Everything);
+        assert_eq!(begun, Ok(()));
+        assert_eq!(leader.resets.check(), Ok(()));
+        for reset in leader.resets.open.values_mut() {
+            reset.stage = ResetStage::Invalidating;
+            reset.missing.clear();
+        }
+        let why = leader.resets.check().expect_err("no work is left");
+        assert_eq!(why.to_string(), "reset 1 is over and not answered");
+    }
+}

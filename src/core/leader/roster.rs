@@ -646,3 +646,24 @@ impl Leader {
         self.request_parts(now, effects);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::leader::tests::serving;
+
+    #[test]
+    fn an_attached_worker_without_clearance_or_depot_is_detected() {
+        let mut leader = serving();
+        assert_eq!(leader.roster.check(), Ok(()));
+        leader.roster.seats[0].clear = false;
+        let why = leader.roster.check().expect_err("orders may be in flight");
+        assert!(
+            why.to_string().ends_with("attached and not clear"),
+            "{why:?}"
+        );
+        leader.roster.seats[0].clear = true;
+        leader.roster.depots[0] = None;
+        let why = leader.roster.check().expect_err("no depot");
+        assert!(why.to_string().ends_with("has no depot"), "{why:?}");
+    }
+}

@@ -579,3 +579,42 @@ impl Plan {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::leader::tests::{ENGINE, hashes, lookup, request, serving, store};
+
+    #[test]
+    fn stores_that_contradict_their_copies_or_their_bytes_are_detected() {
+        let mut leader = serving();
+        assert!(request(&mut leader, 1, lookup(1, 2)).is_some());
+        assert_eq!(request(&mut leader, 2, store(1, None)), None);
+        let stores = &mut leader.stores;
+        assert_eq!(stores.check(), Ok(()));
+        let cases: [(&str, fn(&mut Stores)); 4] = [
+            ("does not wait for it", |stores| {
+                for store in stores.waiting.values_mut() {
+                    store.waits.clear();
+                }
+            }),
+            ("does not wait for it", |stores| stores.waiting.clear()),
+            ("is not noted there", |stores| stores.waiters.clear()),
+            ("bytes of hashes in stores", |stores| {
+                *stores.hash_bytes.entry(ENGINE).or_default() += 1;
+            }),
+        ];
+        assert_eq!(hashes(16, 2).as_bytes().len(), stores.hash_bytes[&ENGINE]);
+        for (expected, change) in cases {
+            let mut leader = serving();
+            assert!(request(&mut leader, 1, lookup(1, 2)).is_some());
+            assert_eq!(request(&mut leader, 2, store(1, None)), None);
+            change(&mut leader.stores);
+            if leader.stores.waiting.is_empty() {
+                leader.stores.hash_bytes.clear();
+            }
+            let why = leader.stores.check().expect_err(expected);
+            assert!(why.to_string().contains(expected), "{why:?}");
+        }
+    }
+}

@@ -130,7 +130,11 @@ fn attached(arena_pages: u32) -> LeaderEvent {
 }
 
 /// Sends a request; returns the answer if the leader gives one in the same step.
-fn request(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answer, Refusal>> {
+pub(super) fn request(
+    leader: &mut Leader,
+    id: u64,
+    request: Request,
+) -> Option<Result<Answer, Refusal>> {
     let mut effects = Vec::new();
     let event = LeaderEvent::Request {
         engine: ENGINE,
@@ -165,11 +169,11 @@ fn a_reset_without_a_pool_names_the_reason() {
     );
 }
 
-fn hashes(width: usize, pages: usize) -> PageHashes {
+pub(super) fn hashes(width: usize, pages: usize) -> PageHashes {
     PageHashes::packed(width, vec![3; width * pages]).expect("a width that there is")
 }
 
-fn lookup(slot: u64, pages: usize) -> Request {
+pub(super) fn lookup(slot: u64, pages: usize) -> Request {
     Request::Lookup {
         slot: SlotId(slot),
         namespace: Vec::new(),
@@ -178,7 +182,7 @@ fn lookup(slot: u64, pages: usize) -> Request {
     }
 }
 
-fn store(slot: u64, more: Option<(u32, PageHashes)>) -> Request {
+pub(super) fn store(slot: u64, more: Option<(u32, PageHashes)>) -> Request {
     Request::Store {
         slot: SlotId(slot),
         first_page: 0,

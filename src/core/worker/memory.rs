@@ -181,3 +181,24 @@ impl Worker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_abandon_that_waits_for_no_open_copy_is_detected() {
+        let copies = Copies::default();
+        for running in [BTreeSet::new(), BTreeSet::from([OpId(1)])] {
+            let mut abandoned = Abandoned::default();
+            assert_eq!(abandoned.check(&copies), Ok(()));
+            let number = 3;
+            abandoned.abandoning.push(Abandoning { number, running });
+            let why = abandoned.check(&copies).expect_err("no copy is open");
+            assert_eq!(
+                why.to_string(),
+                "abandon 3 waits for a copy that is not open"
+            );
+        }
+    }
+}
