@@ -216,6 +216,8 @@ pub struct Session {
     answers: ReplyCache,
     /// Recent requests that finished slots. An entry is kept while a request with a lower id may still arrive.
     finished: BTreeMap<RequestId, SlotId>,
+    /// Recent requests that cancelled the stores of a slot, or of all slots. Kept as long.
+    cancelled: BTreeMap<RequestId, Option<SlotId>>,
     /// Bytes of page hashes in all slots.
     hash_bytes: usize,
     /// When the engine is forgotten. Set while its connection is broken.
@@ -344,9 +346,33 @@ impl Session {
     /// effect.
     pub fn note_finish(&mut self, id: RequestId, slot: SlotId) {
         self.finished.insert(id, slot);
+        self.drop_notes();
+    }
+
+    /// Notes that a request cancels the stores of a slot, or of all slots. Stores with a lower id that arrive later are not
+    /// carried out.
+    pub fn note_cancel(&mut self, id: RequestId, slot: Option<SlotId>) {
+        self.cancelled.insert(id, slot);
+        self.drop_notes();
+    }
+
+    /// Removes notes that concern only requests that are refused as stale.
+    fn drop_notes(&mut self) {
         if let Some(dropped) = self.answers.dropped {
             self.finished = self.finished.split_off(&dropped);
+            self.cancelled = self.cancelled.split_off(&dropped);
         }
+    }
+
+    /// True if this store was issued before a request that cancelled the stores of its slot.
+    pub fn is_cancelled(&self, id: RequestId, slot: SlotId) -> bool {
+        let mut later = self.cancelled.range(id..);
+        later.any(|(_, cancelled)| cancelled.is_none_or(|cancelled| cancelled == slot))
+    }
+
+    /// True if the slot was opened by a lookup with a higher id.
+    pub fn is_newer(&self, slot: SlotId, id: RequestId) -> bool {
+        self.slots.get(&slot).is_some_and(|slot| id < slot.lookup)
     }
 
     /// True if this request was issued before its slot was finished, or before the lookup that the slot now has: it is about
@@ -354,7 +380,7 @@ impl Session {
     pub fn is_outdated(&self, id: RequestId, slot: SlotId) -> bool {
         let mut later = self.finished.range(id..);
         let finished = later.any(|(_, finished)| *finished == slot);
-        finished || self.slots.get(&slot).is_some_and(|slot| id < slot.lookup)
+        finished || self.is_newer(slot, id)
     }
 
     /// Recounts the bytes of page hashes.

@@ -182,6 +182,12 @@ impl Scheduler {
             .map(|run| (&*run.prompt.hashes, run.pages.as_slice()))
     }
 
+    /// Draws the id of a request that the caller makes itself, above those of all earlier requests.
+    pub fn draw_id(&mut self) -> RequestId {
+        self.next_id += 1;
+        RequestId(self.next_id)
+    }
+
     /// Handles an answer of the leader. With `None` the request was refused, and the prompt continues without it.
     /// Answers to unknown requests have no effect.
     pub fn answered(&mut self, id: RequestId, answer: Option<Answer>, actions: &mut Vec<Action>) {

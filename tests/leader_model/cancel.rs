@@ -174,9 +174,41 @@ fn a_cancel_leaves_stores_with_higher_ids() {
     world.next_id += 2;
     store(&mut world, 0, 0, 7, 8);
     assert!(!world.open.is_empty(), "a copy is under way");
-    let request = Request::CancelStores { slot: None };
-    world.requests.insert((0, cancel), (request.clone(), None));
-    world.send(0, cancel, request);
+    send_cancel(&mut world, cancel);
     let none = Answer::CancelStores(CancelStoresAnswer { stores: 0 });
     assert_eq!(answer(&world, 0, cancel), Some(Ok(none)));
+}
+
+fn send_cancel(world: &mut World, id: RequestId) {
+    let request = Request::CancelStores { slot: None };
+    world.requests.insert((0, id), (request.clone(), None));
+    world.send(0, id, request);
+}
+
+/// From the answer to a cancel on, none of the stores' pages may be read.
+#[test]
+fn a_store_that_arrives_after_its_cancel_is_answered_without_a_copy() {
+    let mut world = World::new();
+    let lookup = Request::Lookup {
+        slot: SlotId(0),
+        namespace: vec![7],
+        hashes: sequence(0, 8),
+        device_pages: 0,
+    };
+    world.request(0, lookup);
+    let (late, cancel) = (RequestId(world.next_id + 1), RequestId(world.next_id + 2));
+    world.next_id += 2;
+    send_cancel(&mut world, cancel);
+    let request = Request::Store {
+        slot: SlotId(0),
+        first_page: 0,
+        more: None,
+        source: PageList::run(0, 8),
+    };
+    world.requests.insert((0, late), (request.clone(), None));
+    world.send(0, late, request.clone());
+    assert_eq!(failed_pages(answer(&world, 0, late)), 8);
+    assert!(world.open.is_empty(), "nothing is copied");
+    world.request(0, request);
+    assert_eq!(world.open.len(), 1, "a later store is carried out");
 }

@@ -90,3 +90,16 @@ fn a_request_from_before_the_lookup_of_its_slot_is_refused() {
         assert!(world.open.is_empty(), "nothing is copied");
     }
 }
+
+#[test]
+fn a_finish_leaves_a_slot_that_a_later_lookup_has_opened() {
+    let mut world = World::new();
+    let late = RequestId(world.next_id + 1);
+    world.next_id += 1;
+    store(&mut world, 0, 0, 7, 8);
+    let finish = Request::Finish { slot: SlotId(0) };
+    world.requests.insert((0, late), (finish.clone(), None));
+    world.send(0, late, finish);
+    assert_eq!(answer(&world, 0, late), Some(Ok(Answer::Finish)));
+    assert_eq!(world.leader.slots(), 1);
+}

@@ -78,7 +78,8 @@ impl Cancels {
 
 impl Leader {
     /// Stops the stores that an engine requested before, of one of its slots or of all. Answers after the last of them has
-    /// been answered. Stores with higher ids continue: they may be those of the engine's next client.
+    /// been answered. Stores with higher ids continue: they may be those of the engine's next client. Stores with lower ids
+    /// that arrive later are answered without a copy.
     pub(super) fn cancel_stores(
         &mut self,
         reply_to: ReplyTo,
@@ -95,6 +96,8 @@ impl Leader {
                 max: CANCELS_MAX as u64,
             });
         }
+        let session = self.sessions.open(reply_to.engine);
+        session.note_cancel(reply_to.id, slot);
         let mut keys = self.stores.before(reply_to.engine, reply_to.id, slot);
         let stores = u32::try_from(keys.len()).unwrap_or(u32::MAX);
         keys.iter().for_each(|key| self.stop_store(*key, effects));

@@ -118,8 +118,12 @@ impl Leader {
             Request::CancelStores { slot } => self.cancel_stores(reply_to, slot, effects),
             Request::Reset { scope } => self.reset(reply_to, scope).map(|()| None),
             Request::Finish { slot } => {
-                self.sessions.open(engine).note_finish(id, slot);
-                self.finish(engine, slot);
+                let session = self.sessions.open(engine);
+                session.note_finish(id, slot);
+                // A lookup with a higher id has opened the slot again.
+                if !session.is_newer(slot, id) {
+                    self.finish(engine, slot);
+                }
                 Ok(Some(Answer::Finish))
             }
         };

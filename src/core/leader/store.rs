@@ -301,6 +301,7 @@ impl Leader {
             return Err(Refusal::Reading);
         };
         let session = self.sessions.open(reply_to.engine);
+        let cancelled = session.is_cancelled(reply_to.id, id);
         let slot = session.extend_hashes(id, layout, more)?;
         let end = u64::from(first_page) + source.pages();
         let end = u32::try_from(end)
@@ -312,6 +313,14 @@ impl Leader {
             remedy: "send the hashes of all pages that are stored",
         })?;
 
+        if cancelled {
+            return Ok(Some(Answer::Store(StoreAnswer {
+                stored_pages: 0,
+                present_pages: 0,
+                refused_pages: 0,
+                failed_pages: end - first_page,
+            })));
+        }
         self.stores
             .check_hash_bytes(reply_to.engine, slot.hashes())?;
         let plan = plan(pool, slot, first_page..end, ratio, &mut self.next_id);
@@ -592,7 +601,8 @@ mod tests {
         assert_eq!(request(&mut leader, 2, store(1, None)), None);
         let stores = &mut leader.stores;
         assert_eq!(stores.check(), Ok(()));
-        let cases: [(&str, fn(&mut Stores)); 4] = [
+        type Change = fn(&mut Stores);
+        let cases: [(&str, Change); 4] = [
             ("does not wait for it", |stores| {
                 for store in stores.waiting.values_mut() {
                     store.waits.clear();

@@ -98,7 +98,7 @@ pub(super) struct EngineProcess {
     leader: SimClient,
     ranks: Vec<RankSide>,
     requests: BTreeMap<RequestId, OpenRequest>,
-    /// The highest request id of the scheduler so far. Resets take their ids from [`CLIENT_ID_BASE`] on.
+    /// The highest request id so far.
     highest: RequestId,
     /// Everything up to this request is written. Requests whose pages are still being computed are in `unwritten`.
     written: RequestId,
@@ -112,7 +112,7 @@ pub(super) struct EngineProcess {
     actions: Vec<Action>,
 }
 
-/// First of the ids for requests that do not come from the scheduler.
+/// First of the ids for requests to the worker.
 const CLIENT_ID_BASE: u64 = 1 << 32;
 
 impl EngineProcess {
@@ -491,8 +491,7 @@ impl EngineProcess {
             1 => ResetScope::Namespace(vec![namespace]),
             _ => ResetScope::Pages(vec![namespace], hashes),
         };
-        self.next += 1;
-        let id = RequestId(self.next);
+        let id = self.draw_id();
         self.request(env, id, Request::Reset { scope }, RequestKind::Reset);
     }
 
@@ -500,9 +499,13 @@ impl EngineProcess {
     fn cancel_stores(&mut self, env: &mut SimContext) {
         let slot = env.rng.u64(..=2 * self.next_slot);
         let slot = (slot <= self.next_slot).then_some(SlotId(slot));
-        self.next += 1;
-        let id = RequestId(self.next);
+        let id = self.draw_id();
         self.request(env, id, Request::CancelStores { slot }, RequestKind::Reset);
+    }
+
+    fn draw_id(&mut self) -> RequestId {
+        self.highest = self.scheduler.draw_id();
+        self.highest
     }
 
     fn request(
