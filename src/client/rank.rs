@@ -209,8 +209,8 @@ impl RankSession {
     }
 
     /// Stops the copies for a request on this rank, and forbids later ones. The returned future requests this when it is
-    /// polled, and completes once the worker, or the one that took over, has confirmed it. Dropping the future after that
-    /// does not take the request back.
+    /// polled, and completes once the worker, or the one that took over, has confirmed it. A future that is dropped before
+    /// may have requested it or not.
     ///
     /// # Errors
     /// That the session has ended.

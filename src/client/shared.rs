@@ -189,8 +189,9 @@ impl Shared {
         }
     }
 
-    /// Cancels the stores that were requested before `id`, until the leader has confirmed, at most [`FINISH_LIMIT`].
-    pub(crate) async fn repeat_cancel(&self, id: RequestId) {
+    /// Cancels all stores, until the leader has confirmed, at most [`FINISH_LIMIT`]. Each attempt has an id of its own,
+    /// because a leader answers a known id as before.
+    pub(crate) async fn repeat_cancel(&self, mut id: RequestId) {
         let until = Instant::now() + FINISH_LIMIT;
         let cancel = CancelStores { slot: None };
         loop {
@@ -206,10 +207,11 @@ impl Shared {
                 return;
             }
             tokio::time::sleep(CANCEL_PAUSE).await;
+            id = self.next_id();
         }
     }
 
-    /// Waits until every slot is finished, and the end of every load and store is known.
+    /// Waits until every slot is finished, and the end of every load and store is known. Later ones are refused.
     pub(crate) async fn idle(&self) {
         loop {
             let finished = self.finished.notified();
@@ -218,8 +220,9 @@ impl Shared {
             }
             finished.await;
         }
-        // The semaphore is never closed.
+        // Closed here only.
         drop(self.transfers.acquire_many(TRANSFER_KIB).await);
+        self.transfers.close();
     }
 
     /// Finishes a slot in the background, unless it is no longer this guard's.

@@ -8,22 +8,25 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::sync::{TryAcquireError, oneshot};
 
 use crate::shared::{Shared, TRANSFER_KIB};
 use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
 use kvferry_transport::{Failure, PendingAnswer};
-use kvferry_types::{Request, RequestId};
+use kvferry_types::{PageList, Request, RequestId};
 
 /// Time after the deadline of a load or a store in which its answer is awaited before the guard reports a failure.
 const GRACE: Duration = Duration::from_secs(2);
 /// Least credits of one transfer, in KiB.
 const TRANSFER_KIB_MIN: u32 = 64;
 /// Loads and stores of one client whose ends are not known, at most, and fewer when their messages are larger than 64 KiB
-/// in the mean; one more is refused at once. Each has a task with its message: 56 MiB in all.
+/// in the mean; one more is refused at once. Each has a task with its message, and the connection has a copy: 112 MiB in
+/// all.
 pub const TRANSFERS_MAX: usize = (TRANSFER_KIB / TRANSFER_KIB_MIN) as usize;
-/// Bytes of an encoded item of a list of pages, at most: a run `[start, count]`.
-const PAGE_ITEM_BYTES: usize = 11;
+/// Bytes of an encoded item of a list of pages, at most: a run `[start, count]`, and a page index, of which version 1 of
+/// the wire has one for each page.
+const RUN_BYTES: usize = 11;
+const PAGE_BYTES: usize = 5;
 /// Bytes of a message beside its lists, at most.
 const MESSAGE_BYTES: usize = 256;
 /// Pause before a request whose end is unknown is repeated under its id, which requests its end.
@@ -142,9 +145,14 @@ where
         let message = Message::from(request);
         let begun = Arc::clone(&shared.transfers)
             .try_acquire_many_owned(credits)
-            .map_err(|_| {
-                let text = "too many loads and stores wait for their ends";
-                Failure::unsent(ErrorCode::Busy, text)
+            .map_err(|refused| match refused {
+                TryAcquireError::NoPermits => {
+                    let text = "too many loads and stores wait for their ends";
+                    Failure::unsent(ErrorCode::Busy, text)
+                }
+                TryAcquireError::Closed => {
+                    Failure::unsent(ErrorCode::Draining, "the client was dropped")
+                }
             })
             .and_then(|permit| {
                 let client = &shared.client;
@@ -242,15 +250,30 @@ impl<C: Call> TransferTask<C> {
             Some(Err(failure)) => Some(failure),
             None => None,
         };
-        let (give_back, given_back) = oneshot::channel();
-        if let Some(failure) = failure {
+        let give_back = failure.map(|failure| {
+            let (give_back, given_back) = oneshot::channel();
             drop(report.send(Err((failure, TransferPages::InUse(PagesInUse(given_back))))));
-        }
+            give_back
+        });
         drop(answer);
-        if self.until_over().await
-            && let Some(pages) = pages.release()
-        {
-            drop(give_back.send(pages));
+        let mut reported = pin!(self.until_reported());
+        let abandoned = async {
+            match &self.shared.ranks {
+                Some(ranks) if ranks.abandon(self.id).await.is_ok() => {}
+                _ => std::future::pending().await,
+            }
+        };
+        let (free, is_reported) = tokio::select! {
+            over = &mut reported => (over, true),
+            () = abandoned => (true, false),
+        };
+        if free && let Some(pages) = pages.release() {
+            // Without a receiver the pages are dropped, which gives them back.
+            drop(give_back.map(|give_back| give_back.send(pages)));
+        }
+        // The request uses credits of the connection until its end is reported.
+        if !is_reported {
+            reported.await;
         }
     }
 
@@ -264,30 +287,20 @@ impl<C: Call> TransferTask<C> {
         )
     }
 
-    /// Waits until nothing is copied for the request: until every rank has abandoned it, or the leader has reported its
-    /// end. Returns false when the client has ended, after which neither can be known.
-    async fn until_over(&self) -> bool {
-        let leader = async {
-            loop {
-                match self.repeat().await {
-                    Ok(_) => return true,
-                    Err(failure) if failure.over => return true,
-                    // The task of the connection has ended.
-                    Err(failure) if failure.code == ErrorCode::Draining && !failure.retry => {
-                        return false;
-                    }
-                    Err(_) => tokio::time::sleep(REPEAT_PAUSE).await,
+    /// Waits until the leader has reported the end of the request. Returns false when the client has ended, after which
+    /// the end cannot be known.
+    async fn until_reported(&self) -> bool {
+        loop {
+            match self.repeat().await {
+                Ok(_) => return true,
+                Err(failure) if failure.over => return true,
+                // The task of the connection has ended.
+                Err(failure) if failure.code == ErrorCode::Draining && !failure.retry => {
+                    return false;
                 }
-            }
-        };
-        let mut leader = pin!(leader);
-        if let Some(ranks) = &self.shared.ranks {
-            tokio::select! {
-                over = &mut leader => return over,
-                abandoned = ranks.abandon(self.id) => if abandoned.is_ok() { return true },
+                Err(_) => tokio::time::sleep(REPEAT_PAUSE).await,
             }
         }
-        leader.await
     }
 }
 
@@ -304,8 +317,12 @@ fn transfer_kib(request: &Request) -> u32 {
         }
         _ => (None, 0),
     };
-    let items = list.map_or(0, |list| list.0.len() * PAGE_ITEM_BYTES);
-    let kib = (MESSAGE_BYTES + items + hashes).div_ceil(1024);
+    let bytes_of = |list: &PageList| {
+        let pages = usize::try_from(list.pages()).unwrap_or(usize::MAX);
+        (list.0.len() * RUN_BYTES).max(pages.saturating_mul(PAGE_BYTES))
+    };
+    let items = list.map_or(0, bytes_of);
+    let kib = items.saturating_add(MESSAGE_BYTES + hashes).div_ceil(1024);
     u32::try_from(kib)
         .unwrap_or(u32::MAX)
         .clamp(TRANSFER_KIB_MIN, TRANSFER_KIB)
@@ -335,6 +352,74 @@ mod tests {
         }
     }
 
+    fn shared(runtime: tokio::runtime::Handle) -> Arc<Shared> {
+        let settings = ClientSettings {
+            address: Address::Memory("absent".to_owned()),
+            hello: Hello::new(Role::Engine, "test"),
+            limits: Limits::default(),
+        };
+        let transport = Arc::new(MemoryTransport::default());
+        Arc::new(Shared {
+            client: Client::without_incoming(transport, settings),
+            runtime,
+            ranks: None,
+            transfers: Arc::new(Semaphore::new(TRANSFER_KIB as usize)),
+            next_id: AtomicU64::new(1),
+            slots: std::sync::Mutex::default(),
+            finished: Notify::new(),
+        })
+    }
+
+    fn load(destination: PageList) -> Request {
+        Request::Load {
+            slot: SlotId(1),
+            first_page: 0,
+            destination,
+            after: RequestId(0),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_load_that_is_begun_after_the_end_of_its_client_is_refused() {
+        let shared = shared(tokio::runtime::Handle::current());
+        shared.idle().await;
+        shared.client.close();
+        let (load, limit) = (load(PageList::run(0, 1)), Duration::from_secs(1));
+        let loading = LoadGuard::begin(&shared, RequestId(1), load, (), limit);
+        let failed = loading.await.expect_err("nothing sends it");
+        assert!(
+            matches!(failed.pages, TransferPages::Free(())),
+            "{failed:?}"
+        );
+    }
+
+    #[test]
+    fn a_transfer_has_credits_for_its_message_in_every_version() {
+        let scattered = (0..20_000).map(|page| kvferry_types::PageRun {
+            start: 3_000_000_000 + 2 * page,
+            count: 1,
+        });
+        for list in [
+            PageList::run(4_000_000_000, 131_072),
+            PageList(scattered.collect()),
+            PageList::run(0, 1),
+        ] {
+            let request = load(list);
+            let credits = transfer_kib(&request) as usize * 1024;
+            for version in [1, 2] {
+                let envelope = kvferry_protocol::Envelope {
+                    version,
+                    correlation: RequestId(u64::MAX),
+                    deadline_ms: u32::MAX,
+                    epoch: kvferry_types::Epoch(u64::MAX),
+                    message: request.clone().into(),
+                };
+                let (_, body) = kvferry_protocol::encode(&envelope).expect("it fits");
+                assert!(body.len() <= credits, "{} > {credits}", body.len());
+            }
+        }
+    }
+
     /// The request is queued for a task of another runtime, which may send it.
     #[tokio::test]
     async fn a_runtime_that_ends_before_a_load_is_polled_keeps_the_device_pages() {
@@ -343,28 +428,9 @@ mod tests {
             .expect("a runtime");
         let runtime = other.handle().clone();
         other.shutdown_background();
-        let settings = ClientSettings {
-            address: Address::Memory("absent".to_owned()),
-            hello: Hello::new(Role::Engine, "test"),
-            limits: Limits::default(),
-        };
-        let transport = Arc::new(MemoryTransport::default());
-        let shared = Arc::new(Shared {
-            client: Client::without_incoming(transport, settings),
-            runtime,
-            ranks: None,
-            transfers: Arc::new(Semaphore::new(TRANSFER_KIB as usize)),
-            next_id: AtomicU64::new(1),
-            slots: std::sync::Mutex::default(),
-            finished: Notify::new(),
-        });
+        let shared = shared(runtime);
         let dropped = Arc::default();
-        let load = Request::Load {
-            slot: SlotId(1),
-            first_page: 0,
-            destination: PageList::run(0, 1),
-            after: RequestId(0),
-        };
+        let load = load(PageList::run(0, 1));
         let owner = Owner(Arc::clone(&dropped));
         let limit = Duration::from_secs(1);
         let loading = LoadGuard::begin(&shared, RequestId(1), load, owner, limit);

@@ -334,8 +334,7 @@ impl Client {
         });
     }
 
-    /// Closes the connection for all clones, after the requests that were made before are sent. Unanswered and later
-    /// requests fail.
+    /// Closes the connection for all clones. Requests that are not answered fail, sent or not, and later ones too.
     pub fn close(&self) {
         self.post(ClientCommand::Close);
     }

@@ -1,11 +1,13 @@
 //! Limits of the typed clients: lists without pages, full sets of transfers, and what a dropped client still sends.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_client::{FINISH_LIMIT, PromptPages, StoredPages, TRANSFERS_MAX, TransferPages};
-use kvferry_protocol::{ErrorCode, LookupAnswer, Message, MessageKind};
+use kvferry_protocol::{ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer};
 use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent};
 use kvferry_types::{PageList, RequestId, SlotId};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::client_edges::stored;
@@ -159,4 +161,88 @@ async fn a_lookup_with_a_long_timeout_that_is_dropped_opens_no_slot_that_stays()
     let mut leader = server(&transport, 1, Limits::default()).await;
     let received = receive(&mut leader, MessageKind::Finish).await;
     assert_eq!(received, [MessageKind::Lookup, MessageKind::Finish]);
+}
+
+/// A leader keeps the answer to a refused cancel: under the same id it would be refused for ever.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_client_repeats_a_refused_cancel_under_another_id() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let client = engine(&transport, None);
+    let finding = client.lookup(prompt(1), WITHIN);
+    let (found, _) = tokio::join!(finding, receive(&mut leader, MessageKind::Lookup));
+    let found = found.expect("an answer");
+    let store = found.store(stored(), (), Duration::from_secs(100));
+    receive(&mut leader, MessageKind::Store).await;
+    drop(client);
+    let mut cancels = Vec::new();
+    let refusing = async {
+        while cancels.len() < 2 {
+            for event in leader.next().await.expect("the server receives") {
+                if let ServerEvent::Message { peer, envelope } = event
+                    && let Message::CancelStores(_) = envelope.message
+                {
+                    cancels.push(envelope.correlation);
+                    let refused = ErrorBody::new(ErrorCode::Limit, "16 are open");
+                    let replier = leader.replier();
+                    replier.reply(peer, envelope.correlation, Message::Error(refused));
+                }
+            }
+        }
+    };
+    soon("two cancels", refusing).await;
+    assert!(cancels[0] < cancels[1], "{cancels:?}");
+    drop((store, found));
+}
+
+/// The ranks' confirmation frees the pages, not the credits of the connection.
+#[tokio::test(start_paused = true)]
+async fn an_abandoned_transfer_counts_until_its_end_is_reported() {
+    let ranks = |_: RequestId| async { Ok(()) };
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let client = engine(&transport, Some(Arc::new(ranks)));
+    let finding = client.lookup(prompt(1), WITHIN);
+    let (found, _) = tokio::join!(finding, receive(&mut leader, MessageKind::Lookup));
+    let found = found.expect("an answer");
+    let replier = leader.replier();
+    let (received, mut requests) = mpsc::unbounded_channel();
+    let receiving = tokio::spawn(async move {
+        while let Some(events) = leader.next().await {
+            for event in events {
+                if let ServerEvent::Message { peer, envelope } = event {
+                    let sent = received.send((peer, envelope.correlation));
+                    sent.expect("the test runs");
+                }
+            }
+        }
+    });
+    let mut stores = Vec::new();
+    for _ in 0..TRANSFERS_MAX {
+        stores.push(found.store(stored(), (), Duration::from_millis(1)));
+        tokio::task::yield_now().await;
+    }
+    for store in stores {
+        let late = soon("its deadline", store).await.expect_err("it is late");
+        let TransferPages::InUse(pages) = late.pages else {
+            panic!("{:?}", late.pages)
+        };
+        assert_eq!(soon("the pages", pages.freed()).await, Some(()));
+    }
+    let refused = found.store(stored(), (), WITHIN).await;
+    let refused = refused.expect_err("no credits");
+    assert_eq!(refused.failure.code, ErrorCode::Busy);
+    let (peer, id) = requests.recv().await.expect("a store");
+    let failed = StoreAnswer {
+        stored_pages: 0,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: PAGES,
+    };
+    replier.reply(peer, id, Message::StoreAnswer(failed));
+    tokio::time::sleep(WITHIN).await;
+    let store = found.store(stored(), (), Duration::from_millis(1)).await;
+    let late = store.expect_err("nothing answers");
+    assert_eq!(late.failure.code, ErrorCode::Deadline);
+    receiving.abort();
 }
