@@ -82,7 +82,6 @@ class PendingRequest:
         "id",
         "kind",
         "link",
-        "sent_bytes",
         "until",
         "urgent",
     )
@@ -95,8 +94,6 @@ class PendingRequest:
         self.deadline = deadline
         self.expires = expires
         self.link = link
-        #: Byte credits of the connection that the request uses; None before the request is sent over it.
-        self.sent_bytes: int | None = None
         self.answer: msgspec.Struct | None = None
         self.failure: Failure | None = None
         self.until: Callable[[PendingRequest], None] | None = None
@@ -162,7 +159,10 @@ class Client:
         self._links = itertools.count(1)
         self._next_turn: float | None = None
         self._credits = (1, 1)
-        self._in_flight = self._in_flight_bytes = 0
+        #: Bytes of each request that was sent over the present connection and not answered. A request whose caller no
+        #: longer waits uses its credits until it is answered.
+        self._in_flight: dict[int, int] = {}
+        self._in_flight_bytes = 0
         #: When the last message was sent over the present connection.
         self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
@@ -268,12 +268,14 @@ class Client:
         if self.lost_at is None:
             self.lost_at = time.monotonic()
         self.link = 0
-        self._in_flight = self._in_flight_bytes = 0
-        for pending in self._open.values():
-            pending.sent_bytes = None
+        self._forget_in_flight()
         for pending in [pending for pending in self._open.values() if pending.link is not None]:
             self._settle(pending, None, Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True))
         self._take_turn()
+
+    def _forget_in_flight(self) -> None:
+        self._in_flight.clear()
+        self._in_flight_bytes = 0
 
     def _meanwhile(self, until: float) -> None:
         """Waits for a request, a poke or a deadline while there is no connection."""
@@ -360,11 +362,10 @@ class Client:
         self._version = welcome.version
         self.features = welcome.features
         self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
-        self._in_flight = self._in_flight_bytes = 0
+        self._forget_in_flight()
         self._unsent.clear()
         self._urgent.clear()
         for _, pending in sorted(self._open.items()):
-            pending.sent_bytes = None
             self._queue(pending)
         self.problem = ""
         self.lost_at = None
@@ -414,6 +415,7 @@ class Client:
             if wire.is_request(envelope.kind):
                 self._answer(socket, envelope)
                 continue
+            self._in_flight_bytes -= self._in_flight.pop(envelope.correlation, 0)
             pending = self._open.get(envelope.correlation)
             if pending is None or (envelope.body is None and not envelope.required):
                 # No request waits for this answer, or its kind is unknown here.
@@ -451,12 +453,11 @@ class Client:
             # Some credits are reserved for urgent requests, which are few and small.
             kept = 0 if pending.urgent else min(_URGENT_CREDITS, requests // 64)
             too_much = self._in_flight_bytes + len(pending.body) > byte_credits - kept * _URGENT_BYTES
-            if self._in_flight > 0 and (self._in_flight >= requests - kept or too_much):
+            if self._in_flight and (len(self._in_flight) >= requests - kept or too_much):
                 return
             queue.popleft()
-            pending.sent_bytes = len(pending.body)
-            self._in_flight += 1
-            self._in_flight_bytes += pending.sent_bytes
+            self._in_flight[pending.id] = len(pending.body)
+            self._in_flight_bytes += len(pending.body)
             left_ms = max(int((pending.deadline - time.monotonic()) * 1000), 1)
             head = wire.header(self._version, pending.kind, pending.id, left_ms, self.epoch)
             self._send_now(socket, head, pending.body)
@@ -491,9 +492,6 @@ class Client:
     def _settle(self, pending: PendingRequest, answer: msgspec.Struct | None, failure: Failure | None) -> None:
         if self._open.pop(pending.id, None) is None:
             return
-        if pending.sent_bytes is not None:
-            self._in_flight -= 1
-            self._in_flight_bytes -= pending.sent_bytes
         with self._lock:
             self._count -= 1
         pending._end(answer, failure)

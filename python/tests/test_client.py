@@ -336,6 +336,22 @@ def test_a_client_stays_within_its_credits(directory: Path) -> None:
         assert all(ended(pending).answer == FOUND for pending in questions)
 
 
+def test_a_request_uses_its_credit_until_it_is_answered(directory: Path) -> None:
+    server = Fake(directory, request_credits=2)
+    with talking(directory) as client:
+        late = [client.request(LOOKUP, 0.05) for _ in range(2)]
+        received = [server.receive() for _ in late]
+        assert all(ended(pending).failure.code == Code.DEADLINE for pending in late)
+        waiting = client.request(LOOKUP, 20)
+        assert not server.socket.poll(100), "the server still counts two requests"
+        peer, envelope = received[0]
+        server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
+        peer, envelope = server.receive()
+        assert envelope.correlation == waiting.id
+        server.say(peer, Kind.LOOKUP_ANSWER, waiting.id, FOUND)
+        assert ended(waiting).answer == FOUND
+
+
 def test_an_urgent_request_overtakes_requests_that_wait_for_credits(directory: Path) -> None:
     server = Fake(directory, request_credits=128)
     with talking(directory) as client:

@@ -491,6 +491,9 @@ impl Sessions {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::anchor::AnchorKey;
+    use crate::pool::Pool;
+    use kvferry_types::{GroupId, Ratio};
 
     #[test]
     fn a_retry_is_recognised_while_under_way_and_after() {
@@ -518,5 +521,62 @@ mod tests {
             answers.begin(RequestId(1)),
             RequestState::Answered(Ok(Answer::Finish))
         );
+    }
+
+    fn slot(pages: usize) -> Slot {
+        let hashes = PageHashes::packed(16, vec![1; 16 * pages]).expect("16 bytes a page");
+        let domain = Domain::new(&AnchorKey([1; 32]), b"a", &[0; 16], GroupId(0));
+        Slot::new(
+            RequestId(1),
+            domain,
+            [0; 16],
+            hashes,
+            RequestDigest::new(true),
+        )
+    }
+
+    #[test]
+    fn a_wrong_count_of_hash_bytes_is_detected() {
+        let mut session = Session::default();
+        assert!(session.open_slot(SlotId(1), slot(3)).is_ok());
+        assert_eq!(session.check(), Ok(()));
+        *session.hash_bytes_mut() += 1;
+        let why = session.check().expect_err("48 bytes, not 49");
+        let text = "48 bytes of page hashes, the session counts 49";
+        assert_eq!(why.to_string(), text);
+    }
+
+    #[test]
+    fn covered_pages_end_with_the_run_that_has_the_last_of_them() {
+        let mut pool = Pool::new(64, Ratio::new(4).expect("in bounds"));
+        let mut slot = slot(12);
+        assert!(!slot.hold_until(Time(5)), "nothing is held");
+        let (hashes, domain) = (Arc::clone(slot.hashes()), slot.domain().clone());
+        let (mut reserved, mut next) = (Vec::new(), 0);
+        for at in [0, 4, 8] {
+            let all = (&mut next, &mut reserved, &mut Vec::new());
+            pool.reserve(&domain, &hashes, at, at + 4, None, all.0, all.1, all.2);
+        }
+        for position in [0, 4, 8] {
+            let run = PinnedRun {
+                position,
+                pages: 4,
+                arena_start: 100 + position,
+                block: 0,
+                pin: pool.pin(0, 4),
+            };
+            slot.hold(run);
+        }
+        let run = |start, count| PageRun { start, count };
+        let all = vec![(0, run(100, 4)), (1, run(104, 4))];
+        assert_eq!(slot.covering(0, 8), Some(all), "no run without pages");
+        assert_eq!(slot.covering(5, 7), Some(vec![(1, run(105, 2))]));
+        assert_eq!(slot.covering(9, 13), None);
+        assert_eq!(slot.covering(3, 3), None);
+        assert!(slot.hold_until(Time(7)));
+        assert_eq!(slot.held_until(), Time(7));
+        slot.take_held()
+            .into_iter()
+            .for_each(|held| pool.unpin(held.pin));
     }
 }

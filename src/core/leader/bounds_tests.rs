@@ -558,3 +558,19 @@ fn the_hashes_of_stores_under_way_are_bounded() {
         "there is room"
     );
 }
+
+#[test]
+fn a_repeated_lookup_holds_its_pages_for_its_own_time() {
+    let mut leader = with_arena(64, |_| {});
+    let hashes = sequence(8, 0);
+    store_all(&mut leader, 1, 7, &hashes);
+    let at = |seconds| Time(0) + Duration::from_secs(seconds);
+    let pins = |leader: &Leader| leader.pool().map_or(0, |pool| pool.pins());
+    request(&mut leader, at(0), 2_000_000, lookup(9, 7, &hashes));
+    request(&mut leader, at(20), 2_000_001, lookup(9, 7, &hashes));
+    assert!(pins(&leader) > 0);
+    step(&mut leader, at(31), LeaderEvent::Tick);
+    assert!(pins(&leader) > 0, "the second lookup was 11 s ago");
+    step(&mut leader, at(51), LeaderEvent::Tick);
+    assert_eq!(pins(&leader), 0);
+}

@@ -230,7 +230,6 @@ impl Stores {
         for store in self.waiting.values() {
             *hash_bytes.entry(store.reply_to.engine).or_default() += store.hash_bytes();
         }
-        hash_bytes.retain(|_, bytes| *bytes > 0);
         if hash_bytes != self.hash_bytes {
             let counted = &self.hash_bytes;
             return Err(
