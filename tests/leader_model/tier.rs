@@ -431,7 +431,10 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
     let first = verdict(&site.attach((1, 1), Some(B)));
     let requested = site.attach((0, 1), Some(A));
     let second = verdict(&requested);
-    assert!(second.is_ok(), "{first:?}, {second:?}");
+    assert!(
+        first.is_err() && second.is_ok(),
+        "the lower replica comes first: {first:?}, {second:?}"
+    );
     assert_eq!(site.read(&requested), [64, 64]);
     assert!(site.leader.is_ready());
     let late = verdict(&site.attach((1, 0), Some(B)));
@@ -447,6 +450,18 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
     let requested = site.attach((1, 0), Some(B));
     assert_eq!(verdict(&requested), Ok(()));
     assert_eq!(site.read(&requested), [32, 32]);
+}
+
+/// The pool is not opened for it yet, because the other replica's worker may still copy for an older leader.
+#[test]
+fn a_complete_replica_comes_before_one_that_differs_and_has_a_lower_number() {
+    let mut site = Site::new(1, 2);
+    assert_eq!(verdict(&site.attach((1, 0), Some(B))), Ok(()));
+    let late = verdict(&site.attach((0, 0), Some(A)));
+    assert!(
+        matches!(late, Err(Refusal::RankDisagrees { .. })),
+        "{late:?}"
+    );
 }
 
 #[test]
