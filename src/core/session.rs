@@ -537,11 +537,13 @@ mod tests {
 
     #[test]
     fn a_wrong_count_of_hash_bytes_is_detected() {
-        let mut session = Session::default();
+        let mut sessions = Sessions::default();
+        let engine = EngineId([1; 16]);
+        let session = sessions.open(engine);
         assert!(session.open_slot(SlotId(1), slot(3)).is_ok());
-        assert_eq!(session.check(), Ok(()));
-        *session.hash_bytes_mut() += 1;
-        let why = session.check().expect_err("48 bytes, not 49");
+        assert_eq!(sessions.check(), Ok(()));
+        *sessions.open(engine).hash_bytes_mut() += 1;
+        let why = sessions.check().expect_err("48 bytes, not 49");
         let text = "48 bytes of page hashes, the session counts 49";
         assert_eq!(why.to_string(), text);
     }

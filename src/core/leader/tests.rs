@@ -150,6 +150,21 @@ pub(super) fn request(
 }
 
 #[test]
+fn the_digest_has_the_decisions_of_every_lookup_of_a_slot() {
+    let digest = |lookups: &[usize]| {
+        let mut leader = serving();
+        for (id, pages) in (1..).zip(lookups) {
+            assert!(request(&mut leader, id, lookup(1, *pages)).is_some());
+        }
+        let finish = Request::Finish { slot: SlotId(1) };
+        request(&mut leader, 9, finish);
+        leader.decisions_digest()
+    };
+    assert_eq!(digest(&[1, 2]), digest(&[1, 2]));
+    assert_ne!(digest(&[1, 2]), digest(&[2]));
+}
+
+#[test]
 fn a_reset_without_a_pool_names_the_reason() {
     let ratio = Ratio::new(4).expect("in bounds");
     let mut leader = Leader::new(LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])));
