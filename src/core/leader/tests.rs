@@ -165,6 +165,48 @@ fn the_digest_has_the_decisions_of_every_lookup_of_a_slot() {
 }
 
 #[test]
+fn a_load_waits_only_for_work_that_was_numbered_before_it() {
+    let mut leader = serving();
+    let mut load = |id, after| {
+        let load = Request::Load {
+            slot: SlotId(1),
+            first_page: 0,
+            destination: PageList::run(0, 1),
+            after: RequestId(after),
+        };
+        request(&mut leader, id, load).expect("an answer")
+    };
+    let unknown = Err(Refusal::UnknownSlot(SlotId(1)));
+    assert_eq!(load(5, 4), unknown);
+    assert_eq!(load(6, 0), unknown);
+    for (id, after) in [(7, 7), (8, 9)] {
+        let refused = load(id, after);
+        assert!(
+            matches!(refused, Err(Refusal::Invalid { field: "after", .. })),
+            "{refused:?}"
+        );
+    }
+}
+
+#[test]
+fn a_key_is_for_pages_of_its_size_and_layout() {
+    let GroupGeometry {
+        page_bytes,
+        layout_fingerprint,
+        ..
+    } = geometry();
+    let key = |page_bytes, layout_fingerprint| TierKey {
+        page_bytes,
+        layout_fingerprint,
+        pages: 16,
+        depots: vec![DepotId(1)],
+    };
+    assert!(key(page_bytes, layout_fingerprint).is_for(&geometry()));
+    assert!(!key(page_bytes + 1, layout_fingerprint).is_for(&geometry()));
+    assert!(!key(page_bytes, [9; 16]).is_for(&geometry()));
+}
+
+#[test]
 fn a_reset_without_a_pool_names_the_reason() {
     let ratio = Ratio::new(4).expect("in bounds");
     let mut leader = Leader::new(LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])));

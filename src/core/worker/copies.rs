@@ -324,6 +324,23 @@ mod tests {
     }
 
     #[test]
+    fn a_queue_forgets_copies_that_ended_in_it_and_no_others() {
+        let mut copies = Copies::default();
+        for op in 1..=200 {
+            copies.begin(BatchId(1), copy(op, Direction::Load), true);
+        }
+        let start = |copies: &mut Copies| -> Vec<OpId> {
+            copies.start(1).iter().map(|copy| copy.op).collect()
+        };
+        assert_eq!(start(&mut copies), [OpId(1)]);
+        (2..200).for_each(|op| assert!(copies.end(OpId(op)).is_some()));
+        assert!(start(&mut copies).is_empty(), "one copy runs");
+        assert_eq!(copies.lanes.entries(Direction::Load), 1);
+        assert!(copies.end(OpId(1)).is_some());
+        assert_eq!(start(&mut copies), [OpId(200)]);
+    }
+
+    #[test]
     fn a_copy_that_ended_in_its_queue_is_not_started() {
         let mut copies = copies();
         assert!(
