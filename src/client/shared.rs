@@ -211,7 +211,8 @@ impl Shared {
         }
     }
 
-    /// Waits until every slot is finished, and the end of every load and store is known. Later ones are refused.
+    /// Waits until every slot is finished, and the end of every load and store is known. Later ones are refused. Has no
+    /// deadline, as the wait for a transfer's end has none: its pages are in use until then.
     pub(crate) async fn idle(&self) {
         loop {
             let finished = self.finished.notified();
@@ -220,8 +221,10 @@ impl Shared {
             }
             finished.await;
         }
-        // Closed here only.
-        drop(self.transfers.acquire_many(TRANSFER_KIB).await);
+        // Keeps the credits, so that no transfer gets them before the semaphore is closed.
+        if let Ok(all) = self.transfers.acquire_many(TRANSFER_KIB).await {
+            all.forget();
+        }
         self.transfers.close();
     }
 

@@ -166,6 +166,7 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
         });
     }
     check(&envelope.message)?;
+    check_pages(&envelope.message)?;
     check_lists(&envelope.message, version)?;
     let header = Header {
         version,
@@ -324,12 +325,8 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             abandon.requests.len() as u64,
             ABANDONED_MAX as u64,
         ),
-        Message::Load(load) => {
-            check_pages(kind, "destination", &load.destination.list)?;
-            pages(&load.destination.list)
-        }
+        Message::Load(load) => pages(&load.destination.list),
         Message::Store(store) => {
-            check_pages(kind, "source", &store.source.list)?;
             pages(&store.source.list)?;
             hashes(&store.more_hashes, store.hash_bytes)
         }
@@ -352,15 +349,20 @@ fn check(message: &Message) -> Result<(), EncodeError> {
     }
 }
 
-/// Checks that a list has the pages that its reader requires.
-fn check_pages(kind: MessageKind, field: &'static str, list: &PageList) -> Result<(), EncodeError> {
+/// Checks that the list of a load or a store has the pages that its reader requires.
+fn check_pages(message: &Message) -> Result<(), EncodeError> {
+    let (field, list) = match message {
+        Message::Load(load) => ("destination", &load.destination.list),
+        Message::Store(store) => ("source", &store.source.list),
+        _ => return Ok(()),
+    };
     let holds_none = |run: &&PageRun| run.count == 0 || run.end() > u64::from(u32::MAX);
     let value = match list.0.iter().find(holds_none) {
         None if list.0.is_empty() => "no page".to_owned(),
         None => return Ok(()),
         Some(run) => format!("the run [{}, {}]", run.start, run.count),
     };
-    let kind = kind.name();
+    let kind = message.kind().name();
     Err(EncodeError::Pages { kind, field, value })
 }
 

@@ -252,8 +252,8 @@ pub struct ClientSession<R> {
     /// The current connection, or the last one.
     link: LinkId,
     backoff: Duration,
-    /// Actions for the process. Requests in here are within the other side's credits, 64 MiB of messages. Answers in
-    /// here are no more than the other side's open requests.
+    /// Actions for the process. Requests in here are within the other side's credits, 64 MiB of messages, but for those that
+    /// their callers repeat while they are in flight. Answers in here are no more than the other side's open requests.
     events: VecDeque<ClientEvent<R>>,
 }
 

@@ -196,7 +196,11 @@ fn a_request_keeps_its_credit_until_it_is_answered() {
     client.tick(at(120_010));
     client.request(at(120_011), 4);
     client.receive(at(120_012), &error(3));
-    assert_eq!(client.requests(), [4], "nobody waits for the answer to 3");
+    assert_eq!(
+        client.requests(),
+        [4],
+        "an answer without a receiver frees its credit"
+    );
 }
 
 /// Requests that were repeated, answered and late leave the count of credits right.

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_client::{FINISH_LIMIT, PromptPages, StoredPages, TRANSFERS_MAX, TransferPages};
+use kvferry_client::{
+    EngineClient, FINISH_LIMIT, PromptPages, RequestGuard, StoredPages, TRANSFERS_MAX,
+    TransferPages,
+};
 use kvferry_protocol::{ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer};
 use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent};
 use kvferry_types::{PageList, RequestId, SlotId};
@@ -132,14 +135,19 @@ async fn receive(server: &mut Server, kind: MessageKind) -> Vec<MessageKind> {
     received
 }
 
+/// The guard of a lookup that the server answers.
+async fn found(client: &EngineClient, server: &mut Server) -> RequestGuard {
+    let finding = client.lookup(prompt(1), WITHIN);
+    let (found, _) = tokio::join!(finding, receive(server, MessageKind::Lookup));
+    found.expect("an answer")
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_dropped_client_cancels_its_stores_at_a_leader_that_comes_later() {
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1, Limits::default()).await;
     let client = engine(&transport, None);
-    let finding = client.lookup(prompt(1), WITHIN);
-    let (found, _) = tokio::join!(finding, receive(&mut first, MessageKind::Lookup));
-    let found = found.expect("an answer");
+    let found = found(&client, &mut first).await;
     let store = found.store(stored(), (), Duration::from_secs(100));
     receive(&mut first, MessageKind::Store).await;
     drop(first);
@@ -169,9 +177,7 @@ async fn a_dropped_client_repeats_a_refused_cancel_under_another_id() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let client = engine(&transport, None);
-    let finding = client.lookup(prompt(1), WITHIN);
-    let (found, _) = tokio::join!(finding, receive(&mut leader, MessageKind::Lookup));
-    let found = found.expect("an answer");
+    let found = found(&client, &mut leader).await;
     let store = found.store(stored(), (), Duration::from_secs(100));
     receive(&mut leader, MessageKind::Store).await;
     drop(client);
@@ -202,9 +208,7 @@ async fn an_abandoned_transfer_counts_until_its_end_is_reported() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let client = engine(&transport, Some(Arc::new(ranks)));
-    let finding = client.lookup(prompt(1), WITHIN);
-    let (found, _) = tokio::join!(finding, receive(&mut leader, MessageKind::Lookup));
-    let found = found.expect("an answer");
+    let found = found(&client, &mut leader).await;
     let replier = leader.replier();
     let (received, mut requests) = mpsc::unbounded_channel();
     let receiving = tokio::spawn(async move {

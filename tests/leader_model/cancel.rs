@@ -181,8 +181,7 @@ fn a_cancel_leaves_stores_with_higher_ids() {
 
 fn send_cancel(world: &mut World, id: RequestId) {
     let request = Request::CancelStores { slot: None };
-    world.requests.insert((0, id), (request.clone(), None));
-    world.send(0, id, request);
+    world.request_as(0, id, request);
 }
 
 /// From the answer to a cancel on, none of the stores' pages may be read.
@@ -205,8 +204,7 @@ fn a_store_that_arrives_after_its_cancel_is_answered_without_a_copy() {
         more: None,
         source: PageList::run(0, 8),
     };
-    world.requests.insert((0, late), (request.clone(), None));
-    world.send(0, late, request.clone());
+    world.request_as(0, late, request.clone());
     assert_eq!(failed_pages(answer(&world, 0, late)), 8);
     assert!(world.open.is_empty(), "nothing is copied");
     world.request(0, request);

@@ -40,8 +40,7 @@ fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alon
     };
     for (id, request) in [(late + 1, load), (late + 2, store)] {
         let id = RequestId(id);
-        world.requests.insert((0, id), (request.clone(), None));
-        world.send(0, id, request);
+        world.request_as(0, id, request);
         let unknown = Some(Err(Refusal::UnknownSlot(SlotId(0))));
         assert_eq!(answer(&world, 0, id), unknown);
         assert_eq!(world.leader.pool().map(|pool| pool.pins()), pins);
@@ -82,8 +81,7 @@ fn a_request_from_before_the_lookup_of_its_slot_is_refused() {
     };
     for (id, request) in [(late + 1, lookup(9)), (late + 2, load), (late + 3, store)] {
         let id = RequestId(id);
-        world.requests.insert((0, id), (request.clone(), None));
-        world.send(0, id, request);
+        world.request_as(0, id, request);
         let unknown = Some(Err(Refusal::UnknownSlot(slot)));
         assert_eq!(answer(&world, 0, id), unknown);
         assert_eq!(world.leader.pool().map(|pool| pool.pins()), pins);
@@ -98,8 +96,7 @@ fn a_finish_leaves_a_slot_that_a_later_lookup_has_opened() {
     world.next_id += 1;
     store(&mut world, 0, 0, 7, 8);
     let finish = Request::Finish { slot: SlotId(0) };
-    world.requests.insert((0, late), (finish.clone(), None));
-    world.send(0, late, finish);
+    world.request_as(0, late, finish);
     assert_eq!(answer(&world, 0, late), Some(Ok(Answer::Finish)));
     assert_eq!(world.leader.slots(), 1);
 }

@@ -204,7 +204,11 @@ impl World {
 
     fn request(&mut self, engine: u8, request: Request) {
         self.next_id += 1;
-        let id = RequestId(self.next_id);
+        self.request_as(engine, RequestId(self.next_id), request);
+    }
+
+    /// Sends a request under an id of its own, as an engine does whose messages arrive late.
+    fn request_as(&mut self, engine: u8, id: RequestId, request: Request) {
         self.requests.insert((engine, id), (request.clone(), None));
         self.send(engine, id, request);
     }
