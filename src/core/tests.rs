@@ -5,7 +5,7 @@ use super::blocks::Filling;
 use super::index::MatchGoal;
 use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch};
 use super::rank_set::RankSet;
-use kvferry_types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
+use kvferry_types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio, Scope};
 
 /// Most pages of a block.
 const RATIO: usize = 4;
@@ -216,6 +216,48 @@ fn a_walk_reports_its_length_and_whether_the_next_page_is_being_stored() {
     pool.start_filling(generation, RankSet::first(1));
     assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
     assert_eq!(reach(&pool, 20, 0), (16, false, 4));
+}
+
+/// The end of one sweep must not show the blocks that another one still hides.
+#[test]
+fn sweeps_that_overlap_hide_their_own_blocks() {
+    let (first, second) = (sequence(4, 0), sequence(4, 1));
+    let mut pool = stored(&first, 40);
+    let generation = reserve(&mut pool, &second, 0, 70);
+    pool.start_filling(generation, RankSet::first(1));
+    assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+    let namespace = domain().id().namespace();
+    let pages = |hashes: &PageHashes| Scope::Pages(namespace, hashes.fingerprints(0).collect());
+    let found = |pool: &Pool| (walk(pool, &first, 0).0.end, walk(pool, &second, 0).0.end);
+    assert_eq!(found(&pool), (4, 4));
+
+    let sweep_of_first = pool.begin_sweep(pages(&first));
+    let sweep_of_second = pool.begin_sweep(pages(&second));
+    assert_eq!(found(&pool), (0, 0));
+    pool.end_sweep(&sweep_of_first);
+    assert_eq!(found(&pool), (4, 0));
+    let again = pool.begin_sweep(pages(&first));
+    pool.end_sweep(&sweep_of_second);
+    assert_eq!(found(&pool), (0, 4));
+    pool.end_sweep(&again);
+    assert_eq!(found(&pool), (4, 4));
+}
+
+/// A slab that was large once is walked in slices, too.
+#[test]
+fn vacant_places_use_the_budget_of_a_sweep() {
+    let mut pool = stored(&sequence(40, 0), 40);
+    let mut sweep = pool.begin_sweep(Scope::Everything);
+    let mut filling = Vec::new();
+    assert_eq!(pool.remove_next(&mut sweep, &mut 1000, &mut filling), 40);
+    pool.end_sweep(&sweep);
+    let mut sweep = pool.begin_sweep(Scope::Everything);
+    for is_over in [false, false, true] {
+        let mut budget = 4;
+        assert_eq!(pool.count_holders(&mut sweep, &mut budget), 0);
+        assert_eq!((sweep.is_over(), budget), (is_over, u32::from(is_over) * 2));
+    }
+    pool.end_sweep(&sweep);
 }
 
 #[test]
