@@ -183,9 +183,16 @@ pub(crate) fn run(root: &Path, only: &str) -> Result<(), String> {
             copy_file(root, &tree, file)?;
         }
         match found? {
-            Some(how) => println!("{}: found: {how}", bug.name),
-            None => {
+            Evidence::Found(how) => println!("{}: found: {how}", bug.name),
+            Evidence::Missed => {
                 println!("{}: MISSED", bug.name);
+                missed.push(bug.name.as_str());
+            }
+            Evidence::Unbuilt(why) => {
+                println!(
+                    "{}: DOES NOT BUILD: bring it up to date with the source:\n{why}",
+                    bug.name
+                );
                 missed.push(bug.name.as_str());
             }
         }
@@ -197,7 +204,7 @@ pub(crate) fn run(root: &Path, only: &str) -> Result<(), String> {
     );
     match missed.is_empty() {
         true => Ok(()),
-        false => Err(format!("missed: {}", missed.join(", "))),
+        false => Err(format!("missed, or not built: {}", missed.join(", "))),
     }
 }
 
@@ -222,34 +229,42 @@ fn sim(place: &Path, program: &str, seeds: &str) -> Result<Output, String> {
         .map_err(|error| format!("sim: {error}"))
 }
 
-/// Runs the check of a bug. Returns the evidence of the bug, or `None` if it was not found.
-fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
-    let built = |arguments: &[&str]| {
+/// The outcome of the check of a bug.
+enum Evidence {
+    /// The line of the check that shows the bug.
+    Found(String),
+    /// The check passed.
+    Missed,
+    /// The tree with the bug does not build: the compiler's errors.
+    Unbuilt(String),
+}
+
+/// Runs the check of a bug.
+fn look_for(bug: &Planted, place: &Path) -> Result<Evidence, String> {
+    let unbuilt = |arguments: &[&str]| {
         let output = cargo(place, arguments)?;
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(format!(
-                "{} does not build:\n{}",
-                bug.name,
-                String::from_utf8_lossy(&output.stderr)
-            )),
-        }
+        let text = || String::from_utf8_lossy(&output.stderr).into_owned();
+        Ok::<_, String>((!output.status.success()).then(text))
     };
     match &bug.found {
         Found::Test(words) => {
             let words: Vec<&str> = words.iter().map(String::as_str).collect();
             // The last word selects the tests, the others select what is built.
             let (_, what) = words.split_last().ok_or("a test has arguments")?;
-            built(&[&["test", "--locked", "--no-run"], what].concat())?;
+            let build = [&["test", "--locked", "--no-run"], what].concat();
+            if let Some(why) = unbuilt(&build)? {
+                return Ok(Evidence::Unbuilt(why));
+            }
             let output = cargo(place, &[&["test", "--locked"], &words[..]].concat())?;
             let text = String::from_utf8_lossy(&output.stdout);
             let failed = text.lines().find(|line| line.ends_with("... FAILED"));
-            Ok(failed
-                .filter(|_| !output.status.success())
-                .map(str::to_owned))
+            let failed = failed.filter(|_| !output.status.success());
+            Ok(failed.map_or(Evidence::Missed, |line| Evidence::Found(line.to_owned())))
         }
         Found::Sim { seeds } => {
-            built(&BUILD)?;
+            if let Some(why) = unbuilt(&BUILD)? {
+                return Ok(Evidence::Unbuilt(why));
+            }
             let mut from = 0;
             while from < *seeds {
                 let to = (from + SEEDS_AT_ONCE).min(*seeds);
@@ -270,11 +285,11 @@ fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
                         .find(|line| line.starts_with("seed ") || line.contains("panicked"));
                     let line =
                         line.ok_or_else(|| format!("sim ended without a finding:\n{text}"))?;
-                    return Ok(Some(line.to_owned()));
+                    return Ok(Evidence::Found(line.to_owned()));
                 }
                 from = to;
             }
-            Ok(None)
+            Ok(Evidence::Missed)
         }
     }
 }
