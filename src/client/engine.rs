@@ -99,7 +99,7 @@ pub struct StoredPages {
 ///
 /// When the last clone is dropped, the stores in flight are cancelled and the open requests are finished, in the
 /// background and without waiting for a hold to expire. Loads in flight keep their device pages until their end is known.
-/// Then the connection closes, whether guards of the client live or not.
+/// Then the connection closes, whether guards of the client live or not: [`EngineClient::closed`] waits for that.
 #[derive(Debug, Clone)]
 pub struct EngineClient {
     shared: Arc<Shared>,
@@ -117,12 +117,13 @@ impl Drop for CloseOnDrop {
             .iter()
             .map(|(slot, state)| (*slot, *state))
             .collect();
-        let cancel = shared.next_id();
         for (slot, state) in slots {
             if let SlotState::Guarded(guard) = state {
                 shared.finish_later(slot, guard);
             }
         }
+        // Drawn after every guard has lost its slot, so that it is above the ids of their stores.
+        let cancel = shared.next_id();
         // Guards may live on, so that they do not close the connection.
         drop(self.0.runtime.spawn(async move {
             shared.repeat_cancel(cancel).await;
@@ -158,6 +159,13 @@ impl EngineClient {
             _close: Arc::new(CloseOnDrop(Arc::clone(&shared))),
             shared,
         }
+    }
+
+    /// Waits until the connection has closed, which it does some time after the last clone of the client was dropped. Has no
+    /// deadline, as the wait for the end of a transfer has none.
+    pub fn closed(&self) -> impl Future<Output = ()> + Send + use<> {
+        let client = self.shared.client.clone();
+        async move { client.closed().await }
     }
 
     /// Draws a number, above those of all earlier requests and below those of all later ones: for a step of work that

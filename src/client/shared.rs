@@ -16,8 +16,9 @@ use kvferry_transport::{Client, Failure};
 use kvferry_types::{Request, RequestId, SlotId};
 
 /// Longest time for which a dropped guard, or a dropped client, repeats its `finish`. Longer than any request that the
-/// guard made can wait, 120 s: no lookup opens the slot after that. The leader forgets an engine without a connection
-/// after 10 s.
+/// guard made can wait, 120 s: no lookup opens the slot after that, unless the leader was stopped for longer and reads it
+/// from a connection that has broken meanwhile. The slot then stays until it is looked up again, its holds for 30 s. The
+/// leader forgets an engine without a connection after 10 s.
 pub const FINISH_LIMIT: Duration = Duration::from_secs(180);
 /// Longest timeout of a request: a leader cuts later deadlines to it.
 pub(crate) const TIMEOUT_MAX: Duration = Duration::from_millis(DEADLINE_MAX_MS as u64);
@@ -171,7 +172,9 @@ impl Shared {
         })
     }
 
-    async fn repeat_finish(&self, id: RequestId, slot: SlotId) -> Result<(), Failure> {
+    /// Repeats a `finish` under its id, because the leader may have carried it out already. An id that became too old while
+    /// it waited among many others is replaced.
+    async fn repeat_finish(&self, mut id: RequestId, slot: SlotId) -> Result<(), Failure> {
         let until = Instant::now() + FINISH_LIMIT;
         let finish = Finish { slot: slot.0 };
         loop {
@@ -181,9 +184,13 @@ impl Shared {
             let Err(failure) = finished.await else {
                 return Ok(());
             };
-            if !failure.retry || Instant::now() >= until {
+            let is_outdated = failure.code == ErrorCode::StaleRequest;
+            if !(failure.retry || is_outdated) || Instant::now() >= until {
                 tracing::warn!(%slot, %failure, "a request was not finished");
                 return Err(failure);
+            }
+            if is_outdated {
+                id = self.next_id();
             }
             tokio::time::sleep(FINISH_PAUSE).await;
         }
@@ -202,7 +209,8 @@ impl Shared {
                 return;
             };
             let ended = self.transfers.available_permits() == TRANSFER_KIB as usize;
-            if !failure.retry || ended || Instant::now() >= until {
+            let retry = failure.retry || failure.code == ErrorCode::StaleRequest;
+            if !retry || ended || Instant::now() >= until {
                 tracing::debug!(%failure, "the stores of a closed client were not cancelled");
                 return;
             }

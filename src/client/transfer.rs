@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::sync::{TryAcquireError, oneshot};
 
 use crate::shared::{Shared, TRANSFER_KIB};
+use kvferry_protocol::limits::PAGE_ITEMS_MAX;
 use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
 use kvferry_transport::{Failure, PendingAnswer};
 use kvferry_types::{PageList, Request, RequestId};
@@ -141,11 +142,11 @@ where
         pages: P,
         timeout: Duration,
     ) -> Self {
-        let credits = transfer_kib(&request);
+        let (checked, credits) = (check_pages(&request), transfer_kib(&request));
         let message = Message::from(request);
-        let begun = Arc::clone(&shared.transfers)
-            .try_acquire_many_owned(credits)
-            .map_err(|refused| match refused {
+        let permit = |()| {
+            let permit = Arc::clone(&shared.transfers).try_acquire_many_owned(credits);
+            permit.map_err(|refused| match refused {
                 TryAcquireError::NoPermits => {
                     let text = "too many loads and stores wait for their ends";
                     Failure::unsent(ErrorCode::Busy, text)
@@ -154,11 +155,12 @@ where
                     Failure::unsent(ErrorCode::Draining, "the client was dropped")
                 }
             })
-            .and_then(|permit| {
-                let client = &shared.client;
-                let answer = client.begin_request(id, message.clone(), timeout, GRACE)?;
-                Ok((permit, answer))
-            });
+        };
+        let begun = checked.and_then(permit).and_then(|permit| {
+            let client = &shared.client;
+            let answer = client.begin_request(id, message.clone(), timeout, GRACE)?;
+            Ok((permit, answer))
+        });
         match begun {
             Err(failure) => Self::refused(id, failure, pages),
             Ok((permit, answer)) => {
@@ -227,36 +229,34 @@ impl<C: Call> TransferTask<C> {
         pages: LeakOnDrop<P>,
         mut report: oneshot::Sender<TransferEnd<C, P>>,
     ) {
-        let first = tokio::select! {
+        let is_abandoned = C::KIND == MessageKind::Load && self.shared.ranks.is_some();
+        let (failure, first) = tokio::select! {
             biased;
-            answer = &mut answer => Some(typed::<C>(answer)),
-            () = report.closed(), if C::KIND == MessageKind::Load && self.shared.ranks.is_some() => None,
-        };
-        let failure = match first {
-            Some(Ok(answer)) => {
-                if let Some(pages) = pages.release() {
-                    // Without a receiver the pages are dropped, which gives them back: their end is known.
-                    drop(report.send(Ok((answer, pages))));
+            answer = &mut answer => match typed::<C>(answer) {
+                Ok(answer) => {
+                    if let Some(pages) = pages.release() {
+                        // Without a receiver the pages are dropped, which gives them back: their end is known.
+                        drop(report.send(Ok((answer, pages))));
+                    }
+                    return;
                 }
-                return;
-            }
-            // Nothing was sent under this id before.
-            Some(Err(failure)) if failure.over || failure.unsent => {
-                if let Some(pages) = pages.release() {
-                    drop(report.send(Err((failure, TransferPages::Free(pages)))));
+                Err(failure) if is_over(&failure) => {
+                    if let Some(pages) = pages.release() {
+                        drop(report.send(Err((failure, TransferPages::Free(pages)))));
+                    }
+                    return;
                 }
-                return;
-            }
-            Some(Err(failure)) => Some(failure),
-            None => None,
+                Err(failure) => (Some(failure), None),
+            },
+            // The guard was dropped.
+            () = report.closed(), if is_abandoned => (None, Some(answer)),
         };
         let give_back = failure.map(|failure| {
             let (give_back, given_back) = oneshot::channel();
             drop(report.send(Err((failure, TransferPages::InUse(PagesInUse(given_back))))));
             give_back
         });
-        drop(answer);
-        let mut reported = pin!(self.until_reported());
+        let mut reported = pin!(self.until_reported(first));
         let abandoned = async {
             match &self.shared.ranks {
                 Some(ranks) if ranks.abandon(self.id).await.is_ok() => {}
@@ -287,9 +287,16 @@ impl<C: Call> TransferTask<C> {
         )
     }
 
-    /// Waits until the leader has reported the end of the request. Returns false when the client has ended, after which
-    /// the end cannot be known.
-    async fn until_reported(&self) -> bool {
+    /// Waits until the leader has reported the end of the request: in the answer to `first`, if that is still awaited, or to
+    /// a repetition. Returns false when the client has ended, after which the end cannot be known.
+    async fn until_reported(&self, first: Option<PendingAnswer>) -> bool {
+        if let Some(first) = first {
+            match typed::<C>(first.await) {
+                Ok(_) => return true,
+                Err(failure) if is_over(&failure) => return true,
+                Err(_) => {}
+            }
+        }
         loop {
             match self.repeat().await {
                 Ok(_) => return true,
@@ -302,6 +309,35 @@ impl<C: Call> TransferTask<C> {
             }
         }
     }
+}
+
+/// True for a failure of the first message under an id after which nothing of the request runs. A repetition that was not
+/// sent proves nothing about the message before it.
+fn is_over(first: &Failure) -> bool {
+    first.over || first.unsent
+}
+
+/// Refuses a list of more pages than version 1 of the wire has in a message: a leader of that version may take over, and
+/// nothing could ask it for the end of the request.
+fn check_pages(request: &Request) -> Result<(), Failure> {
+    let (Request::Load {
+        destination: list, ..
+    }
+    | Request::Store { source: list, .. }) = request
+    else {
+        return Ok(());
+    };
+    if list.pages() <= PAGE_ITEMS_MAX as u64 {
+        return Ok(());
+    }
+    let text = format!(
+        "{} pages in one request: at most {PAGE_ITEMS_MAX} may be, make several requests",
+        list.pages()
+    );
+    Err(Failure {
+        retry: false,
+        ..Failure::unsent(ErrorCode::Limit, text)
+    })
 }
 
 /// Credits of a load or a store, in KiB: at least its encoded size.

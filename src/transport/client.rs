@@ -12,6 +12,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
+use kvferry_protocol::limits::BODY_BYTES_MAX;
 use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
     CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
@@ -64,7 +65,8 @@ pub struct ClientSettings {
     pub address: Address,
     /// First message of each connection, sent again after every reconnect.
     pub hello: Hello,
-    /// Limits of the connection.
+    /// Limits of the connection. [`Limits::body_bytes`] is raised to the longest body of the wire: a shorter one would make
+    /// each message beyond it break the connection.
     pub limits: Limits,
 }
 
@@ -134,8 +136,9 @@ impl Client {
         let ClientSettings {
             address,
             hello,
-            limits,
+            mut limits,
         } = settings;
+        limits.body_bytes = limits.body_bytes.max(BODY_BYTES_MAX);
         let clock = Clock::start();
         let runner = ClientTask {
             session: ClientSession::new(hello, ClientTimes::default(), clock.now()),
@@ -337,6 +340,11 @@ impl Client {
     /// Closes the connection for all clones. Requests that are not answered fail, sent or not, and later ones too.
     pub fn close(&self) {
         self.post(ClientCommand::Close);
+    }
+
+    /// Waits until the client has closed. The caller's clone does not keep it open once [`Self::close`] was called.
+    pub async fn closed(&self) {
+        self.commands.closed().await;
     }
 
     fn post(&self, command: ClientCommand) {

@@ -1,21 +1,22 @@
 //! Limits of the typed clients: lists without pages, full sets of transfers, and what a dropped client still sends.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvferry_client::{
-    EngineClient, FINISH_LIMIT, PromptPages, RequestGuard, StoredPages, TRANSFERS_MAX,
-    TransferPages,
+    EngineClient, EngineSettings, FINISH_LIMIT, PromptPages, RequestGuard, StoredPages,
+    TRANSFERS_MAX, TransferPages,
 };
 use kvferry_protocol::{ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer};
 use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent};
-use kvferry_types::{PageList, RequestId, SlotId};
+use kvferry_types::{EngineId, PageHashes, PageList, RequestId, SlotId};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::client_edges::stored;
-use super::clients::{Loading, Owner, PAGES, WITHIN, engine, prompt, until_nothing_is_left};
-use super::world::{server, soon};
+use super::clients::{Loading, Owner, PAGES, WITHIN, engine, load, prompt, until_nothing_is_left};
+use super::world::{address, server, soon};
 
 #[tokio::test(start_paused = true)]
 async fn lists_without_pages_are_refused_and_their_pages_are_free() {
@@ -199,6 +200,90 @@ async fn a_dropped_client_repeats_a_refused_cancel_under_another_id() {
     soon("two cancels", refusing).await;
     assert!(cancels[0] < cancels[1], "{cancels:?}");
     drop((store, found));
+}
+
+/// Refuses the first message of each kind as older than the answers that are kept, and returns the ids of all `finish` and
+/// `cancel_stores` until there are two of each.
+async fn refuse_once(leader: &mut Server) -> (Vec<RequestId>, Vec<RequestId>) {
+    let (mut finishes, mut cancels) = (Vec::new(), Vec::new());
+    while finishes.len() < 2 || cancels.len() < 2 {
+        for event in leader.next().await.expect("the server receives") {
+            let ServerEvent::Message { peer, envelope } = event else {
+                continue;
+            };
+            let ids = match envelope.message {
+                Message::Finish(_) => &mut finishes,
+                Message::CancelStores(_) => &mut cancels,
+                _ => continue,
+            };
+            if ids.is_empty() {
+                let refused = ErrorBody::new(ErrorCode::StaleRequest, "forgotten");
+                let replier = leader.replier();
+                replier.reply(peer, envelope.correlation, Message::Error(refused));
+            }
+            ids.push(envelope.correlation);
+        }
+    }
+    (finishes, cancels)
+}
+
+/// Among thousands of requests, the answers of later ones can displace the id of a `finish` or of the cancel.
+#[tokio::test(start_paused = true)]
+async fn a_finish_and_a_cancel_that_came_too_late_are_repeated_under_later_ids() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let client = engine(&transport, None);
+    let found = found(&client, &mut leader).await;
+    let store = found.store(stored(), (), Duration::from_secs(100));
+    receive(&mut leader, MessageKind::Store).await;
+    drop(client);
+    let (finishes, cancels) = soon("two of each", refuse_once(&mut leader)).await;
+    assert!(finishes[0] < finishes[1], "{finishes:?}");
+    assert!(cancels[0] < cancels[1], "{cancels:?}");
+    assert!(
+        finishes[0] < cancels[0],
+        "a store of the guard could have an id between them"
+    );
+    drop((store, found));
+}
+
+/// Nothing was sent, so that neither a leader nor a rank has to confirm anything.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_load_that_was_never_sent_is_over_at_its_deadline() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let silent = |_: RequestId| std::future::pending();
+    let client = engine(&transport, Some(Arc::new(silent)));
+    let found = found(&client, &mut leader).await;
+    drop(leader);
+    tokio::time::sleep(WITHIN).await;
+    let (owner, dropped) = Owner::new();
+    let begun = Instant::now();
+    drop(load(&found, owner));
+    let closed = client.closed();
+    drop((found, client));
+    tokio::time::timeout(FINISH_LIMIT + 3 * WITHIN, closed)
+        .await
+        .expect("the client closes");
+    assert!(dropped.load(Ordering::Relaxed), "nothing writes to them");
+    assert!(begun.elapsed() >= FINISH_LIMIT, "the finish was given up");
+}
+
+/// A client's own limit on messages would break the connection with each message beyond it.
+#[tokio::test(start_paused = true)]
+async fn a_client_sends_the_longest_messages_whatever_its_limit() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let mut settings = EngineSettings::new(address(), EngineId([1; 16]), "test");
+    settings.limits.body_bytes = 1000;
+    let client = EngineClient::start(Arc::new(transport.clone()), settings);
+    let long = PromptPages {
+        hashes: PageHashes::packed(16, vec![1; 16 * 4096]).expect("16 bytes a page"),
+        ..prompt(1)
+    };
+    let looking = client.lookup(long, WITHIN);
+    let (found, _) = tokio::join!(looking, receive(&mut leader, MessageKind::Lookup));
+    assert_eq!(found.expect("an answer").hit_pages(), 0);
 }
 
 /// The ranks' confirmation frees the pages, not the credits of the connection.
