@@ -5,7 +5,9 @@ use super::blocks::Filling;
 use super::index::MatchGoal;
 use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch};
 use super::rank_set::RankSet;
-use kvferry_types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio, Scope};
+use kvferry_types::{
+    Epoch, Generation, GroupId, PageHashes, PageRun, Rank, Ratio, Record, Scope, Stored,
+};
 
 /// Most pages of a block.
 const RATIO: usize = 4;
@@ -393,6 +395,43 @@ fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
     assert_eq!((counts.refused, counts.refused_pages), (1, 2));
     pins.into_iter().for_each(|pin| pool.unpin(pin));
     assert_eq!(pool.check(), Ok(()));
+}
+
+/// A restarted leader finds the pages of a growth by its own record.
+#[test]
+fn the_record_of_a_growth_lists_the_pages_after_those_before() {
+    let hashes = sequence(4, 0);
+    let mut pool = stored(&sequence(2, 0), 40);
+    let record = |pool: &Pool, generation| pool.record(generation, Epoch(3));
+    assert_eq!(record(&pool, Generation(70)), None, "nothing is stored");
+    let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), 70);
+    let domain = domain();
+    let tail = pool.longest(&domain, &hashes, 0, MatchGoal::Present);
+    pool.reserve(
+        &domain,
+        &hashes,
+        2,
+        4,
+        tail,
+        &mut next,
+        &mut reserved,
+        &mut evicted,
+    );
+    let generation = reserved[0].generation;
+    let stored = Stored {
+        epoch: Epoch(3),
+        generation,
+    };
+    let expected = Record {
+        anchor: domain.anchor(&hashes, 0),
+        domain: domain.id(),
+        block_start: 0,
+        first: 2,
+        phase: 0,
+        stored,
+        fingerprints: hashes.fingerprints(2).collect(),
+    };
+    assert_eq!(record(&pool, generation), Some(expected));
 }
 
 /// A leader adds the counters of closed pools to those of the open one.

@@ -106,3 +106,43 @@ fn lists(copy: &Copy, record: &Record) -> Result<(), Invalid> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_types::{
+        Anchor, DomainId, EngineId, Fingerprint, FragmentPair, OpId, PageRun, RequestId, Stored,
+        Time,
+    };
+
+    /// An index in a block has 16 bits in the inventory.
+    #[test]
+    fn a_record_ends_at_the_last_index_that_a_block_can_have() {
+        let listed = |first: u16| {
+            let run = |start| PageList([PageRun { start, count: 4 }].into_iter().collect());
+            let (src, dst) = (run(0), run(u32::from(first)));
+            let copy = Copy {
+                op: OpId(1),
+                engine: EngineId([1; 16]),
+                direction: Direction::Store,
+                request: RequestId(1),
+                after: RequestId(0),
+                pairs: vec![FragmentPair { src, dst }],
+                record: None,
+                deadline: Time(0),
+            };
+            let record = Record {
+                anchor: Anchor(1),
+                domain: DomainId(2),
+                block_start: 0,
+                first,
+                phase: 0,
+                stored: Stored::default(),
+                fingerprints: vec![Fingerprint(3); 4],
+            };
+            lists(&copy, &record).map_err(|why| why.field)
+        };
+        assert_eq!(listed(65_532), Ok(()));
+        assert_eq!(listed(65_533), Err("record.first"));
+    }
+}
