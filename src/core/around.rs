@@ -92,3 +92,43 @@ impl Pool {
         looks.all
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::{domain, sequence, stored};
+
+    #[test]
+    fn the_pages_of_a_store_are_examined_whatever_was_found_around_them() {
+        let mut looks = Looks::new(&(1002..1010), 4);
+        for position in 0..MISSES_AROUND_MAX {
+            assert_eq!(looks.next(position), Some(position));
+            looks.note(position, false);
+        }
+        assert_eq!(looks.next(MISSES_AROUND_MAX), Some(1000));
+        assert_eq!(looks.next(1000), Some(1000));
+        assert_eq!(looks.next(1009), Some(1009));
+        assert_eq!(looks.next(1010), None);
+        assert_eq!(looks.all, MISSES_AROUND_MAX);
+
+        let mut looks = Looks::new(&(0..2), 4);
+        for position in 0..MISSES_AROUND_MAX + 1 {
+            looks.note(position, false);
+        }
+        assert_eq!(looks.next(1000), Some(1000), "its own pages do not count");
+        for position in 0..LOOKS_AROUND_MAX {
+            looks.note(position + 2, true);
+        }
+        assert_eq!(looks.next(1000), None);
+    }
+
+    #[test]
+    fn a_walk_around_a_store_finds_the_blocks_before_and_after_it() {
+        let hashes = sequence(12, 0);
+        let pool = stored(&hashes, 40);
+        let mut runs = Vec::new();
+        assert_eq!(pool.walk_around(&domain(), &hashes, &(4..8), &mut runs), 3);
+        let found: Vec<_> = runs.iter().map(|run| (run.position, run.pages)).collect();
+        assert_eq!(found, [(0, 4), (4, 4), (8, 4)]);
+    }
+}

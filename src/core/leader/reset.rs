@@ -393,7 +393,6 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         let pool = self.tier.serving_mut();
-        let serves = pool.is_some();
         match self.resets.advance(id, pool, &self.roster, budget) {
             Advance::Nothing => {}
             Advance::Refuse { holders } => {
@@ -408,9 +407,6 @@ impl Leader {
             }
             Advance::Invalidate(worker) => {
                 effects.extend(self.resets.invalidate(id, worker, &self.roster, budget));
-                if !serves {
-                    self.answer_if_over(now, id, effects);
-                }
             }
             Advance::NoPool => self.answer_if_over(now, id, effects),
         }
@@ -511,5 +507,42 @@ mod tests {
         }
         let why = leader.resets.check().expect_err("no work is left");
         assert_eq!(why.to_string(), "reset 1 is over and not answered");
+    }
+
+    /// A confirmation from before the last request says nothing about pages that were listed since.
+    #[test]
+    fn a_confirmation_counts_only_when_it_was_requested_and_no_store_of_the_reset_is_in_flight() {
+        let mut leader = serving();
+        let reply_to = ReplyTo {
+            engine: ENGINE,
+            id: RequestId(1),
+            deadline: Time(100),
+        };
+        assert_eq!(leader.reset(reply_to, ResetScope::Everything), Ok(()));
+        let (id, shard) = (leader.resets.last(), Shard(0));
+        let worker = leader.roster.worker_of_each_shard()[0].expect("a worker serves");
+        for (requested, in_flight, counts) in [
+            (false, false, false),
+            (false, true, false),
+            (true, true, false),
+            (true, false, true),
+        ] {
+            let reset = leader.resets.open.get_mut(&id).expect("it is open");
+            reset.requested_from.clear();
+            reset.ending.clear();
+            if requested {
+                reset.requested_from.insert(shard, worker);
+            }
+            if in_flight {
+                reset.ending.insert(Generation(9));
+            }
+            let counted = leader.resets.confirmed(id, shard);
+            let missing = leader.resets.open[&id].missing.contains(&shard);
+            assert_eq!(
+                (counted, missing),
+                (counts, !counts),
+                "{requested} {in_flight}"
+            );
+        }
     }
 }
