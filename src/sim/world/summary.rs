@@ -54,6 +54,11 @@ impl Summary {
         self.faults.add(&other.faults);
     }
 
+    /// The sums of the counts.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
     /// Kinds of faults that never had an effect. Empty before [`RUNS_MIN`] runs.
     pub fn toothless(&self) -> Vec<Fault> {
         let idle = self.faults.iter().filter(|(_, _, effect)| *effect == 0);

@@ -36,7 +36,43 @@ fn a_thousand_short_worlds_hold() {
     print(&format!("{summary}"));
     assert!(summary.failed.is_empty(), "{:?}", summary.failed);
     assert_eq!(summary.toothless(), [], "these faults never had an effect");
+    for (count, least, most) in WORK {
+        let (count, value) = count(summary.counts());
+        assert!(
+            (least..=most).contains(&value),
+            "{count}: {value}, not {least} to {most}"
+        );
+    }
 }
+
+type Share = fn(&Counts) -> (&'static str, u64);
+
+/// Bounds for the work of the thousand worlds, about a quarter from what they do today. No invariant is violated when
+/// resets are never confirmed, or when the ends of copies are never reported and their workers restart, so the counts
+/// are checked, too.
+const WORK: [(Share, u64, u64); 8] = [
+    (
+        |of| ("prompts served, per cent", of.served * 100 / of.prompts),
+        90,
+        100,
+    ),
+    (|of| ("requests given up", of.given_up), 0, 7_100),
+    (|of| ("resets confirmed", of.resets), 153, u64::MAX),
+    (|of| ("copies started", of.copies), 28_500, u64::MAX),
+    (|of| ("pages loaded", of.hit_pages), 8_900, u64::MAX),
+    (|of| ("pages recovered", of.recovered_pages), 386, u64::MAX),
+    (|of| ("workers fenced", of.fenced), 0, 346),
+    (
+        |of| {
+            (
+                "refusals for each 100 answers",
+                of.refusals * 100 / of.answers,
+            )
+        },
+        0,
+        67,
+    ),
+];
 
 #[test]
 fn seeds_that_failed_once_pass() {
