@@ -247,6 +247,8 @@ pub struct ClientSession<R> {
     /// Pending requests that are not in flight, in order.
     unsent: VecDeque<RequestId>,
     in_flight: InFlight,
+    /// Longest body that a connection of the process carries.
+    body_bytes_max: usize,
     version: u16,
     epoch: Epoch,
     /// The current connection, or the last one.
@@ -274,11 +276,21 @@ impl<R> ClientSession<R> {
             pending: BTreeMap::new(),
             unsent: VecDeque::new(),
             in_flight: InFlight::default(),
+            body_bytes_max: usize::MAX,
             version: VERSION,
             epoch: Epoch(0),
             link: LinkId(0),
             backoff: times.reconnect,
             events: VecDeque::new(),
+        }
+    }
+
+    /// Sets the longest body that a connection of the process carries, where that is less than the protocol allows. A longer
+    /// request fails; sent, it would break the connection, and again after each reconnect.
+    pub fn with_body_limit(self, body_bytes_max: usize) -> Self {
+        Self {
+            body_bytes_max,
+            ..self
         }
     }
 
@@ -598,11 +610,20 @@ impl<R> ClientSession<R> {
             epoch: self.epoch,
             message,
         });
-        // The same message fits into no later attempt.
-        encoded.map_err(|error| Failure {
+        let failed = |code, text: String| Failure {
+            // The same message fits into no later attempt.
             retry: false,
-            ..Failure::new(error.code(), error.to_string())
-        })
+            ..Failure::new(code, text)
+        };
+        let encoded = encoded.map_err(|error| failed(error.code(), error.to_string()))?;
+        let (bytes, max) = (encoded.1.len(), self.body_bytes_max);
+        match bytes <= max {
+            true => Ok(encoded),
+            false => Err(failed(
+                ErrorCode::Limit,
+                format!("a message of {bytes} bytes: this client's connection carries {max}"),
+            )),
+        }
     }
 
     /// Fails a request without an answer. While it is in flight it keeps its credits.

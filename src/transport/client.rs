@@ -12,7 +12,6 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
-use kvferry_protocol::limits::BODY_BYTES_MAX;
 use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
     CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
@@ -65,8 +64,7 @@ pub struct ClientSettings {
     pub address: Address,
     /// First message of each connection, sent again after every reconnect.
     pub hello: Hello,
-    /// Limits of the connection. [`Limits::body_bytes`] is raised to the longest body of the wire: a shorter one would make
-    /// each message beyond it break the connection.
+    /// Limits of the connection. A request beyond [`Limits::body_bytes`] fails with `limit`.
     pub limits: Limits,
 }
 
@@ -136,12 +134,12 @@ impl Client {
         let ClientSettings {
             address,
             hello,
-            mut limits,
+            limits,
         } = settings;
-        limits.body_bytes = limits.body_bytes.max(BODY_BYTES_MAX);
         let clock = Clock::start();
         let runner = ClientTask {
-            session: ClientSession::new(hello, ClientTimes::default(), clock.now()),
+            session: ClientSession::new(hello, ClientTimes::default(), clock.now())
+                .with_body_limit(limits.body_bytes),
             transport,
             address,
             limits,

@@ -10,7 +10,7 @@ use kvferry_client::{
 };
 use kvferry_protocol::{ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer};
 use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent};
-use kvferry_types::{EngineId, PageHashes, PageList, RequestId, SlotId};
+use kvferry_types::{EngineId, PageHashes, PageList, PageRun, RequestId, SlotId};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -269,21 +269,36 @@ async fn a_dropped_load_that_was_never_sent_is_over_at_its_deadline() {
     assert!(begun.elapsed() >= FINISH_LIMIT, "the finish was given up");
 }
 
-/// A client's own limit on messages would break the connection with each message beyond it.
+/// Sent, the message would break the connection, and again after each reconnect.
 #[tokio::test(start_paused = true)]
-async fn a_client_sends_the_longest_messages_whatever_its_limit() {
+async fn a_message_beyond_the_limit_of_the_connection_fails_alone() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let mut settings = EngineSettings::new(address(), EngineId([1; 16]), "test");
     settings.limits.body_bytes = 1000;
     let client = EngineClient::start(Arc::new(transport.clone()), settings);
+    let found = found(&client, &mut leader).await;
     let long = PromptPages {
         hashes: PageHashes::packed(16, vec![1; 16 * 4096]).expect("16 bytes a page"),
-        ..prompt(1)
+        ..prompt(2)
     };
-    let looking = client.lookup(long, WITHIN);
-    let (found, _) = tokio::join!(looking, receive(&mut leader, MessageKind::Lookup));
-    assert_eq!(found.expect("an answer").hit_pages(), 0);
+    let refused = client.lookup(long, WITHIN).await.expect_err("too long");
+    assert_eq!(refused.code, ErrorCode::Limit);
+    assert!(refused.unsent && !refused.retry, "{refused:?}");
+    let scattered = (0..1000).map(|page| PageRun {
+        start: 2 * page,
+        count: 1,
+    });
+    let list = PageList(scattered.collect());
+    let load = found.load(0, list, RequestId(0), (), WITHIN).await;
+    let refused = load.expect_err("too long");
+    assert_eq!(refused.failure.code, ErrorCode::Limit);
+    assert!(
+        matches!(refused.pages, TransferPages::Free(())),
+        "{refused:?}"
+    );
+    drop(found);
+    receive(&mut leader, MessageKind::Finish).await;
 }
 
 /// The ranks' confirmation frees the pages, not the credits of the connection.
