@@ -92,6 +92,11 @@ impl std::fmt::Debug for Shared {
     }
 }
 
+/// True if a `finish` or a `cancel_stores` can succeed when it is repeated, under a new id after `stale_request`.
+fn may_repeat(failure: &Failure) -> bool {
+    failure.retry || failure.code == ErrorCode::StaleRequest
+}
+
 impl Shared {
     pub(crate) fn next_id(&self) -> RequestId {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
@@ -184,12 +189,11 @@ impl Shared {
             let Err(failure) = finished.await else {
                 return Ok(());
             };
-            let is_outdated = failure.code == ErrorCode::StaleRequest;
-            if !(failure.retry || is_outdated) || Instant::now() >= until {
+            if !may_repeat(&failure) || Instant::now() >= until {
                 tracing::warn!(%slot, %failure, "a request was not finished");
                 return Err(failure);
             }
-            if is_outdated {
+            if failure.code == ErrorCode::StaleRequest {
                 id = self.next_id();
             }
             tokio::time::sleep(FINISH_PAUSE).await;
@@ -209,8 +213,7 @@ impl Shared {
                 return;
             };
             let ended = self.transfers.available_permits() == TRANSFER_KIB as usize;
-            let retry = failure.retry || failure.code == ErrorCode::StaleRequest;
-            if !retry || ended || Instant::now() >= until {
+            if !may_repeat(&failure) || ended || Instant::now() >= until {
                 tracing::debug!(%failure, "the stores of a closed client were not cancelled");
                 return;
             }

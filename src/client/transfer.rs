@@ -318,7 +318,7 @@ fn is_over(first: &Failure) -> bool {
 }
 
 /// Refuses a list of more pages than version 1 of the wire has in a message: a leader of that version may take over, and
-/// nothing could ask it for the end of the request.
+/// the repetition that requests the end could not be encoded for it.
 fn check_pages(request: &Request) -> Result<(), Failure> {
     let (Request::Load {
         destination: list, ..
@@ -331,7 +331,7 @@ fn check_pages(request: &Request) -> Result<(), Failure> {
         return Ok(());
     }
     let text = format!(
-        "{} pages in one request: at most {PAGE_ITEMS_MAX} may be, make several requests",
+        "the request names {} pages, and at most {PAGE_ITEMS_MAX} fit: make several requests",
         list.pages()
     );
     Err(Failure {

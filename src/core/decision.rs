@@ -126,4 +126,30 @@ mod tests {
             assert_ne!(digest(16, 2, 4), other);
         }
     }
+
+    #[test]
+    fn kinds_of_decisions_with_equal_numbers_have_different_digests() {
+        let run = PageRun { start: 7, count: 4 };
+        let position = 3;
+        let stored = |grown| Decision::Stored {
+            position,
+            run,
+            grown,
+        };
+        let all = [
+            Decision::Loaded { position, run },
+            stored(false),
+            stored(true),
+        ];
+        let digests: std::collections::BTreeSet<String> = all
+            .into_iter()
+            .map(|decision| {
+                let (mut request, mut whole) = (RequestDigest::new(true), RunDigest::default());
+                request.add(16, decision);
+                whole.add(&request);
+                whole.hex()
+            })
+            .collect();
+        assert_eq!(digests.len(), 3);
+    }
 }

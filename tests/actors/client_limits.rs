@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvferry_client::{
-    EngineClient, EngineSettings, FINISH_LIMIT, PromptPages, RequestGuard, StoredPages,
+    EngineClient, EngineSettings, FINISH_LIMIT, PromptPages, RequestGuard, StoreGuard, StoredPages,
     TRANSFERS_MAX, TransferPages,
 };
 use kvferry_protocol::{ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer};
@@ -143,14 +143,20 @@ async fn found(client: &EngineClient, server: &mut Server) -> RequestGuard {
     found.expect("an answer")
 }
 
+/// A guard, and a store that the server has received.
+async fn storing(client: &EngineClient, server: &mut Server) -> (RequestGuard, StoreGuard<()>) {
+    let found = found(client, server).await;
+    let store = found.store(stored(), (), Duration::from_secs(100));
+    receive(server, MessageKind::Store).await;
+    (found, store)
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_dropped_client_cancels_its_stores_at_a_leader_that_comes_later() {
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1, Limits::default()).await;
     let client = engine(&transport, None);
-    let found = found(&client, &mut first).await;
-    let store = found.store(stored(), (), Duration::from_secs(100));
-    receive(&mut first, MessageKind::Store).await;
+    let (found, store) = storing(&client, &mut first).await;
     drop(first);
     drop(client);
     tokio::time::sleep(Duration::from_secs(20)).await;
@@ -178,9 +184,7 @@ async fn a_dropped_client_repeats_a_refused_cancel_under_another_id() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let client = engine(&transport, None);
-    let found = found(&client, &mut leader).await;
-    let store = found.store(stored(), (), Duration::from_secs(100));
-    receive(&mut leader, MessageKind::Store).await;
+    let (found, store) = storing(&client, &mut leader).await;
     drop(client);
     let mut cancels = Vec::new();
     let refusing = async {
@@ -233,9 +237,7 @@ async fn a_finish_and_a_cancel_that_came_too_late_are_repeated_under_later_ids()
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let client = engine(&transport, None);
-    let found = found(&client, &mut leader).await;
-    let store = found.store(stored(), (), Duration::from_secs(100));
-    receive(&mut leader, MessageKind::Store).await;
+    let (found, store) = storing(&client, &mut leader).await;
     drop(client);
     let (finishes, cancels) = soon("two of each", refuse_once(&mut leader)).await;
     assert!(finishes[0] < finishes[1], "{finishes:?}");
@@ -256,7 +258,16 @@ async fn a_dropped_load_that_was_never_sent_is_over_at_its_deadline() {
     let client = engine(&transport, Some(Arc::new(silent)));
     let found = found(&client, &mut leader).await;
     drop(leader);
-    tokio::time::sleep(WITHIN).await;
+    let lost = async {
+        let soon_over = Duration::from_millis(10);
+        while !client
+            .status(false, soon_over)
+            .await
+            .expect_err("no leader")
+            .unsent
+        {}
+    };
+    soon("the loss of the connection", lost).await;
     let (owner, dropped) = Owner::new();
     let begun = Instant::now();
     drop(load(&found, owner));

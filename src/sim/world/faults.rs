@@ -47,7 +47,7 @@ faults! {
     /// A worker's process is paused, its copies with it. Effect: an event waited for it.
     WorkerPause, "worker pause";
     /// A paused worker has a copy that continues after its deadline. Effect: it wrote.
-    LateWriter, "copy resumed behind its deadline";
+    LateWriter, "copy resumed after its deadline";
     /// An engine's process is paused. Effect: an event waited for it.
     EnginePause, "engine pause";
     /// A copy fails half way. Effect: it was reported.

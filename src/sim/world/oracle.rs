@@ -414,7 +414,7 @@ impl Oracle {
             over && late && readable(**page)
         });
         late.map(|(page, op)| {
-            format!("arena page {page} can be read, and {op} ended behind its deadline")
+            format!("arena page {page} can be read, and {op} ended after its deadline")
         })
     }
 
