@@ -424,3 +424,6 @@ impl<P: fmt::Debug> LeaderShell<P> {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -210,31 +210,22 @@ impl<P: fmt::Debug> LeaderShell<P> {
         host.kill(worker, process);
     }
 
-    /// Handles the close of a connection whose peer had sent its hello.
+    /// Handles the close of a connection whose peer had sent its hello. A peer that lost its seat to another one has no
+    /// role any longer, so its close has no effect on the seat.
     pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
         match self.roles.remove(&peer) {
-            Some(PeerRole::Engine(engine) | PeerRole::Admin(engine))
-                if self
-                    .engines
-                    .get(&engine)
-                    .is_some_and(|known| known.peer == peer) =>
-            {
+            Some(PeerRole::Engine(engine) | PeerRole::Admin(engine)) => {
                 self.engines.remove(&engine);
                 self.step(host, LeaderEvent::EngineClosed(engine));
             }
-            Some(PeerRole::Worker(worker))
-                if self
-                    .workers
-                    .get(&worker)
-                    .is_some_and(|known| known.holder.peer == peer) =>
-            {
+            Some(PeerRole::Worker(worker)) => {
                 tracing::warn!(%worker, "worker lost");
                 if !self.seats().any(|seat| seat == worker) {
                     self.workers.remove(&worker);
                 }
                 self.step(host, LeaderEvent::WorkerLost(worker));
             }
-            _ => {}
+            Some(PeerRole::Waiting(..)) | None => {}
         }
     }
 
