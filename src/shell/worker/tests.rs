@@ -1,6 +1,7 @@
 //! The worker's shell on a host that records what is sent. The core's own tests cover the decisions.
 
 mod orders;
+mod ranks;
 
 use std::time::Duration;
 
@@ -36,6 +37,8 @@ struct Process {
     to_leader: Vec<(LinkId, RequestId, Message)>,
     to_ranks: Vec<(PeerId, RequestId, Message)>,
     opening: Vec<Registering>,
+    /// Why the next memory cannot be opened.
+    open_error: Option<ErrorBody>,
     closed: Vec<Mapping>,
     disconnected: Vec<PeerId>,
     problem: String,
@@ -98,6 +101,9 @@ impl WorkerHost for Process {
         _: Registration,
         _: bool,
     ) -> Result<(), ErrorBody> {
+        if let Some(error) = self.open_error.take() {
+            return Err(error);
+        }
         self.opening.push(registering);
         Ok(())
     }

@@ -6,7 +6,7 @@ use kvferry_types::{Generation, ResetId};
 
 impl World {
     /// A worker that the leader has admitted with an engine's memory.
-    fn attached() -> Self {
+    pub(super) fn attached() -> Self {
         let mut world = Self::new();
         world.connect(5, 1, 50);
         world.register(5, 1, 1);
@@ -14,7 +14,7 @@ impl World {
         world
     }
 
-    fn order(&mut self, id: u64, message: Message) {
+    pub(super) fn order(&mut self, id: u64, message: Message) {
         let envelope = envelope(id, message);
         self.run(|shell, process| shell.order(process, LINK, envelope));
     }

@@ -1,0 +1,179 @@
+//! Ranks: what they register, abandon and unregister, over which connection and for which engine.
+
+use super::*;
+use kvferry_protocol::{CopyOrder, Transfer};
+use kvferry_types::{EndedCopy, FragmentPair, PageList};
+
+/// The number of the copy that [`World::load`] orders.
+const COPY: u64 = 3;
+
+impl World {
+    /// Registers memory of `engine` over a connection whose hello named engine 1.
+    fn registered_as(engine: u8) -> Self {
+        let mut world = Self::new();
+        world.connect(5, 1, 50);
+        world.register(5, 1, engine);
+        world.answer_attach(Ok(()));
+        world.received();
+        world
+    }
+
+    /// Orders a load for request 4 of an engine, which runs until [`World::end_load`].
+    fn load(&mut self, engine: u8) {
+        let pair = FragmentPair {
+            src: PageList::run(0, 1),
+            dst: PageList::run(1, 1),
+        };
+        let transfer = Transfer {
+            engine: [engine; 16],
+            store: false,
+            request: 4,
+            after: 0,
+            copies: vec![CopyOrder {
+                op: COPY,
+                pairs: vec![pair].into(),
+                record: None,
+            }],
+        };
+        self.order(20, Message::Transfer(transfer));
+        assert_eq!(self.shell.core().open_copies(), 1);
+    }
+
+    fn end_load(&mut self) {
+        let ended = EndedCopy {
+            op: OpId(COPY),
+            complete: false,
+            complete_pages: 0,
+            bytes: 0,
+            copy_us: 0,
+        };
+        self.run(|shell, process| shell.copies_ended(process, vec![ended]));
+    }
+
+    fn abandon(&mut self, peer: u64, id: u64) {
+        self.send(peer, id, Message::Abandon(Abandon { requests: vec![4] }));
+    }
+}
+
+const fn abandoned(peer: u64, id: u64) -> (u64, u64, MessageKind, Option<ErrorCode>) {
+    (peer, id, MessageKind::AbandonAnswer, None)
+}
+
+#[test]
+fn each_connection_is_answered_when_no_copy_of_its_abandoned_requests_runs() {
+    let mut world = World::registered_as(1);
+    for peer in [6, 7] {
+        world.connect(peer, 1, 50);
+    }
+    world.load(1);
+    for (peer, id) in [(5, 2), (6, 2), (7, 2)] {
+        world.abandon(peer, id);
+    }
+    assert_eq!(world.received(), []);
+    world.run(|shell, process| shell.closed(process, PeerId(6)));
+    world.end_load();
+    assert_eq!(world.received(), [abandoned(5, 2), abandoned(7, 2)]);
+}
+
+#[test]
+fn a_rank_abandons_requests_of_the_engine_that_it_registered() {
+    let mut world = World::registered_as(2);
+    world.connect(6, 1, 50);
+    world.load(2);
+    world.abandon(6, 1);
+    assert_eq!(
+        world.received(),
+        [abandoned(6, 1)],
+        "engine 1, of its hello"
+    );
+    world.abandon(5, 2);
+    assert_eq!(world.received(), [], "engine 2, whose copy runs");
+    world.end_load();
+    assert_eq!(world.received(), [abandoned(5, 2)]);
+}
+
+#[test]
+fn memory_is_unregistered_by_its_connection_or_by_another_one_of_its_process_and_engine() {
+    let unregister = |world: &mut World, peer, id| {
+        world.send(peer, id, Message::Unregister(Unregister {}));
+        world.received()
+    };
+    let done = |peer, id| [(peer, id, MessageKind::Unregistered, None)];
+    let mut world = World::registered_as(2);
+    assert_eq!(unregister(&mut world, 5, 2), done(5, 2));
+    assert_eq!(world.process.closed, [1], "its own, of another engine");
+
+    let mut world = World::registered_as(1);
+    world.connect(6, 1, 50);
+    assert_eq!(unregister(&mut world, 6, 1), done(6, 1));
+    assert_eq!(world.process.closed, [1], "of its engine");
+
+    let mut world = World::registered_as(1);
+    world.connect(6, 2, 50);
+    assert_eq!(unregister(&mut world, 6, 1), done(6, 1));
+    assert!(world.process.closed.is_empty(), "engine 1 is served");
+}
+
+#[test]
+fn a_worker_is_used_while_memory_is_registered_or_being_opened() {
+    let mut world = World::new();
+    assert!(!world.shell.is_used());
+    world.connect(5, 1, 50);
+    assert!(!world.shell.is_used());
+    world.send_registration(5, 1, 1, registration());
+    assert!(world.shell.is_used());
+    world.open();
+    assert!(world.shell.is_used());
+    world.run(|shell, process| shell.closed(process, PeerId(5)));
+    assert!(!world.shell.is_used());
+}
+
+#[test]
+fn a_host_that_is_not_ready_reports_no_problem() {
+    for (code, problem) in [(ErrorCode::NotReady, ""), (ErrorCode::Limit, "no memory")] {
+        let mut world = World::new();
+        world.connect(5, 1, 50);
+        world.process.open_error = Some(ErrorBody::new(code, "no memory"));
+        world.send_registration(5, 1, 1, registration());
+        assert_eq!(world.received(), [(5, 1, MessageKind::Error, Some(code))]);
+        assert_eq!(world.process.problem, problem);
+        assert!(!world.shell.is_used());
+    }
+}
+
+#[test]
+fn memory_that_is_not_served_is_checked_and_the_rank_receives_the_reason() {
+    for (groups, attention, why) in [
+        (2, Attention::Full, "2 groups"),
+        (1, Attention::SlidingWindow, "not served yet"),
+    ] {
+        let mut world = World::new();
+        world.connect(5, 1, 50);
+        let registration = Registration {
+            groups,
+            attention,
+            ..registration()
+        };
+        world.send_registration(5, 1, 1, registration);
+        let registering = world.process.opening.pop().expect("it is checked");
+        let reason = registering.not_served.clone().expect("a reason");
+        assert!(reason.contains(why), "{reason}");
+        let found = Ok((GroupId(3), PAGE_BYTES));
+        world.run(|shell, process| {
+            shell.checked(process, registering, found);
+            Ok(())
+        });
+        let Some((_, _, Message::Registered(body))) = world.process.to_ranks.pop() else {
+            panic!("an answer");
+        };
+        assert_eq!((body.arena_pages, body.page_bytes), (0, PAGE_BYTES));
+        assert_eq!(body.not_served, reason);
+        assert_eq!(world.process.problem, reason);
+        assert!(!world.shell.is_used());
+    }
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.send_registration(5, 1, 1, registration());
+    let registering = world.process.opening.pop().expect("it is mapped");
+    assert_eq!(registering.not_served, None);
+}
