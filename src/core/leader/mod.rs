@@ -279,6 +279,12 @@ impl Leader {
         self.roster.has_memory(worker)
     }
 
+    /// False while an order of an older leader may be in flight on this worker: it has neither attached to this leader
+    /// nor is known to be dead.
+    pub fn is_clear(&self, worker: WorkerId) -> bool {
+        self.roster.is_clear(worker)
+    }
+
     /// Requests that have not been answered, except parked ones.
     pub fn open_requests(&self) -> usize {
         self.sessions.open_requests()

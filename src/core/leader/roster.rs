@@ -145,6 +145,11 @@ impl Roster {
         self.seats.iter().all(|seat| seat.clear)
     }
 
+    /// True when no order of another leader can be in flight on this worker.
+    pub(super) fn is_clear(&self, worker: WorkerId) -> bool {
+        self.not_clear().all(|other| other != worker)
+    }
+
     pub(super) fn not_clear(&self) -> impl Iterator<Item = WorkerId> {
         self.all().filter(|(_, seat)| !seat.clear).map(|(id, _)| id)
     }

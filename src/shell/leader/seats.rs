@@ -174,12 +174,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
         Ok(())
     }
 
-    /// True while a copy of this worker has not ended or a request for its inventory is unanswered: its process may
-    /// read or write.
+    /// True while a copy of this worker has not ended, a request for its inventory is unanswered, or an order of an older
+    /// leader may be in flight on it: its process may read or write.
     fn may_write(&self, worker: WorkerId) -> bool {
         let mut directions = [Direction::Load, Direction::Store].into_iter();
         directions.any(|direction| self.core.awaited_from(worker, direction) > 0)
             || self.core.has_unanswered_read(worker)
+            || !self.core.is_clear(worker)
     }
 
     /// Ends the process that has a worker's seat. Its exit is handled like any other. A supervisor ends only its own

@@ -274,8 +274,12 @@ fn attached_memory() -> AttachedMemory {
 fn a_silent_worker_keeps_its_seat_while_it_may_write() {
     let mut stored = World::serving();
     stored.store();
+    let mut without_memory = World::with_worker();
+    without_memory.attach(WORKER.0, None);
     for (mut world, may_write) in [
-        (World::with_worker(), false),
+        // Copies that an older leader ordered may be in flight.
+        (World::with_worker(), true),
+        (without_memory, false),
         (World::reading(), true),
         (World::serving(), false),
         (stored, true),
