@@ -72,7 +72,7 @@ impl<P> Holder<P> {
 
     /// True when `pid` is the holder's own process: a second connection of that process is not a newcomer. A process of
     /// another PID namespace, whose id reads as 0, never matches.
-    fn is_process(&self, pid: Option<i32>) -> bool {
+    pub fn is_process(&self, pid: Option<i32>) -> bool {
         self.pid.is_some_and(|own| own > 0) && self.pid == pid
     }
 

@@ -16,6 +16,8 @@ pub type Fatal = Box<dyn Error + Send + Sync>;
 /// A registration that is being opened.
 #[derive(Debug, Clone)]
 pub struct Registering {
+    /// Number of the registration in this process. A later registration has a higher one.
+    pub number: u64,
     /// The rank's connection.
     pub peer: PeerId,
     /// The rank's request, which is answered when the opening ends.

@@ -1,6 +1,6 @@
 //! Ranks of engines: connections, registered memory and requests.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 
 use super::host::Registering;
@@ -23,11 +23,36 @@ struct RankPeer<P> {
 /// Memory that is mapped, and that is used once the leader has admitted it.
 #[derive(Debug)]
 struct Mapped<M> {
+    /// Number of the registration.
+    number: u64,
     engine: EngineId,
     peer: PeerId,
     /// The registration request, until it is answered.
     request: Option<RequestId>,
     memory: M,
+}
+
+/// Memory that is being opened.
+#[derive(Debug)]
+struct Opening {
+    engine: EngineId,
+    peer: PeerId,
+    /// The id of the rank's process, if the system shows it.
+    pid: Option<i32>,
+    /// The rank has unregistered it or is gone: the memory is closed when its opening ends.
+    unwanted: bool,
+}
+
+impl Opening {
+    /// False if the memory is known to be that of another process. The id of a process of another PID namespace reads as
+    /// 0.
+    fn may_be_of(&self, pid: Option<i32>) -> bool {
+        let visible = |pid: Option<i32>| pid.filter(|pid| *pid > 0);
+        match (visible(self.pid), visible(pid)) {
+            (Some(own), Some(other)) => own == other,
+            _ => true,
+        }
+    }
 }
 
 /// Connected ranks, and the memory that is registered.
@@ -36,10 +61,9 @@ pub(super) struct Ranks<P, M> {
     rank: Rank,
     connected: BTreeMap<PeerId, RankPeer<P>>,
     mapped: Option<Mapped<M>>,
-    /// Number of registrations of each rank that are being opened.
-    opening: BTreeMap<PeerId, u32>,
-    /// Ranks that have unregistered their memory.
-    unregistered: BTreeSet<PeerId>,
+    /// Memory that is being opened, by the number of its registration; also of ranks that are gone.
+    opening: BTreeMap<u64, Opening>,
+    last_registration: u64,
     /// Ranks that wait until no copies run for requests that they abandoned, by the number that the core received.
     abandoning: BTreeMap<u64, (PeerId, RequestId)>,
     last_abandoning: u64,
@@ -53,7 +77,7 @@ impl<P, M> Ranks<P, M> {
             connected: BTreeMap::new(),
             mapped: None,
             opening: BTreeMap::new(),
-            unregistered: BTreeSet::new(),
+            last_registration: 0,
             abandoning: BTreeMap::new(),
             last_abandoning: 0,
         }
@@ -83,14 +107,29 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         self.abandoning.remove(&number)
     }
 
-    /// Counts the end of an opening of this rank's memory.
-    fn opened(&mut self, peer: PeerId) {
-        if let Some(count) = self.opening.get_mut(&peer) {
-            *count -= 1;
-            if *count == 0 {
-                self.opening.remove(&peer);
-            }
+    /// Notes that openings are unwanted, and returns whether there are any.
+    fn give_up_openings(&mut self, which: impl Fn(&Opening) -> bool) -> bool {
+        let mut any = false;
+        for opening in self.opening.values_mut().filter(|opening| which(opening)) {
+            opening.unwanted = true;
+            any = true;
         }
+        any
+    }
+
+    /// True if the same rank has registered later than with this registration, and its later memory is mapped already.
+    fn is_replaced(&self, number: u64, peer: PeerId, pid: Option<i32>) -> bool {
+        let mapped = self.mapped.as_ref();
+        mapped.is_some_and(|mapped| {
+            let holder = self.connected.get(&mapped.peer).map(|rank| &rank.holder);
+            let same = mapped.peer == peer || holder.is_some_and(|holder| holder.is_process(pid));
+            same && mapped.number > number
+        })
+    }
+
+    /// The id of a rank's process, if the system shows it.
+    fn pid_of(&self, peer: PeerId) -> Option<i32> {
+        self.connected.get(&peer).and_then(|rank| rank.holder.pid)
     }
 
     /// Returns why a rank does not get the seat of the registered memory: another process has it, which is connected
@@ -183,8 +222,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     ) -> Result<(), Fatal> {
         let ranks = &mut self.ranks;
         ranks.connected.remove(&peer);
-        ranks.unregistered.remove(&peer);
-        ranks.opening.remove(&peer);
+        ranks.give_up_openings(|opening| opening.peer == peer);
         ranks.abandoning.retain(|_, (waiting, _)| *waiting != peer);
         let Some(gone) = ranks.mapped.take_if(|mapped| mapped.peer == peer) else {
             return Ok(());
@@ -317,22 +355,33 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.discard(registration);
             return host.reply(peer, request, Message::Error(error));
         }
-        self.ranks.unregistered.remove(&peer);
         if let Some(text) = self.wrong_rank(&registration) {
             host.discard(registration);
             self.rank_refused(host, &text);
             return refuse(host, peer, request, ErrorCode::Invalid, text);
         }
+        self.ranks.last_registration += 1;
+        let (number, engine) = (self.ranks.last_registration, EngineId(register.engine));
         let registering = Registering {
+            number,
             peer,
             request,
-            engine: EngineId(register.engine),
+            engine,
             after: RequestId(register.after),
             not_served: not_served(&registration),
         };
         let serves = self.ranks.mapped.is_some();
         match host.open(registering, registration, serves) {
-            Ok(()) => *self.ranks.opening.entry(peer).or_default() += 1,
+            Ok(()) => {
+                let pid = self.ranks.pid_of(peer);
+                let opening = Opening {
+                    engine,
+                    peer,
+                    pid,
+                    unwanted: false,
+                };
+                self.ranks.opening.insert(number, opening);
+            }
             Err(error) => {
                 // A worker that is only not ready reports no problem, because the status already shows its progress.
                 if error.code() != ErrorCode::NotReady {
@@ -352,13 +401,14 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         memory: Result<M, ErrorBody>,
     ) -> Result<(), Fatal> {
         let Registering {
+            number,
             peer,
             request,
             engine,
             after,
             ..
         } = registering;
-        self.ranks.opened(peer);
+        let opening = self.ranks.opening.remove(&number);
         let memory = match memory {
             Ok(memory) => memory,
             Err(error) => {
@@ -368,7 +418,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             }
         };
         let ranks = &mut self.ranks;
-        if !ranks.connected.contains_key(&peer) || ranks.unregistered.contains(&peer) {
+        let Some(opening) = opening.filter(|opening| !opening.unwanted) else {
             tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
             host.close(engine, memory);
             refuse(
@@ -378,6 +428,13 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 ErrorCode::Invalid,
                 "unregistered meanwhile",
             );
+            return Ok(());
+        };
+        // Openings may end in another order than they began.
+        if ranks.is_replaced(number, peer, opening.pid) {
+            host.close(engine, memory);
+            let text = "this rank registered again meanwhile";
+            refuse(host, peer, request, ErrorCode::Invalid, text);
             return Ok(());
         }
         // Another rank may have registered while this memory was opened.
@@ -392,6 +449,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             arena_pages: host.arena_pages(geometry.page_bytes),
         };
         let before = ranks.mapped.replace(Mapped {
+            number,
             engine,
             peer,
             request: Some(request),
@@ -421,8 +479,13 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         registering: Registering,
         found: Result<(GroupId, u64), ErrorBody>,
     ) {
-        let Registering { peer, request, .. } = registering;
-        self.ranks.opened(peer);
+        let Registering {
+            number,
+            peer,
+            request,
+            ..
+        } = registering;
+        self.ranks.opening.remove(&number);
         let (group, page_bytes) = match found {
             Ok(found) => found,
             Err(error) => {
@@ -513,7 +576,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         // Memory that is being opened is closed when its opening ends.
-        ranks.unregistered.insert(peer);
+        let pid = ranks.pid_of(peer);
+        let being_opened = ranks.give_up_openings(|opening| {
+            opening.peer == peer || opening.engine == engine && opening.may_be_of(pid)
+        });
         let mut stepped = Ok(());
         // The registration may have named another engine than the hello.
         let mut named = engine;
@@ -527,7 +593,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             stepped = self.step(host, WorkerEvent::MemoryGone(named));
             host.close(named, mapped.memory);
         }
-        if self.ranks.opening.contains_key(&peer) {
+        if being_opened {
             let text = "the memory is being opened: retry";
             refuse(host, peer, request, ErrorCode::NotReady, text);
             return stepped;

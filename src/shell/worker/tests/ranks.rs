@@ -115,6 +115,60 @@ fn memory_is_unregistered_by_its_connection_or_by_another_one_of_its_process_and
 }
 
 #[test]
+fn memory_that_is_being_opened_is_unregistered_over_any_connection_of_its_process() {
+    for (first_is_gone, pids) in [
+        (false, (50, 50)),
+        (true, (50, 50)),
+        (true, (0, 0)),
+        (false, (50, 60)),
+    ] {
+        let mut world = World::new();
+        world.connect(5, 1, pids.0);
+        world.send_registration(5, 1, 1, registration());
+        if first_is_gone {
+            world.run(|shell, process| shell.closed(process, PeerId(5)));
+        }
+        world.connect(6, 1, pids.1);
+        world.send(6, 1, Message::Unregister(Unregister {}));
+        let [(6, 1, _, code)] = world.received()[..] else {
+            panic!("one answer");
+        };
+        let its = pids.0 == pids.1;
+        assert_eq!(code, its.then_some(ErrorCode::NotReady), "{pids:?}");
+        let attaches = world.process.attaches.len();
+        world.open();
+        world.received();
+        if its {
+            assert_eq!(world.process.closed, [1], "{pids:?}");
+            assert_eq!(world.process.attaches.len(), attaches);
+            world.send(6, 2, Message::Unregister(Unregister {}));
+            assert_eq!(world.received(), [(6, 2, MessageKind::Unregistered, None)]);
+        } else {
+            assert!(world.process.closed.is_empty(), "of another process");
+        }
+    }
+}
+
+#[test]
+fn the_last_registration_counts_in_whatever_order_the_memory_is_opened() {
+    for second in [5, 6] {
+        let mut world = World::new();
+        world.connect(5, 1, 50);
+        world.connect(6, 1, 50);
+        world.send_registration(5, 1, 1, registration());
+        world.send_registration(second, 2, 1, registration());
+        world.process.opening.reverse();
+        world.open();
+        assert_eq!(world.process.closed, [2], "that of the first registration");
+        let replaced = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
+        assert_eq!(world.received(), [replaced]);
+        world.answer_attach(Ok(()));
+        let registered = (second, 2, MessageKind::Registered, None);
+        assert_eq!(world.received(), [registered]);
+    }
+}
+
+#[test]
 fn a_worker_is_used_while_memory_is_registered_or_being_opened() {
     let mut world = World::new();
     assert!(!world.shell.is_used());
