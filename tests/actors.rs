@@ -16,6 +16,7 @@ mod actors {
     mod epochs;
     mod orders;
     mod pressure;
+    mod rank_edges;
     mod restart;
     mod seats;
     mod supervision;

@@ -413,12 +413,14 @@ impl<M: SessionMemory> SessionTask<M> {
 
     /// Repeats `unregister` until the worker has confirmed it, or the caller no longer waits.
     async fn unregister(mut self, mut confirm: oneshot::Sender<()>) -> RankFailure {
-        self.in_flight.abort_all();
         let ended = RankFailure::Ended(self.requester.settings.rank);
         let worker = self.requester.worker.clone();
         // The client stalls while its events are not read.
         tokio::spawn(async move { while self.incoming.recv().await.is_some() {} });
         let repeat = async {
+            // A task that is running ends at its next await, and may queue a registration before: no registration may be
+            // sent after the request that ends it.
+            self.in_flight.shutdown().await;
             while worker.call(Unregister {}, REQUEST_LIMIT).await.is_err() {
                 tokio::time::sleep(PAUSE_FIRST).await;
             }
