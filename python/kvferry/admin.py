@@ -1,5 +1,6 @@
 """The client of an operator or a probe: reads the state of a leader, and resets pages."""
 
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,8 @@ class AdminClient:
     """A connection to the leader whose socket is in ``directory``. A context manager; calls wait for their answers."""
 
     def __init__(self, directory: Path, *, name: str = ""):
-        hello = wire.Hello(role="admin", engine=bytes(16), name=name)
+        # The leader recognises a request that is repeated over another connection by this identity.
+        hello = wire.Hello(role="admin", engine=os.urandom(16), name=name)
         self._client = Client(directory, hello, first_id=1)
         self._client.start()
 

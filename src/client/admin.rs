@@ -16,7 +16,11 @@ impl AdminClient {
     pub fn start(transport: Arc<dyn Transport>, address: Address, name: &str) -> Self {
         let settings = ClientSettings {
             address,
-            hello: Hello::new(Role::Admin, name),
+            hello: Hello {
+                // The leader recognises a request that is repeated over another connection by this identity.
+                engine: fastrand::u128(..).to_be_bytes(),
+                ..Hello::new(Role::Admin, name)
+            },
             limits: Limits::default(),
         };
         Self(Client::without_incoming(transport, settings))
@@ -31,7 +35,8 @@ impl AdminClient {
         self.0.call(Status { check }, timeout).await
     }
 
-    /// Removes the pages of `scope` from every tier, and returns their number.
+    /// Removes the pages of `scope` from every tier, and returns their number. A reset that is repeated over another
+    /// connection to the same leader is carried out once; a leader that has started meanwhile carries it out again.
     ///
     /// # Errors
     /// `leased` when a lookup or a load holds one of the pages; nothing is removed then.

@@ -171,9 +171,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     tracing::warn!(%worker, message = error.message, left_out, "worker refuses an order");
                 }
             }
-            (Some(PeerRole::Admin(name)), message @ Message::Reset(_)) => {
+            (Some(PeerRole::Admin(name, pid)), message @ Message::Reset(_)) => {
                 // For the core, an admin session is an engine without memory.
-                let holder = Holder::new(host, peer, None);
+                let holder = Holder::new(host, peer, pid);
                 if self.engines.insert(name, holder).is_none() {
                     self.step(host, LeaderEvent::EngineOpened(name));
                 }

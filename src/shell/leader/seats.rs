@@ -19,8 +19,8 @@ pub(super) enum PeerRole {
     Engine(EngineId),
     Worker(WorkerId),
     /// An admin command. May request a reset, under a name given by this leader, so that no answer to the engine named
-    /// in the hello reaches the command.
-    Admin(EngineId),
+    /// in the hello reaches the command; with the id of its process.
+    Admin(EngineId, Option<i32>),
     /// Names a seat that another process has; with the id of the peer's own process.
     Waiting(SeatId, Option<i32>),
 }
@@ -68,8 +68,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 rank: Rank(hello.rank),
             }),
             Role::Rank | Role::Admin | Role::Unknown => {
-                let name = self.next_admin();
-                self.roles.insert(peer, PeerRole::Admin(name));
+                let name = self.admin_name(host, hello.engine, pid);
+                self.roles.insert(peer, PeerRole::Admin(name, pid));
                 return;
             }
         };
@@ -78,11 +78,32 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    /// Returns a name that no engine has: half of it is a secret of this leader.
-    fn next_admin(&mut self) -> EngineId {
-        self.admins += 1;
+    /// Returns a name that no engine has: half of it is a secret of this leader. A command that connects again with the
+    /// same identity gets the same name, and its earlier connection is closed, so that a repeated request is recognised.
+    fn admin_name<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        identity: [u8; 16],
+        pid: Option<i32>,
+    ) -> EngineId {
         let mut name = [0; 16];
         name[..8].copy_from_slice(&self.admin_key);
+        if identity != [0; 16] {
+            // The first byte of this half is 0 in a counted name.
+            name[8] = 1;
+            name[9..].copy_from_slice(&identity[..7]);
+            let name = EngineId(name);
+            let Some(before) = self.engines.get(&name) else {
+                return name;
+            };
+            if before.in_use(host, pid).is_none() {
+                let before = before.peer;
+                self.roles.remove(&before);
+                host.disconnect(before);
+                return name;
+            }
+        }
+        self.admins += 1;
         name[8..].copy_from_slice(&self.admins.to_be_bytes());
         EngineId(name)
     }
@@ -215,7 +236,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     /// role any longer, so its close has no effect on the seat.
     pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
         match self.roles.remove(&peer) {
-            Some(PeerRole::Engine(engine) | PeerRole::Admin(engine)) => {
+            Some(PeerRole::Engine(engine) | PeerRole::Admin(engine, _)) => {
                 self.engines.remove(&engine);
                 self.step(host, LeaderEvent::EngineClosed(engine));
             }

@@ -5,7 +5,8 @@ use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
-    AttachedMemory, Ended, Hello, Inventory, Lookup, RankStatus, Role, Status, Store, VERSION,
+    AttachedMemory, Ended, Hello, Inventory, Lookup, RankStatus, Reset, Role, Status, Store,
+    VERSION,
 };
 use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Sharding};
 
@@ -387,24 +388,79 @@ fn the_end_of_a_process_is_that_of_its_worker() {
     assert!(world.shell.workers.is_empty() && !world.is_holder(WORKER.0));
 }
 
+/// The first byte and the rest of the half of a name that is no secret.
+fn admin(kind: u8, rest: [u8; 7]) -> EngineId {
+    let mut name = [9; 16];
+    name[8] = kind;
+    name[9..].copy_from_slice(&rest);
+    EngineId(name)
+}
+
+fn reset() -> Message {
+    Message::Reset(Reset {
+        namespace: None,
+        hash_bytes: 0,
+        hashes: Vec::new(),
+    })
+}
+
 #[test]
 fn an_admin_session_has_a_name_of_its_own() {
     let mut world = World::serving();
-    for peer in [20, 21] {
-        world.connect((peer, 5), &named(Role::Admin, ENGINE, 0));
+    for (peer, identity) in [(20, [0; 16]), (21, [0; 16]), (22, ENGINE), (23, [4; 16])] {
+        world.connect((peer, 5), &named(Role::Admin, identity, 0));
+        world.send(peer, reset());
     }
-    let names: Vec<PeerRole> = [20, 21]
-        .iter()
-        .filter_map(|peer| world.shell.roles.get(&PeerId(*peer)).copied())
-        .collect();
-    let name = |number: u8| {
-        let mut name = [9; 16];
-        name[8..].copy_from_slice(&[0, 0, 0, 0, 0, 0, 0, number]);
-        PeerRole::Admin(EngineId(name))
-    };
-    assert_eq!(names, [name(1), name(2)]);
-    world.close(20);
+    let names: Vec<EngineId> = world.shell.engines.keys().copied().collect();
+    let counted = |number| admin(0, [0, 0, 0, 0, 0, 0, number]);
+    let identified = |identity| admin(1, [identity; 7]);
+    let all = [
+        EngineId(ENGINE),
+        counted(1),
+        counted(2),
+        identified(1),
+        identified(4),
+    ];
+    assert_eq!(names, all);
+    assert_eq!(world.shell.engines[&EngineId(ENGINE)].peer, PeerId(1));
+    world.close(22);
     assert!(world.shell.engines.contains_key(&EngineId(ENGINE)));
+}
+
+#[test]
+fn a_reset_that_is_repeated_over_another_connection_is_carried_out_once() {
+    let resets = |world: &World| {
+        let orders = world.process.orders.iter();
+        orders
+            .filter(|(_, order)| matches!(order, Message::Invalidate(_)))
+            .count()
+    };
+    for closed_first in [false, true] {
+        let mut world = World::serving();
+        world.connect((20, 5), &named(Role::Admin, [4; 16], 0));
+        world.send(20, reset());
+        assert_eq!(resets(&world), 1);
+        if closed_first {
+            world.close(20);
+        }
+        world.connect((21, 5), &named(Role::Admin, [4; 16], 0));
+        world.send(21, reset());
+        assert_eq!(resets(&world), 1, "closed first: {closed_first}");
+        assert!(world.process.replies.is_empty());
+        world.close(20);
+        let confirmed = kvferry_protocol::Invalidated { reset: 1 };
+        world.send(WORKER.0, Message::Invalidated(confirmed));
+        let answer = world.process.replies.pop();
+        assert!(
+            matches!(answer, Some((21, Message::ResetAnswer(_)))),
+            "{answer:?}"
+        );
+        // Another process that names the identity gets a session of its own.
+        world.connect((22, 6), &named(Role::Admin, [4; 16], 0));
+        world.send(22, reset());
+        assert_eq!(resets(&world), 2);
+        assert_eq!(world.shell.engines[&admin(1, [4; 7])].peer, PeerId(21));
+    }
 }
 
 #[test]
