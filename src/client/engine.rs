@@ -146,7 +146,9 @@ impl EngineClient {
             hello,
             limits: settings.limits,
         };
+        let body_bytes = client.limits.body_bytes;
         let shared = Arc::new(Shared {
+            body_bytes,
             client: Client::without_incoming(transport, client),
             runtime: Handle::current(),
             ranks: settings.ranks,

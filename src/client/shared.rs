@@ -65,6 +65,8 @@ pub(crate) struct Shared {
     pub(crate) client: Client,
     pub(crate) runtime: Handle,
     pub(crate) ranks: Option<Arc<dyn AbandonOnRanks>>,
+    /// Longest body of a message on this connection.
+    pub(crate) body_bytes: usize,
     /// Free KiB of [`TRANSFER_KIB`].
     pub(crate) transfers: Arc<Semaphore>,
     pub(crate) next_id: AtomicU64,

@@ -142,7 +142,8 @@ where
         pages: P,
         timeout: Duration,
     ) -> Self {
-        let (checked, credits) = (check_pages(&request), transfer_kib(&request));
+        let checked = check_size(&request, shared.body_bytes);
+        let credits = transfer_kib(&request);
         let message = Message::from(request);
         let permit = |()| {
             let permit = Arc::clone(&shared.transfers).try_acquire_many_owned(credits);
@@ -317,9 +318,9 @@ fn is_over(first: &Failure) -> bool {
     first.over || first.unsent
 }
 
-/// Refuses a list of more pages than version 1 of the wire has in a message: a leader of that version may take over, and
+/// Refuses a request that does not fit into a message of version 1 of the wire: a leader of that version may take over, and
 /// the repetition that requests the end could not be encoded for it.
-fn check_pages(request: &Request) -> Result<(), Failure> {
+fn check_size(request: &Request, body_bytes_max: usize) -> Result<(), Failure> {
     let (Request::Load {
         destination: list, ..
     }
@@ -327,21 +328,22 @@ fn check_pages(request: &Request) -> Result<(), Failure> {
     else {
         return Ok(());
     };
-    if list.pages() <= PAGE_ITEMS_MAX as u64 {
+    let (pages, bytes) = (list.pages(), transfer_bytes(request));
+    let text = if pages > PAGE_ITEMS_MAX as u64 {
+        format!("the request names {pages} pages, and at most {PAGE_ITEMS_MAX} fit")
+    } else if bytes > body_bytes_max {
+        format!("the request takes up to {bytes} bytes, and a message at most {body_bytes_max}")
+    } else {
         return Ok(());
-    }
-    let text = format!(
-        "the request names {} pages, and at most {PAGE_ITEMS_MAX} fit: make several requests",
-        list.pages()
-    );
+    };
     Err(Failure {
         retry: false,
-        ..Failure::unsent(ErrorCode::Limit, text)
+        ..Failure::unsent(ErrorCode::Limit, format!("{text}: make several requests"))
     })
 }
 
-/// Credits of a load or a store, in KiB: at least its encoded size.
-fn transfer_kib(request: &Request) -> u32 {
+/// Bytes of the message of a load or a store, at most, in every version of the wire.
+fn transfer_bytes(request: &Request) -> usize {
     let (list, hashes) = match request {
         Request::Load { destination, .. } => (Some(destination), 0),
         Request::Store { source, more, .. } => {
@@ -358,7 +360,12 @@ fn transfer_kib(request: &Request) -> u32 {
         (list.0.len() * RUN_BYTES).max(pages.saturating_mul(PAGE_BYTES))
     };
     let items = list.map_or(0, bytes_of);
-    let kib = items.saturating_add(MESSAGE_BYTES + hashes).div_ceil(1024);
+    items.saturating_add(MESSAGE_BYTES + hashes)
+}
+
+/// Credits of a load or a store, in KiB: at least its encoded size.
+fn transfer_kib(request: &Request) -> u32 {
+    let kib = transfer_bytes(request).div_ceil(1024);
     u32::try_from(kib)
         .unwrap_or(u32::MAX)
         .clamp(TRANSFER_KIB_MIN, TRANSFER_KIB)
@@ -374,7 +381,7 @@ mod tests {
 
     use kvferry_protocol::{Hello, Role};
     use kvferry_transport::{Address, Client, ClientSettings, Limits, MemoryTransport};
-    use kvferry_types::{PageList, SlotId};
+    use kvferry_types::{PageHashes, SlotId};
     use tokio::sync::{Notify, Semaphore};
 
     use super::*;
@@ -396,6 +403,7 @@ mod tests {
         };
         let transport = Arc::new(MemoryTransport::default());
         Arc::new(Shared {
+            body_bytes: settings.limits.body_bytes,
             client: Client::without_incoming(transport, settings),
             runtime,
             ranks: None,
@@ -454,6 +462,47 @@ mod tests {
                 assert!(body.len() <= credits, "{} > {credits}", body.len());
             }
         }
+    }
+
+    /// A leader of version 1, which names each page, may take over while the request is in flight.
+    #[test]
+    fn a_request_is_refused_that_fits_only_as_runs() {
+        let hashes = |pages: usize| PageHashes::packed(64, vec![7; 64 * pages]);
+        let store = |pages: u32, hashed: usize| Request::Store {
+            slot: SlotId(1),
+            first_page: 0,
+            more: hashes(hashed).map(|hashes| (0, hashes)),
+            source: PageList::run(4_000_000_000, pages),
+        };
+        let limit = 64 << 10;
+        let mut refused = 0;
+        for request in [
+            load(PageList::run(4_000_000_000, 13_000)),
+            load(PageList::run(4_000_000_000, 30_000)),
+            store(100, 1000),
+            store(4_000, 800),
+            store(100, 1_100),
+        ] {
+            let encoded = |version| {
+                let envelope = kvferry_protocol::Envelope {
+                    version,
+                    correlation: RequestId(u64::MAX),
+                    deadline_ms: u32::MAX,
+                    epoch: kvferry_types::Epoch(u64::MAX),
+                    message: request.clone().into(),
+                };
+                let (_, body) = kvferry_protocol::encode(&envelope).expect("it fits");
+                body.len()
+            };
+            let checked = check_size(&request, limit);
+            let fits = encoded(1) <= limit && encoded(2) <= limit;
+            assert_eq!(checked.is_ok(), fits, "{} bytes", encoded(1));
+            if let Err(failure) = checked {
+                assert!(failure.unsent && !failure.retry, "{failure:?}");
+                refused += 1;
+            }
+        }
+        assert_eq!(refused, 3);
     }
 
     /// The request is queued for a task of another runtime, which may send it.
