@@ -70,7 +70,8 @@ pub struct Flags {
     pub ranks: Option<u16>,
     /// Different slices of KV that the ranks hold. Each is stored once per host.
     ///
-    /// Divides the ranks: 1 for MLA, the number of KV heads where there are more ranks than heads, 0 for as many as ranks.
+    /// Divides the ranks: 1 for MLA, the number of KV heads where there are more ranks than heads, 0 for as many as
+    /// ranks.
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_shards: Option<u16>,
@@ -98,7 +99,8 @@ pub struct Flags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2_lock: Option<bool>,
-    /// NUMA nodes of the host memory, one for each KV shard in turn. Threads on that node touch the shard's memory first.
+    /// NUMA nodes of the host memory, one for each KV shard in turn. Threads on that node touch the shard's memory
+    /// first.
     ///
     /// Numbers such as 0,1. Without them: near the GPU of the rank's number, if there is one; else the node on which a
     /// worker runs.
@@ -113,7 +115,8 @@ pub struct Flags {
     pub copy_threads: Option<u16>,
     /// How copies are submitted to a GPU's driver.
     ///
-    /// async: one call for each copy; batch: up to 4,096 copies in one call. Measure and test batch before you rely on it.
+    /// async: one call for each copy; batch: up to 4,096 copies in one call. Measure and test batch before you rely on
+    /// it.
     #[arg(long, value_name = "WAY")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_copy: Option<GpuCopy>,

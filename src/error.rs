@@ -5,8 +5,8 @@ use crate::config::ConfigError;
 /// Exit code of [`CommandError::NoMemory`].
 pub const NO_MEMORY: u8 = 69;
 
-/// Every exit code of the program with its meaning: those of [`CommandError::exit_code`], 0, and 2, with which the parser
-/// of the command line ends.
+/// Every exit code of the program with its meaning: those of [`CommandError::exit_code`], 0, and 2, with which the
+/// parser of the command line ends.
 pub const EXIT_CODES: &[(u8, &str)] = &[
     (0, "done"),
     (

@@ -5,8 +5,8 @@
 //!
 //! # Map of packages
 //!
-//! Each folder of `src` with a `Cargo.toml` is a package; this package is the program, with the modules `cli`, `config`,
-//! `error` and `telemetry`. `docs/architecture.md` has the map of packages: which depends on which, and why.
+//! Each folder of `src` with a `Cargo.toml` is a package; this package is the program, with the modules `cli`,
+//! `config`, `error` and `telemetry`. `docs/architecture.md` has the map of packages: which depends on which, and why.
 //!
 //! [`kvferry_core`] has no access to a socket, file, clock, random source or async runtime: it is
 //! `step(now, event, effects)` on plain data. `kvferry-shell` translates between messages and the core, with the same

@@ -12,7 +12,7 @@ ABANDONED_MAX = 4096
 
 @dataclass
 class Register:
-    """Registers a group's memory; requests up to ``after`` are over."""
+    """Registers a group's memory; the engine gives up all requests up to ``after``."""
 
     after: int
     group: int = 0
@@ -20,7 +20,7 @@ class Register:
 
 @dataclass
 class Written:
-    """Allows stores up to this request to read their pages."""
+    """Everything up to this number is written: pages that stores read, and work that loads wait for."""
 
     through: int
 
@@ -47,7 +47,7 @@ class Outbox:
     written: int = 0
     confirmed: int = 0
     #: The highest request that was ever abandoned: a worker must not copy for it after a later registration.
-    over: int = 0
+    abandoned_through: int = 0
     abandoned: set[int] = field(default_factory=set)
 
     @property
@@ -62,7 +62,7 @@ class Outbox:
         self.sent.clear()
 
     def wrote(self, through: int) -> None:
-        """Records that the pages of stores up to this request are written."""
+        """Records that everything up to this number is written."""
         self.written = max(self.written, through)
 
     def wrote_last(self, through: int) -> None:
@@ -71,14 +71,14 @@ class Outbox:
 
     def abandon(self, requests: list[int]) -> None:
         """Records that the engine takes the pages of these requests back."""
-        self.over = max([self.over, *requests])
+        self.abandoned_through = max([self.abandoned_through, *requests])
         self.abandoned.update(requests)
 
     def next(self) -> RankRequest | None:
         """Returns the next request to send; at most one of a kind is open at a time."""
         if not self.registered and Register not in self.sent:
             self.sent.add(Register)
-            return Register(self.over, self.registered_groups)
+            return Register(self.abandoned_through, self.registered_groups)
         # Does not wait for the registration, which may take as long as a leader is away.
         if self.abandoned and Abandon not in self.sent:
             self.sent.add(Abandon)

@@ -204,7 +204,7 @@ class RankSession:
             self._fence(now)
             waiting = bool(self._outbox.abandoned)
             writing = bool(self._writing) and not self.fault
-        wake = self._turn_questions(now, waiting)
+        wake = self._send_owed(now, waiting)
         if waiting and wake is not None:
             wake = min(wake, now + look_every(KILL_AFTER_S))
         return now + _WRITING_PAUSE_S if writing and (wake is None or wake > now + _WRITING_PAUSE_S) else wake
@@ -237,7 +237,7 @@ class RankSession:
                 self._name,
             )
 
-    def _turn_questions(self, now: float, waiting: bool) -> float | None:
+    def _send_owed(self, now: float, waiting: bool) -> float | None:
         if self._closing:
             return None
         if self._link == 0:

@@ -173,7 +173,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded()
     def wait_for_save(self) -> None:
-        """Allows stores to read the pages of this step once the device has finished its forward pass. Does not wait."""
+        """Reports what this step writes as written once the device has finished its forward pass. Does not wait."""
         metadata = self._connector_metadata
         if self._rank is not None and isinstance(metadata, StepMetadata):
             over, stream = self._pass_over()

@@ -88,7 +88,8 @@ async fn run(
         let state = reported.borrow_and_update().clone();
         let problem = state.problem.clone();
         let body = Readiness::new(state.ready_bytes, state.bytes, state.pinned_bytes, problem);
-        // A separate receiver: states that arrive during the wait stay unread in `reported`, and are reported afterwards.
+        // A separate receiver: states that arrive during the wait stay unread in `reported`, and are reported
+        // afterwards.
         let mut last_words = reported.clone();
         let newer = tokio::select! {
             () = notify(body) => false,
@@ -109,7 +110,8 @@ mod tests {
 
     use super::*;
 
-    /// A reporter whose leader takes each report when a permit is added; the reported problems come out of the receiver.
+    /// A reporter whose leader takes each report when a permit is added; the reported problems come out of the
+    /// receiver.
     fn slow() -> (
         ReadinessReporter,
         Arc<Semaphore>,

@@ -94,7 +94,8 @@ impl ConfigArguments {
 /// Settings of a command that only connects to a running leader.
 #[derive(Debug, Clone, clap::Args)]
 struct ClientArguments {
-    /// A TOML file with settings, that of `kvferry up`; the environment (KVFERRY_SOCKET_DIR=/run/kvf) and flags override it.
+    /// A TOML file with settings, that of `kvferry up`; the environment (KVFERRY_SOCKET_DIR=/run/kvf) and flags
+    /// override it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Directory of the sockets, that of `kvferry up`.

@@ -10,7 +10,7 @@ use kvferry_memory::{LockLimit, MemoryAvailable, NumaNode};
 use kvferry_types::{ByteSize, Shard};
 
 /// Longest wait for memory that other processes use.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+const MEMORY_WAIT_MAX: Duration = Duration::from_secs(10);
 /// Interval at which available memory is checked.
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -31,8 +31,8 @@ pub(super) async fn preflight_memory(config: &Config) -> Result<(), CommandError
     memory_for(config.g2, &MemoryAvailable::ever(), MemoryAvailable::now).await
 }
 
-/// Waits up to [`ANSWER_TIMEOUT`] for memory that other processes may soon free, for example after the end of another `up`.
-/// `ever` is the memory that could become available at all; more is refused at once.
+/// Waits up to [`MEMORY_WAIT_MAX`] for memory that other processes may soon free, for example after the end of another
+/// `up`. `ever` is the memory that could become available at all; more is refused at once.
 async fn memory_for(
     g2: ByteSize,
     ever: &MemoryAvailable,
@@ -47,7 +47,7 @@ async fn memory_for(
     if g2.0 > ever.bytes {
         return Err(refused(ever));
     }
-    let until = Instant::now() + ANSWER_TIMEOUT;
+    let until = Instant::now() + MEMORY_WAIT_MAX;
     loop {
         let found = now();
         if g2.0 <= found.bytes {
@@ -94,7 +94,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn memory_that_is_not_available_is_refused_with_both_numbers() {
         let (took, looks, refused) = sampled(100, |_| 99).await;
-        assert_eq!((took, looks), (ANSWER_TIMEOUT, 21));
+        assert_eq!((took, looks), (MEMORY_WAIT_MAX, 21));
         let text = "g2 is 100 B, the host's memory has 99 B: give less than that, or more memory";
         assert_eq!(refused.as_deref(), Some(text));
         let (took, looks, refused) = sampled(98, |_| 99).await;

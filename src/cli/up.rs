@@ -317,7 +317,7 @@ impl Supervisor {
         if let Some(pid) = pid.filter(|pid| own != Some(*pid)) {
             tracing::error!(
                 pid,
-                "a process that was not started here has the place of the {part}: it is not ended here"
+                "a process that was not started here has the seat of the {part}: it is not ended here"
             );
             return;
         }

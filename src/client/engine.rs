@@ -31,8 +31,8 @@ pub struct EngineSettings {
     pub name: String,
     /// Limits of the connection.
     pub limits: Limits,
-    /// First id of the client's requests. It must be above every id that a client of the same engine has used, because the
-    /// leader answers a known id as before. Default: the microseconds since 1970.
+    /// First id of the client's requests. It must be above every id that a client of the same engine has used, because
+    /// the leader answers a known id as before. Default: the microseconds since 1970.
     pub first_id: RequestId,
     /// Stops the copies of a load that is dropped, or of a load or a store that is late. `None`: their pages are given
     /// back when the leader reports their end.
@@ -54,8 +54,8 @@ impl EngineSettings {
     }
 }
 
-/// Microseconds since 1970; 1 if the clock is set to before. No client makes more than a request each microsecond, so that
-/// the ids of a later client are above those of an earlier one, unless the clock is set back.
+/// Microseconds since 1970; 1 if the clock is set to before. No client makes more than a request each microsecond, so
+/// that the ids of a later client are above those of an earlier one, unless the clock is set back.
 #[expect(
     clippy::disallowed_methods,
     reason = "ids must grow over the lives of clients, which no monotonic clock does"
@@ -81,9 +81,9 @@ pub struct PromptPages {
 /// The pages of a store.
 #[derive(Debug, Clone)]
 pub struct StoredPages {
-    /// Number of the request, drawn by [`EngineClient::next_id`] for this store alone and after the guard's last lookup, so
-    /// that the ranks can get it before; drawn by the store when it is absent. A number from before that lookup is refused
-    /// as `unknown_slot`.
+    /// Number of the request, drawn by [`EngineClient::next_id`] for this store alone and after the guard's last
+    /// lookup, so that the ranks can get it before; drawn by the store when it is absent. A number from before that
+    /// lookup is refused as `unknown_slot`.
     pub id: Option<RequestId>,
     /// Position of the first page in the sequence.
     pub first_page: u32,
@@ -93,13 +93,14 @@ pub struct StoredPages {
     pub more: Option<(u32, PageHashes)>,
 }
 
-/// The connection of an engine's scheduler to its leader. Cheap to clone. An engine has one client at a time: a second one
-/// with the same identity takes the first one's place at the leader, and starts only after the requests of the first one
-/// were finished.
+/// The connection of an engine's scheduler to its leader. Cheap to clone. An engine has one client at a time: a second
+/// one with the same identity takes the first one's place at the leader, and starts only after the requests of the
+/// first one were finished.
 ///
 /// When the last clone is dropped, the stores in flight are cancelled and the open requests are finished, in the
-/// background and without waiting for a hold to expire. Loads in flight keep their device pages until their end is known.
-/// Then the connection closes, whether guards of the client live or not: [`EngineClient::closed`] waits for that.
+/// background and without waiting for a hold to expire. Loads in flight keep their device pages until their end is
+/// known. Then the connection closes, whether guards of the client live or not: [`EngineClient::closed`] waits for
+/// that.
 #[derive(Debug, Clone)]
 pub struct EngineClient {
     shared: Arc<Shared>,
@@ -163,8 +164,8 @@ impl EngineClient {
         }
     }
 
-    /// Waits until the connection has closed, which it does some time after the last clone of the client was dropped. Has no
-    /// deadline, as the wait for the end of a transfer has none.
+    /// Waits until the connection has closed, which it does some time after the last clone of the client was dropped.
+    /// Has no deadline, as the wait for the end of a transfer has none.
     pub fn closed(&self) -> impl Future<Output = ()> + Send + use<> {
         let client = self.shared.client.clone();
         async move { client.closed().await }
@@ -241,11 +242,11 @@ impl EngineClient {
     }
 
     /// Sends a request of the engine under an id of its own, for schedulers that keep the state of their requests
-    /// themselves. No guard gives anything back. Ids must grow over all requests of the engine: a client whose requests are
-    /// made here makes none by the other methods before its last.
+    /// themselves. No guard gives anything back. Ids must grow over all requests of the engine: a client whose requests
+    /// are made here makes none by the other methods before its last.
     ///
     /// # Errors
-    /// Those of the leader, and `deadline` when it did not answer in time. Only with [`Failure::over`] may the pages of
+    /// The errors of the leader, and `deadline` when it did not answer in time. Only with [`Failure::over`] may the pages of
     /// a load or a store be used again.
     pub async fn request(
         &self,
@@ -303,7 +304,7 @@ impl RequestGuard {
     /// Repeats the lookup, which replaces the holds of the one before.
     ///
     /// # Errors
-    /// Those of the leader. The holds are unknown then, as when the future is dropped: [`Self::hit_pages`] is 0, and the
+    /// The errors of the leader. The holds are unknown then, as when the future is dropped: [`Self::hit_pages`] is 0, and the
     /// guard still gives them back.
     pub async fn lookup(
         &mut self,

@@ -11,9 +11,9 @@ use kvferry_transport::LinkId;
 /// A request to the worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RankRequest {
-    /// Use this memory. Requests up to `after` are over.
+    /// Use this memory. The engine gives up all requests up to `after`.
     Register { after: u64 },
-    /// Stores up to this request may read their pages.
+    /// Everything up to this number is written: pages that stores read, and work that loads wait for.
     Written { through: u64 },
     /// Stop copying for these requests.
     Abandon { requests: Vec<u64> },
@@ -38,7 +38,7 @@ pub(super) struct Outbox {
     reporting: bool,
     /// The highest request that was ever abandoned. The worker of a later registration must not copy for requests up to
     /// this one.
-    over: u64,
+    abandoned_through: u64,
     /// Abandoned requests that no worker has confirmed.
     abandoned: BTreeSet<u64>,
     abandoning: bool,
@@ -52,7 +52,7 @@ impl Outbox {
             written: 0,
             confirmed: 0,
             reporting: false,
-            over: 0,
+            abandoned_through: 0,
             abandoned: BTreeSet::new(),
             abandoning: false,
         }
@@ -80,7 +80,7 @@ impl Outbox {
 
     /// The engine takes the pages of a request back.
     pub(super) fn abandon(&mut self, request: u64) {
-        self.over = self.over.max(request);
+        self.abandoned_through = self.abandoned_through.max(request);
         self.abandoned.insert(request);
     }
 
@@ -89,7 +89,12 @@ impl Outbox {
         let link = self.link?;
         if self.registered == RegistrationState::No {
             self.registered = RegistrationState::Requested;
-            return Some((link, RankRequest::Register { after: self.over }));
+            return Some((
+                link,
+                RankRequest::Register {
+                    after: self.abandoned_through,
+                },
+            ));
         }
         // Abandon does not wait for the registration, which may last as long as the leader is absent.
         if !self.abandoning && !self.abandoned.is_empty() {

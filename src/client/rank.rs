@@ -174,7 +174,7 @@ impl RankSession {
     /// Waits until a worker has accepted the memory for the first time.
     ///
     /// # Errors
-    /// That no worker did in time, or refused for good.
+    /// [`RankFailure`] when no worker accepted the memory in time, or one refused it permanently.
     pub async fn registered(&self) -> Result<(), RankFailure> {
         let mut progress = self.progress.clone();
         let changed = progress
@@ -203,17 +203,17 @@ impl RankSession {
     /// memory with a timeline the device must have received the write of the number before.
     ///
     /// # Errors
-    /// That the session has ended.
+    /// [`RankFailure`] when the session has ended.
     pub async fn written(&self, through: RequestId) -> Result<(), RankFailure> {
         self.command(SessionCommand::Written(through)).await
     }
 
-    /// Stops the copies for a request on this rank, and forbids later ones. The returned future requests this when it is
-    /// polled, and completes once the worker, or the one that took over, has confirmed it. A future that is dropped before
-    /// may have requested it or not.
+    /// Stops the copies for a request on this rank, and forbids later ones. The returned future requests this when it
+    /// is polled, and completes once the worker, or the one that took over, has confirmed it. A future that is dropped
+    /// before may have requested it or not.
     ///
     /// # Errors
-    /// That the session has ended.
+    /// [`RankFailure`] when the session has ended.
     pub fn abandon(
         &self,
         request: RequestId,
@@ -418,8 +418,8 @@ impl<M: SessionMemory> SessionTask<M> {
         // The client stalls while its events are not read.
         tokio::spawn(async move { while self.incoming.recv().await.is_some() {} });
         let repeat = async {
-            // A task that is running ends at its next await, and may queue a registration before: no registration may be
-            // sent after the request that ends it.
+            // A task that is running ends at its next await, and may queue a registration before: no registration may
+            // be sent after the request that ends it.
             self.in_flight.shutdown().await;
             while worker.call(Unregister {}, REQUEST_LIMIT).await.is_err() {
                 tokio::time::sleep(PAUSE_FIRST).await;

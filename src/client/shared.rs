@@ -16,16 +16,16 @@ use kvferry_transport::{Client, Failure};
 use kvferry_types::{Request, RequestId, SlotId};
 
 /// Longest time for which a dropped guard, or a dropped client, repeats its `finish`. Longer than any request that the
-/// guard made can wait, 120 s: no lookup opens the slot after that, unless the leader was stopped for longer and reads it
-/// from a connection that has broken meanwhile. The slot then stays until it is looked up again, its holds for 30 s. The
-/// leader forgets an engine without a connection after 10 s.
+/// guard made can wait, 120 s: no lookup opens the slot after that, unless the leader was stopped for longer and reads
+/// it from a connection that has broken meanwhile. The slot then stays until it is looked up again, its holds for 30 s.
+/// The leader forgets an engine without a connection after 10 s.
 pub const FINISH_LIMIT: Duration = Duration::from_secs(180);
 /// Longest timeout of a request: a leader cuts later deadlines to it.
 pub(crate) const TIMEOUT_MAX: Duration = Duration::from_millis(DEADLINE_MAX_MS as u64);
 /// Deadline of one `finish`, and of the `cancel_stores` of a dropped client.
 pub(crate) const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Slots of one client that are open or being finished, at most: as many as a leader keeps for an engine. 24 bytes each,
-/// and about 1 KiB for the task of each that is being finished.
+/// Slots of one client that are open or being finished, at most: as many as a leader keeps for an engine. 24 bytes
+/// each, and about 1 KiB for the task of each that is being finished.
 pub const SLOTS_MAX: usize = 65_536;
 /// Credits of a connection, in KiB, that loads and stores may use. The other 8 MiB, and 128 requests, are for lookups,
 /// `finish` and `cancel_stores`, which must pass while every transfer waits.
@@ -46,7 +46,8 @@ pub type Abandoned = Pin<Box<dyn Future<Output = Result<(), NotConfirmed>> + Sen
 /// Stops the copies of a request on every rank of the engine.
 pub trait AbandonOnRanks: Send + Sync + 'static {
     /// Completes when the worker of every rank has confirmed that nothing is copied for the request, now or later:
-    /// [`crate::RankSession::abandon`] on each. After an error the pages stay in use until the leader reports their end.
+    /// [`crate::RankSession::abandon`] on each. After an error the pages stay in use until the leader reports their
+    /// end.
     fn abandon(&self, request: RequestId) -> Abandoned;
 }
 
@@ -147,16 +148,16 @@ impl Shared {
         C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
     }
 
-    /// Draws the id of a request of this guard; `None` if the slot is no longer the guard's. The id is below that of the
-    /// slot's `finish`.
+    /// Draws the id of a request of this guard; `None` if the slot is no longer the guard's. The id is below that of
+    /// the slot's `finish`.
     pub(crate) fn id_of_guard(&self, slot: SlotId, guard: u64) -> Option<RequestId> {
         let slots = self.slots();
         let guarded = slots.get(&slot) == Some(&SlotState::Guarded(guard));
         guarded.then(|| self.next_id())
     }
 
-    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]; `None` if the slot is no longer this
-    /// guard's. The id is drawn here, so that it is above those of all requests that were made through the guard.
+    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]; `None` if the slot is no longer
+    /// this guard's. The id is drawn here, so that it is above those of all requests that were made through the guard.
     pub(crate) fn finish(
         self: &Arc<Self>,
         slot: SlotId,
@@ -179,8 +180,8 @@ impl Shared {
         })
     }
 
-    /// Repeats a `finish` under its id, because the leader may have carried it out already. An id that became too old while
-    /// it waited among many others is replaced.
+    /// Repeats a `finish` under its id, because the leader may have carried it out already. An id that became too old
+    /// while it waited among many others is replaced.
     async fn repeat_finish(&self, mut id: RequestId, slot: SlotId) -> Result<(), Failure> {
         let until = Instant::now() + FINISH_LIMIT;
         let finish = Finish { slot: slot.0 };

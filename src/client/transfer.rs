@@ -20,12 +20,12 @@ use kvferry_types::{PageList, Request, RequestId};
 const GRACE: Duration = Duration::from_secs(2);
 /// Least credits of one transfer, in KiB.
 const TRANSFER_KIB_MIN: u32 = 64;
-/// Loads and stores of one client whose ends are not known, at most, and fewer when their messages are larger than 64 KiB
-/// in the mean; one more is refused at once. Each has a task with its message, and the connection has a copy: 112 MiB in
-/// all.
+/// Loads and stores of one client whose ends are not known, at most, and fewer when their messages are larger than 64
+/// KiB in the mean; one more is refused at once. Each has a task with its message, and the connection has a copy: 112
+/// MiB in all.
 pub const TRANSFERS_MAX: usize = (TRANSFER_KIB / TRANSFER_KIB_MIN) as usize;
-/// Bytes of an encoded item of a list of pages, at most: a run `[start, count]`, and a page index, of which version 1 of
-/// the wire has one for each page.
+/// Bytes of an encoded item of a list of pages, at most: a run `[start, count]`, and a page index, of which version 1
+/// of the wire has one for each page.
 const RUN_BYTES: usize = 11;
 const PAGE_BYTES: usize = 5;
 /// Bytes of a message beside its lists, at most.
@@ -288,8 +288,8 @@ impl<C: Call> TransferTask<C> {
         )
     }
 
-    /// Waits until the leader has reported the end of the request: in the answer to `first`, if that is still awaited, or to
-    /// a repetition. Returns false when the client has ended, after which the end cannot be known.
+    /// Waits until the leader has reported the end of the request: in the answer to `first`, if that is still awaited,
+    /// or to a repetition. Returns false when the client has ended, after which the end cannot be known.
     async fn until_reported(&self, first: Option<PendingAnswer>) -> bool {
         if let Some(first) = first {
             match typed::<C>(first.await) {
@@ -312,14 +312,14 @@ impl<C: Call> TransferTask<C> {
     }
 }
 
-/// True for a failure of the first message under an id after which nothing of the request runs. A repetition that was not
-/// sent proves nothing about the message before it.
+/// True for a failure of the first message under an id after which nothing of the request runs. A repetition that was
+/// not sent proves nothing about the message before it.
 fn is_over(first: &Failure) -> bool {
     first.over || first.unsent
 }
 
-/// Refuses a request that does not fit into a message of version 1 of the wire: a leader of that version may take over, and
-/// the repetition that requests the end could not be encoded for it.
+/// Refuses a request that does not fit into a message of version 1 of the wire: a leader of that version may take over,
+/// and the repetition that requests the end could not be encoded for it.
 fn check_size(request: &Request, body_bytes_max: usize) -> Result<(), Failure> {
     let (Request::Load {
         destination: list, ..

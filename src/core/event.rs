@@ -164,8 +164,8 @@ pub enum LeaderEffect {
         /// The last store that the reset covers. Pages of the scope that were stored later stay listed, however often
         /// the invalidation is repeated.
         through: Generation,
-        /// Deadline of the reset, which is refused unless all shards have confirmed by then. An invalidation that ends later
-        /// has no effect on the answer.
+        /// Deadline of the reset, which is refused unless all shards have confirmed by then. An invalidation that ends
+        /// later has no effect on the answer.
         deadline: Time,
     },
     /// End the process of this worker, because it did not end a copy within the fence time, or did not report whether

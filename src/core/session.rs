@@ -50,7 +50,8 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// The slot of a lookup, for pages of this domain and layout. `digest` holds the earlier decisions about the request.
+    /// The slot of a lookup, for pages of this domain and layout. `digest` holds the earlier decisions about the
+    /// request.
     pub fn new(
         lookup: RequestId,
         domain: Domain,
@@ -349,8 +350,8 @@ impl Session {
         self.drop_notes();
     }
 
-    /// Notes that a request cancels the stores of a slot, or of all slots. Stores with a lower id that arrive later are not
-    /// carried out.
+    /// Notes that a request cancels the stores of a slot, or of all slots. Stores with a lower id that arrive later are
+    /// not carried out.
     pub fn note_cancel(&mut self, id: RequestId, slot: Option<SlotId>) {
         self.cancelled.insert(id, slot);
         self.drop_notes();
@@ -375,8 +376,9 @@ impl Session {
         self.slots.get(&slot).is_some_and(|slot| id < slot.lookup)
     }
 
-    /// True if this request was issued before its slot was finished, or before the lookup that the slot now has: it is about
-    /// other pages than the slot's. A leader that has started since then knows of no finish, but has the later lookup.
+    /// True if this request was issued before its slot was finished, or before the lookup that the slot now has: it is
+    /// about other pages than the slot's. A leader that has started since then knows of no finish, but has the later
+    /// lookup.
     pub fn is_outdated(&self, id: RequestId, slot: SlotId) -> bool {
         let mut later = self.finished.range(id..);
         let finished = later.any(|(_, finished)| *finished == slot);

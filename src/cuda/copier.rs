@@ -22,7 +22,7 @@ use kvferry_memory::{CancelFlag, CopyPlan, CopyRequest};
 use kvferry_types::{Direction, EndedCopy, FragmentPair, OpId, RequestId, Timeline};
 
 /// Most slices of one direction in flight in its stream.
-pub const PARTS_IN_FLIGHT: usize = 4;
+pub const SLICES_IN_FLIGHT_MAX: usize = 4;
 /// Calls of the driver that one direction may take in a turn before the other direction gets its turn. At about 2 us a
 /// call: 0.5 ms. A range that crosses the end of a pinned chunk takes one call more.
 pub const CALLS_A_TURN: usize = 256;
@@ -503,7 +503,7 @@ impl CopyLane {
 
     /// Another slice can be submitted at once.
     fn can_give(&self) -> bool {
-        self.flights.len() < PARTS_IN_FLIGHT && self.jobs.iter().any(Job::has_more)
+        self.flights.len() < SLICES_IN_FLIGHT_MAX && self.jobs.iter().any(Job::has_more)
     }
 
     /// The next slice will be submitted by batched calls.
@@ -559,7 +559,7 @@ impl CopyLane {
     /// direction waits for at most [`CALLS_A_TURN`] calls, or for one batched call.
     fn fill(&mut self) -> Result<(), CudaError> {
         for (number, job) in (self.first..).zip(&mut self.jobs) {
-            if self.flights.len() >= PARTS_IN_FLIGHT {
+            if self.flights.len() >= SLICES_IN_FLIGHT_MAX {
                 return Ok(());
             }
             if !job.has_more() {

@@ -20,8 +20,8 @@ mod tests;
 mod timeline;
 
 pub use copier::{
-    CALLS_A_TURN, Copier, CopierError, CopierReport, CopierSettings, DeviceCopy, PARTS_IN_FLIGHT,
-    QUEUE_PLACES, threads_in_driver,
+    CALLS_A_TURN, Copier, CopierError, CopierReport, CopierSettings, DeviceCopy, QUEUE_PLACES,
+    SLICES_IN_FLIGHT_MAX, threads_in_driver,
 };
 pub use device_memories::DeviceMemories;
 pub use driver::{

@@ -201,8 +201,8 @@ impl Depot {
         Ok(records)
     }
 
-    /// Removes a page from the inventory if its entry still has this seal. While a worker stalls between the read of the
-    /// entry and its change, the entry may have become that of another page, or bytes of a larger page.
+    /// Removes a page from the inventory if its entry still has this seal. While a worker stalls between the read of
+    /// the entry and its change, the entry may have become that of another page, or bytes of a larger page.
     fn invalidate_sealed(&self, page: u32, seal: u64) -> Result<(), BufferError> {
         self.buffer()
             .exchange_word(Self::entry_at(page), seal, 0)

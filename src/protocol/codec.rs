@@ -229,8 +229,8 @@ fn is_spoken(kind: MessageKind, version: u16, min: u16, max: u16) -> bool {
     (min..=max).contains(&version) || (first_words && version == HELLO_VERSION)
 }
 
-/// Decodes the body of a message whose header was read. Refuses what [`check_header`] refuses, values beyond a limit, and
-/// trailing bytes. Never panics, and never allocates by an unverified length.
+/// Decodes the body of a message whose header was read. Refuses what [`check_header`] refuses, values beyond a limit,
+/// and trailing bytes. Never panics, and never allocates by an unverified length.
 pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
     let kind = check_header(&header, body.len())?;
     let as_written = match kind {

@@ -60,8 +60,8 @@ codes! {
     UnsupportedVersion = 2, "unsupported_version", false;
     /// A kind of message that the receiver does not know, or does not accept from this peer.
     UnknownKind = 3, "unknown_kind", false;
-    /// A limit of the leader, such as that of open requests, slots or hashes: retry when something has ended. Or a limit
-    /// of the wire, with `retry` false: send less in one message. The text names the limit.
+    /// A limit of the leader, such as that of open requests, slots or hashes: retry when something has ended. Or a
+    /// limit of the wire, with `retry` false: send less in one message. The text names the limit.
     Limit = 4, "limit", true;
     /// A rank is missing, its memory is not ready, pinned or released yet (the text has the progress), a worker is not
     /// attached, or another process has the seat: compute, and retry later.
@@ -79,13 +79,14 @@ codes! {
     /// The peer has used up its credits, no place is left for its connection, too many loads and stores wait for copies
     /// of an older leader, or the last second count was less than 1 s ago: retry later.
     Busy = 11, "busy", true;
-    /// The deadline passed. Also the answer to `cancel_stores` while copies run, and of a worker to an `invalidate` that
-    /// it could not complete in time: retry.
+    /// The deadline passed. Also the answer to `cancel_stores` while copies run, and of a worker to an `invalidate`
+    /// that it could not complete in time: retry.
     Deadline = 12, "deadline", true;
     /// An order of another epoch than the worker's; the error says nothing about copies. The leader of the new epoch
     /// sends its own orders.
     StaleEpoch = 13, "stale_epoch", true;
-    /// The memory of a rank differs from that of the ranks before it; the text names the ranks, the field and the values.
+    /// The memory of a rank differs from that of the ranks before it; the text names the ranks, the field and the
+    /// values.
     RankDisagrees = 14, "rank_disagrees", false;
     /// Another message came before hello: send hello first.
     HelloFirst = 15, "hello_first", false;

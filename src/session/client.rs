@@ -254,8 +254,9 @@ pub struct ClientSession<R> {
     /// The current connection, or the last one.
     link: LinkId,
     backoff: Duration,
-    /// Actions for the process. Requests in here are within the other side's credits, 64 MiB of messages, but for those that
-    /// their callers repeat while they are in flight. Answers in here are no more than the other side's open requests.
+    /// Actions for the process. Requests in here are within the other side's credits, 64 MiB of messages, but for those
+    /// that their callers repeat while they are in flight. Answers in here are no more than the other side's open
+    /// requests.
     events: VecDeque<ClientEvent<R>>,
 }
 
@@ -285,8 +286,8 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// Sets the longest body that a connection of the process carries, where that is less than the protocol allows. A longer
-    /// request fails; sent, it would break the connection, and again after each reconnect.
+    /// Sets the longest body that a connection of the process carries, where that is less than the protocol allows. A
+    /// longer request fails; sent, it would break the connection, and again after each reconnect.
     pub fn with_body_limit(self, body_bytes_max: usize) -> Self {
         Self {
             body_bytes_max,

@@ -21,8 +21,8 @@ use kvferry_types::{Epoch, LinkId, RequestId, Time};
 /// Requests queued in a client; beyond that, callers wait for room. At worst 8 GiB, if each request has the longest
 /// body of the wire (8 MiB); 128 MiB with the hashes of 4,096 pages each.
 pub const CLIENT_QUEUE: usize = 1024;
-/// Time after the deadline of a request, and its grace, in which the session itself reports the failure of a request that
-/// it has sent. Requests that are still queued then fail without it.
+/// Time after the deadline of a request, and its grace, in which the session itself reports the failure of a request
+/// that it has sent. Requests that are still queued then fail without it.
 const EXPIRED_AFTER: Duration = Duration::from_millis(200);
 /// First id of the requests that a client numbers itself; callers number theirs below.
 const CLIENT_ID_BASE: u64 = 1 << 63;

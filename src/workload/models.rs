@@ -16,8 +16,8 @@ pub enum Model {
     /// tests.
     #[value(name = "tiny")]
     Tiny,
-    /// 32 layers, 8 KV heads of 128 elements: 128 KiB a token. "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3,
-    /// and `config.json` of meta-llama/Meta-Llama-3-8B (4,096 wide, 32 heads).
+    /// 32 layers, 8 KV heads of 128 elements: 128 KiB a token. "The Llama 3 Herd of Models" (arXiv:2407.21783), table
+    /// 3, and `config.json` of meta-llama/Meta-Llama-3-8B (4,096 wide, 32 heads).
     #[value(name = "llama-3-8b")]
     Llama3_8b,
     /// 80 layers, 8 KV heads of 128 elements: 320 KiB a token. The same table, and `config.json` of

@@ -1,5 +1,5 @@
-//! Edges of the typed clients: several clients of one engine, futures that race, full queues, absent leaders, and messages
-//! that no wire takes.
+//! Edges of the typed clients: several clients of one engine, futures that race, full queues, absent leaders, and
+//! messages that no wire takes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -206,8 +206,8 @@ async fn a_dropped_client_repeats_a_refused_cancel_under_another_id() {
     drop((store, found));
 }
 
-/// Refuses the first message of each kind as older than the answers that are kept, and returns the ids of all `finish` and
-/// `cancel_stores` until there are two of each.
+/// Refuses the first message of each kind as older than the answers that are kept, and returns the ids of all `finish`
+/// and `cancel_stores` until there are two of each.
 async fn refuse_once(leader: &mut Server) -> (Vec<RequestId>, Vec<RequestId>) {
     let (mut finishes, mut cancels) = (Vec::new(), Vec::new());
     while finishes.len() < 2 || cancels.len() < 2 {

@@ -1,5 +1,5 @@
-//! The typed clients, dropped at every await point: a real leader has no hold, request or copy of theirs left long before
-//! a hold would expire, and device pages are given back only when nothing touches them.
+//! The typed clients, dropped at every await point: a real leader has no hold, request or copy of theirs left long
+//! before a hold would expire, and device pages are given back only when nothing touches them.
 
 use std::pin::Pin;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Seats, which only one process has at a time: a worker's place, an engine's name, the place of an engine's memory. A
+//! Seats, which only one process has at a time: that of a worker, an engine's name, that of an engine's memory. A
 //! live holder keeps its seat. After its end the successor gets the seat at once.
 
 use std::os::unix::process::ExitStatusExt as _;

@@ -20,8 +20,8 @@ pub struct Disturbed {
 
 /// Longer than any replay takes in these tests.
 pub const LIMIT: Duration = Duration::from_mins(5);
-/// Requests of a long replay, five times as many as in the built-in workload. Most of its loads come after a status that is
-/// read late, so that a test can tell loads before a kill from those after it.
+/// Requests of a long replay, five times as many as in the built-in workload. Most of its loads come after a status
+/// that is read late, so that a test can tell loads before a kill from those after it.
 const LONG_REQUESTS: u32 = 2000;
 /// Time that the engines of these replays wait for an answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);

@@ -128,8 +128,8 @@ fn a_worker_with_other_settings_is_refused_and_one_with_the_same_is_admitted() {
     }
 }
 
-/// The epoch of this leader was used before: its readings would be refused, and its invalidations would spare the pages that
-/// were stored then.
+/// The epoch of this leader was used before: its readings would be refused, and its invalidations would spare the pages
+/// that were stored then.
 #[test]
 fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_refused() {
     for seen in [EPOCH, Epoch(EPOCH.0 + 1), Epoch(u64::MAX - 1)] {

@@ -1,4 +1,4 @@
-//! Development tasks: `cargo xtask test`, `cargo xtask licences`.
+//! Development tasks; `cargo xtask` lists them.
 
 #![expect(
     clippy::print_stdout,
@@ -67,8 +67,8 @@ fn root() -> &'static Path {
         .unwrap_or(Path::new("."))
 }
 
-/// Runs every test. The Python tests, which wait for engines much of the time, run beside the others; their output follows
-/// at the end. Lists skipped tests last.
+/// Runs every test. The Python tests, which wait for engines much of the time, run beside the others; their output
+/// follows at the end. Lists skipped tests last.
 fn test() -> Result<(), String> {
     let list = skipped::start(root())?;
     let all = ["test", "--workspace", "--locked", "--all-targets"];

@@ -35,8 +35,8 @@ pub(crate) struct Arguments {
         default_value = "2048,512,128,64,32,18,8,4"
     )]
     fragment_kib: Vec<u32>,
-    /// Ways to give fragments to the driver that are measured beside one copy: `async` gives each by a call of its own, `batch`
-    /// many by one call.
+    /// Ways to give fragments to the driver that are measured beside one copy: `async` gives each by a call of its own,
+    /// `batch` many by one call.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "async,batch")]
     ways: Vec<Way>,
     /// Only one direction: from the device (`store`) or to it (`load`).

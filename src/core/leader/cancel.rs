@@ -20,7 +20,7 @@ struct Cancelling {
     reply_to: ReplyTo,
     /// Stores that were in flight when it arrived.
     stores: u32,
-    /// Those of them that have not been answered.
+    /// Number of these stores that have not been answered.
     missing: u32,
 }
 
@@ -77,9 +77,9 @@ impl Cancels {
 }
 
 impl Leader {
-    /// Stops the stores that an engine requested before, of one of its slots or of all. Answers after the last of them has
-    /// been answered. Stores with higher ids continue: they may be those of the engine's next client. Stores with lower ids
-    /// that arrive later are answered without a copy.
+    /// Stops the stores that an engine requested before, of one of its slots or of all. Answers after the last of them
+    /// has been answered. Stores with higher ids continue: they may be those of the engine's next client. Stores with
+    /// lower ids that arrive later are answered without a copy.
     pub(super) fn cancel_stores(
         &mut self,
         reply_to: ReplyTo,

@@ -1,8 +1,7 @@
 //! Admission of requests: retries, limits and parking.
 //!
-//! An engine takes any answer to a load or a store, except one that is not over ([`Refusal::is_over`]), as permission to reuse its
-//! pages. The
-//! leader therefore answers only when no worker can touch them any longer, neither for the copy of this request nor for
+//! An engine reuses the pages of a load or a store after its answer, or after a refusal that is over
+//! ([`Refusal::is_over`]). The leader sends neither while a worker may touch them, for the copy of this request or for
 //! one that an older leader ordered for it.
 
 use std::collections::BTreeMap;
@@ -19,8 +18,8 @@ pub const OPEN_REQUESTS_MAX: usize = 1024;
 
 /// Loads and stores that arrived while copies of an older leader could still run. Their engine takes a refusal as
 /// permission to reuse its pages, so they are refused only after those copies have ended. About 100 bytes each; one
-/// engine has at most as many of them as it may have open requests, and one connection, with which they are dropped: the
-/// number of connections bounds the sum.
+/// engine has at most as many of them as it may have open requests, and one connection, with which they are dropped:
+/// the number of connections bounds the sum.
 #[derive(Debug, Default)]
 pub(super) struct Parked(BTreeMap<(EngineId, RequestId), SlotId>);
 
@@ -158,8 +157,8 @@ impl Leader {
         }
     }
 
-    /// No copy of an older leader is running: refuses the parked requests, because this leader does not have their
-    /// slots.
+    /// No copy of an older leader is running: refuses the parked requests, because this leader has answered no lookup
+    /// before.
     pub(super) fn refuse_parked(&mut self, effects: &mut Vec<LeaderEffect>) {
         let parked = std::mem::take(&mut self.parked);
         for ((engine, id), slot) in parked.0 {

@@ -25,8 +25,8 @@ use super::{Leader, ReplyTo};
 /// Resets of all engines that are not answered, at most. More are refused.
 pub const RESETS_OPEN_MAX: usize = 64;
 /// Pages that open resets name one by one, at most. Each takes up to
-/// [`PAGE_SET_BYTES_PER_PAGE_MAX`](kvferry_types::PAGE_SET_BYTES_PER_PAGE_MAX) bytes: 60 MiB, for as many pages as 16 of
-/// the largest messages can name.
+/// [`PAGE_SET_BYTES_PER_PAGE_MAX`](kvferry_types::PAGE_SET_BYTES_PER_PAGE_MAX) bytes: 60 MiB, for as many pages as 16
+/// of the largest messages can name.
 pub const RESET_PAGES_OPEN_MAX: usize = 1 << 21;
 /// Pages that a slice of a reset visits, unless the settings have another number: a fraction of a millisecond.
 pub const RESET_SLICE_PAGES: u32 = 4096;
@@ -49,8 +49,8 @@ enum ResetStage {
 struct PendingReset {
     reply_to: ReplyTo,
     scope: Scope,
-    /// The last store before the reset. Pages of later stores stay listed, because an invalidation may be repeated after new
-    /// pages of the same scope were stored.
+    /// The last store before the reset. Pages of later stores stay listed, because an invalidation may be repeated
+    /// after new pages of the same scope were stored.
     through: Generation,
     stage: ResetStage,
     pages: u32,
@@ -269,7 +269,8 @@ impl Resets {
         ResetId(self.last)
     }
 
-    /// A shard has confirmed a reset. Returns false if none was requested of it, or if stores of the reset are in flight.
+    /// A shard has confirmed a reset. Returns false if none was requested of it, or if stores of the reset are in
+    /// flight.
     fn confirmed(&mut self, id: ResetId, shard: Shard) -> bool {
         let Some(reset) = self.open.get_mut(&id) else {
             return false;

@@ -298,8 +298,8 @@ impl Roster {
         }
     }
 
-    /// The answer to an attach request that is not new: `Some(None)` for one that is older than the last, `Some` with the
-    /// verdict for the last one again.
+    /// The answer to an attach request that is not new: `Some(None)` for one that is older than the last, `Some` with
+    /// the verdict for the last one again.
     fn answered(&mut self, worker: WorkerId, attach: AttachId) -> Option<Option<AttachVerdict>> {
         let (last, verdict) = self.seat(worker)?.last.clone()?;
         match attach.cmp(&last) {
@@ -550,8 +550,8 @@ impl Leader {
                     attach,
                     verdict,
                 });
-                // The earlier answer may have arrived late, so that the worker refused the invalidations that followed: send
-                // them again.
+                // The earlier answer may have arrived late, so that the worker refused the invalidations that followed:
+                // send them again.
                 self.resets.request_again(worker);
             }
             return;

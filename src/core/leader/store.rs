@@ -75,8 +75,8 @@ pub(super) struct Stores {
     /// The stores that wait for each copy.
     waiters: BTreeMap<Generation, Vec<StoreKey>>,
     last: StoreKey,
-    /// Bytes of page hashes in the waiting stores of each engine, at most [`HASH_BYTES_PER_ENGINE_MAX`]. A store keeps its
-    /// hashes when its slot is finished. Hashes that several stores share count for each.
+    /// Bytes of page hashes in the waiting stores of each engine, at most [`HASH_BYTES_PER_ENGINE_MAX`]. A store keeps
+    /// its hashes when its slot is finished. Hashes that several stores share count for each.
     hash_bytes: BTreeMap<EngineId, usize>,
 }
 
@@ -85,8 +85,8 @@ impl Stores {
         self.waiting.contains_key(&key)
     }
 
-    /// The stores that an engine requested before the request `id`, of one of its slots or of all, in the order in which
-    /// they arrived.
+    /// The stores that an engine requested before the request `id`, of one of its slots or of all, in the order in
+    /// which they arrived.
     pub(super) fn before(
         &self,
         engine: EngineId,

@@ -1,7 +1,7 @@
 //! The CPU copy engine: copies pages between registered engine memory and a depot.
 //!
 //! A job is checked as a whole before its first byte is copied ([`plan`]), then executed step by step, by the caller's
-//! thread alone or together with a small pool ([`pool`]). A step is one contiguous range of at most [`CUT_BYTES`] on
+//! thread alone or together with a few more ([`threads`]). A step is one contiguous range of at most [`CUT_BYTES`] on
 //! both sides; the [`kernel`] copies it.
 
 mod kernel;

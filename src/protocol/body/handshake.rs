@@ -18,7 +18,8 @@ pub struct Hello {
     pub version_max: u16,
     /// Role of the client.
     pub role: Role,
-    /// Identity of the engine, 16 bytes, the same over reconnects; zero for other roles.
+    /// Identity of the engine, 16 bytes, the same over reconnects. That of an admin session is random, or zero where it
+    /// repeats no request; zero for workers.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub engine: [u8; 16],

@@ -36,9 +36,9 @@ pub struct RecordBody {
     pub fingerprints: Vec<u8>,
 }
 
-/// Removes pages from the inventory of the worker's shard. Without a namespace: all pages; without fingerprints: all pages
-/// of the namespace. Pages that were stored after `through` stay listed, because this request may be repeated after they
-/// were stored.
+/// Removes pages from the inventory of the worker's shard. Without a namespace: all pages; without fingerprints: all
+/// pages of the namespace. Pages that were stored after `through` stay listed, because this request may be repeated
+/// after they were stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Invalidate {
     /// Number of the reset.

@@ -79,7 +79,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Returns a name that no engine has: half of it is a secret of this leader. A command that connects again with the
-    /// same identity gets the same name, and its earlier connection is closed, so that a repeated request is recognised.
+    /// same identity gets the same name, and its earlier connection is closed, so that a repeated request is
+    /// recognised.
     fn admin_name<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
@@ -195,8 +196,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         Ok(())
     }
 
-    /// True while a copy of this worker has not ended, a request for its inventory is unanswered, or an order of an older
-    /// leader may be in flight on it: its process may read or write.
+    /// True while a copy of this worker has not ended, a request for its inventory is unanswered, or an order of an
+    /// older leader may be in flight on it: its process may read or write.
     fn may_write(&self, worker: WorkerId) -> bool {
         let mut directions = [Direction::Load, Direction::Store].into_iter();
         directions.any(|direction| self.core.awaited_from(worker, direction) > 0)

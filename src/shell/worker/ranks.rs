@@ -44,8 +44,8 @@ struct Opening {
 }
 
 impl Opening {
-    /// False if the memory is known to be that of another process. The id of a process of another PID namespace reads as
-    /// 0.
+    /// False if the memory is known to be that of another process. The id of a process of another PID namespace reads
+    /// as 0.
     fn may_be_of(&self, pid: Option<i32>) -> bool {
         let visible = |pid: Option<i32>| pid.filter(|pid| *pid > 0);
         match (visible(self.pid), visible(pid)) {
@@ -139,7 +139,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         let rank = self.connected.get(&mapped.peer)?;
         let pid = self.connected.get(&peer).and_then(|rank| rank.holder.pid);
         let in_use = rank.holder.in_use(host, pid)?;
-        Some(in_use.refusal(&format!("the place of {}", self.rank)))
+        Some(in_use.refusal(&format!("the seat of {}", self.rank)))
     }
 
     /// Returns why a rank may not act for an engine: another process, which is connected and lives, registered its

@@ -7,8 +7,8 @@ use kvferry_workload::scheduler::Prompt;
 
 use super::Prefill;
 
-/// Default latency of a message: half of the round trip of a small lookup, which `kvferry-tools bench rpc` measures as 56 to
-/// 84 microseconds (docs/benchmarks/copies-and-round-trips.md).
+/// Default latency of a message: half of the round trip of a small lookup, which `kvferry-tools bench rpc` measures as
+/// 56 to 84 microseconds (docs/benchmarks/copies-and-round-trips.md).
 pub const MESSAGE_LATENCY: Duration = Duration::from_micros(35);
 /// Default bandwidth of a link in bytes per second: PCIe 4.0 with 16 lanes, less its framing.
 pub const LINK_BYTES_PER_S: u64 = 25_000_000_000;

@@ -286,7 +286,8 @@ fn obey(order: Message) -> Option<Message> {
     }
 }
 
-/// `kvferry-tools bench busy`: answers lookups after as many nanoseconds as their slot's number, until its standard input ends.
+/// `kvferry-tools bench busy`: answers lookups after as many nanoseconds as their slot's number, until its standard
+/// input ends.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BusyArguments {
     directory: std::path::PathBuf,

@@ -1,7 +1,7 @@
 //! Request traces: the arrival time and the length of each request, and the token blocks that it shares with others.
 //!
-//! A trace is read from a file ([`read()`]) or made by the built-in workload ([`generate()`]). In both cases it is plain
-//! data, sorted by time. Two runs replayed the same requests if the digests of their traces are equal.
+//! A trace is read from a file ([`read()`]) or made by the built-in workload ([`generate()`]). In both cases it is
+//! plain data, sorted by time. Two runs replayed the same requests if the digests of their traces are equal.
 
 mod error;
 mod generate;
