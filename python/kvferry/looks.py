@@ -14,8 +14,6 @@ logger = logging.getLogger("vllm.kvferry")
 
 #: Longest total wait of one scheduler step for checks. A folder on a disk takes 0.1 ms.
 LOOKS_S = 0.05
-#: A check that takes this long alone is followed by a pause.
-TOO_LONG_S = LOOKS_S / 2
 #: Pause of all checks after one that took too long.
 PAUSE_S = 1.0
 #: Shortest time between two warnings about slow checks.
@@ -90,7 +88,7 @@ class Looks(Generic[Seen]):
 
     def _too_long(self, path: str, took_s: float) -> bool:
         """Whether a check that was given up took too long on its own, not only its step's sum: then begins a pause."""
-        too_long = took_s >= TOO_LONG_S
+        too_long = took_s >= LOOKS_S / 2
         if too_long:
             self._not_before = time.monotonic() + PAUSE_S
             self._tell(path)
@@ -103,5 +101,5 @@ class Looks(Generic[Seen]):
                 "kvferry: looking at %s takes longer than %.0f ms: requests of all adapters run without the "
                 "cache meanwhile; keep adapters on a disk of this machine",
                 path,
-                TOO_LONG_S * 1000,
+                LOOKS_S / 2 * 1000,
             )
