@@ -1,8 +1,9 @@
 //! The blocks of a tier, with their contents, age and holders.
 //!
 //! Blocks are stored in a slab. The fingerprints of their pages are stored in one array indexed by arena page, because
-//! the pages of a block are consecutive. Age is a doubly linked list through the slab, oldest first.
+//! the pages of a block are consecutive.
 
+use crate::eviction::EvictionOrder;
 use kvferry_types::{Anchor, DomainId, Fingerprint, Generation, PageHashes, Scope};
 
 /// Marks the end of a linked list.
@@ -58,8 +59,6 @@ pub struct Block {
     /// Unique over the life of the pool.
     pub stamp: u64,
     pub(super) sibling: u32,
-    older: u32,
-    newer: u32,
 }
 
 impl Block {
@@ -83,8 +82,7 @@ pub struct Blocks {
     slab: Vec<Option<Block>>,
     vacant: Vec<u32>,
     fingerprints: Vec<Fingerprint>,
-    oldest: u32,
-    newest: u32,
+    order: EvictionOrder,
     stamps: u64,
     live: u32,
     /// Number of sweeps begun so far.
@@ -117,11 +115,7 @@ impl Hidden {
 impl Blocks {
     /// An empty slab.
     pub fn new() -> Self {
-        Self {
-            oldest: NONE,
-            newest: NONE,
-            ..Self::default()
-        }
+        Self::default()
     }
 
     /// Hides the blocks that hold a page of `scope`, until [`Blocks::show`].
@@ -216,8 +210,6 @@ impl Blocks {
             retired: false,
             stamp: self.stamps,
             sibling: NONE,
-            older: NONE,
-            newer: NONE,
         };
         let index = match self.vacant.pop() {
             Some(index) => {
@@ -230,13 +222,13 @@ impl Blocks {
             }
         };
         self.live += 1;
-        self.append(index);
+        self.order.add(index);
         index
     }
 
-    /// Removes a block from the slab and the age list.
+    /// Removes a block from the slab and from the order of eviction.
     pub fn remove(&mut self, index: BlockIndex) {
-        self.unlink(index);
+        self.order.set_evictable(index, false);
         self.slab[index as usize] = None;
         self.vacant.push(index);
         self.live -= 1;
@@ -244,21 +236,40 @@ impl Blocks {
 
     /// Makes a block the most recently used one.
     pub fn touch(&mut self, index: BlockIndex) {
-        if self.newest != index {
-            self.unlink(index);
-            self.append(index);
-        }
+        self.order.touch(index);
     }
 
-    /// All blocks, oldest first.
+    /// Puts a block into the order of eviction if pages of it can be evicted now, and takes it out if not. Called after
+    /// each change of its holders or its pages.
+    pub(super) fn update_order(&mut self, index: BlockIndex) {
+        let evictable = self.get(index).evictable_pages() > 0;
+        self.order.set_evictable(index, evictable);
+    }
+
+    /// Puts a block into the order of eviction, or takes it out.
+    #[cfg(test)]
+    pub(super) fn set_evictable(&mut self, index: BlockIndex, evictable: bool) {
+        self.order.set_evictable(index, evictable);
+    }
+
+    /// The least recently used block of which pages can be evicted.
+    pub(super) fn oldest_evictable(&self) -> Option<BlockIndex> {
+        self.order.oldest()
+    }
+
+    /// True if the order of eviction has the block.
+    pub(super) fn is_in_order(&self, index: BlockIndex) -> bool {
+        self.order.contains(index)
+    }
+
+    /// All blocks, oldest first. Sorts them: for resets and checks.
     pub fn by_age(&self) -> impl Iterator<Item = (BlockIndex, &Block)> {
-        let mut next = self.oldest;
-        std::iter::from_fn(move || {
-            let index = next;
-            let block = self.slab.get(index as usize)?.as_ref()?;
-            next = block.newer;
-            Some((index, block))
-        })
+        let mut all: Vec<_> = (0..)
+            .zip(&self.slab)
+            .filter_map(|(index, block)| Some((index, block.as_ref()?)))
+            .collect();
+        all.sort_unstable_by_key(|(index, _)| self.order.touched(*index));
+        all.into_iter()
     }
 
     /// Writes the fingerprints of `count` pages of `hashes`, from page `first` on, to the arena pages from `start` on.
@@ -307,36 +318,6 @@ impl Blocks {
         let pages = self.fingerprints(block.start, block.total_pages());
         for page in pages.iter().step_by(FINGERPRINTS_PER_LINE) {
             std::hint::black_box(page.0);
-        }
-    }
-
-    fn append(&mut self, index: BlockIndex) {
-        let newest = self.newest;
-        let block = self.get_mut(index);
-        block.older = newest;
-        block.newer = NONE;
-        if newest == NONE {
-            self.oldest = index;
-        } else {
-            self.get_mut(newest).newer = index;
-        }
-        self.newest = index;
-    }
-
-    fn unlink(&mut self, index: BlockIndex) {
-        let (older, newer) = {
-            let block = self.get(index);
-            (block.older, block.newer)
-        };
-        if older == NONE {
-            self.oldest = newer;
-        } else {
-            self.get_mut(older).newer = newer;
-        }
-        if newer == NONE {
-            self.newest = older;
-        } else {
-            self.get_mut(newer).older = older;
         }
     }
 }

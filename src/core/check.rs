@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::Contradiction;
+use crate::blocks::Block;
 use crate::pool::Pool;
 
 impl Pool {
@@ -69,7 +70,15 @@ impl Pool {
                 format!("{states:?} do not add up: blocks hold {ready} ready pages").into(),
             );
         }
-        Ok(())
+        let mut all = self.blocks.by_age();
+        let misplaced =
+            |index, block: &Block| (block.evictable_pages() > 0) != self.blocks.is_in_order(index);
+        match all.find(|(index, block)| misplaced(*index, block)) {
+            None => Ok(()),
+            Some((index, _)) => {
+                Err(format!("block {index} and the order of eviction disagree").into())
+            }
+        }
     }
 }
 

@@ -20,6 +20,7 @@ mod check;
 mod contradiction;
 mod decision;
 mod event;
+mod eviction;
 mod index;
 mod leader;
 mod pool;

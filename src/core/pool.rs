@@ -15,10 +15,6 @@ use crate::prefetch::HeadPrefetcher;
 use crate::rank_set::RankSet;
 use kvferry_types::{Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio};
 
-/// Most blocks that one search for an eviction victim examines before it gives up. Pinned blocks are usually young, so
-/// the oldest blocks are rarely pinned.
-pub const EVICTION_SCAN_BLOCKS_MAX: usize = 4096;
-
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReservationKind {
@@ -297,6 +293,7 @@ impl Pool {
         held.pinned_pages = held
             .pinned_pages
             .max(u16::try_from(pages).unwrap_or(u16::MAX));
+        self.blocks.update_order(block);
         Pin {
             block: reference,
             pages,
@@ -315,6 +312,7 @@ impl Pool {
         block.pins -= 1;
         if block.pins == 0 {
             block.pinned_pages = 0;
+            self.blocks.update_order(index);
             self.free_if_unheld(index);
         }
     }
@@ -432,6 +430,7 @@ impl Pool {
         } else {
             held.ready += u16::try_from(pages).unwrap_or(0);
         }
+        self.blocks.update_order(block);
         self.free_if_unheld(block);
         Some(!failed)
     }
@@ -456,8 +455,9 @@ impl Pool {
         held.ready = u16::try_from(count).unwrap_or(0);
         if !self.index.insert(&mut self.blocks, block) {
             self.blocks.remove(block);
-            self.arena.release(first.page, count);
+            return self.arena.release(first.page, count);
         }
+        self.blocks.update_order(block);
     }
 
     /// Forgets every block, so that no lookup finds one. Pinned and filling pages are freed with their last holder.
@@ -534,7 +534,7 @@ impl Pool {
         let mut taken = 0;
         let mut start = self.arena.alloc(wanted);
         while start.is_none() && taken < wanted {
-            let Some(victim) = self.oldest_evictable() else {
+            let Some(victim) = self.blocks.oldest_evictable() else {
                 break;
             };
             let run = self.trim(victim, wanted);
@@ -566,14 +566,6 @@ impl Pool {
         pieces
     }
 
-    fn oldest_evictable(&self) -> Option<BlockIndex> {
-        self.blocks
-            .by_age()
-            .take(EVICTION_SCAN_BLOCKS_MAX)
-            .find(|(_, block)| block.evictable_pages() > 0)
-            .map(|(index, _)| index)
-    }
-
     /// Frees pages from the tail of a block: as many as form a hole of `wanted` pages together with the free pages
     /// after it.
     fn trim(&mut self, index: BlockIndex, wanted: u32) -> PageRun {
@@ -594,6 +586,8 @@ impl Pool {
         block.ready -= u16::try_from(count).unwrap_or(block.ready);
         if block.ready == 0 {
             self.remove_empty(index);
+        } else {
+            self.blocks.update_order(index);
         }
         run
     }
@@ -624,6 +618,7 @@ impl Pool {
 
     fn fill(&mut self, generation: Generation, block: BlockIndex, pages: u32) {
         self.blocks.get_mut(block).filling = Some(Filling { generation, pages });
+        self.blocks.update_order(block);
         let reservation = Reservation {
             block,
             pages,
@@ -656,6 +651,8 @@ impl Pool {
         }
         if kept == 0 {
             self.blocks.remove(index);
+        } else {
+            self.blocks.update_order(index);
         }
     }
 }

@@ -1,0 +1,264 @@
+//! The order of eviction: the blocks that can be evicted now, least recently used first.
+//!
+//! A block that is held or filling is not in the order, so finding a victim costs the same however many blocks are held.
+//! A block that becomes evictable again returns to the place that its last touch gave it. Nearly all blocks are touched
+//! and evicted in a linked list; the few that return are kept in a tree beside it until their next touch.
+
+use std::collections::BTreeMap;
+
+/// Position of a block in the slab.
+type BlockIndex = u32;
+
+/// Marks the end of the list.
+const NONE: u32 = u32::MAX;
+
+/// Links of a block that is not in the order, and of one that is in the tree.
+const OUT: u32 = NONE - 1;
+const RETURNED: u32 = NONE - 2;
+
+/// The place of one block; 16 bytes.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// Number of the block's last touch.
+    touched: u64,
+    /// The next older block in the list, [`OUT`] or [`RETURNED`].
+    older: u32,
+    /// The next newer block in the list.
+    newer: u32,
+}
+
+/// The order of eviction. See the module.
+#[derive(Debug)]
+pub(super) struct EvictionOrder {
+    /// By position in the slab.
+    places: Vec<Place>,
+    /// Ends of the list, which ascends by touch.
+    oldest: u32,
+    newest: u32,
+    /// Blocks that returned behind a newer one, by touch.
+    returned: BTreeMap<u64, BlockIndex>,
+    touches: u64,
+}
+
+impl Default for EvictionOrder {
+    fn default() -> Self {
+        Self {
+            places: Vec::new(),
+            oldest: NONE,
+            newest: NONE,
+            returned: BTreeMap::new(),
+            touches: 0,
+        }
+    }
+}
+
+impl EvictionOrder {
+    /// Adds a block as the most recently used one. It cannot be evicted yet.
+    pub(super) fn add(&mut self, index: BlockIndex) {
+        let place = Place {
+            touched: self.next_touch(),
+            older: OUT,
+            newer: NONE,
+        };
+        match self.places.get_mut(index as usize) {
+            Some(vacant) => *vacant = place,
+            None => self.places.push(place),
+        }
+    }
+
+    /// Makes a block the most recently used one.
+    pub(super) fn touch(&mut self, index: BlockIndex) {
+        let touched = self.next_touch();
+        let is_in = self.contains(index);
+        if is_in {
+            self.remove(index);
+        }
+        self.places[index as usize].touched = touched;
+        if is_in {
+            self.append(index);
+        }
+    }
+
+    /// Notes whether a block can be evicted.
+    pub(super) fn set_evictable(&mut self, index: BlockIndex, evictable: bool) {
+        match (evictable, self.contains(index)) {
+            (true, false) => self.insert(index),
+            (false, true) => self.remove(index),
+            _ => {}
+        }
+    }
+
+    /// The block to evict next.
+    pub(super) fn oldest(&self) -> Option<BlockIndex> {
+        let returned = self.returned.first_key_value();
+        match (self.oldest, returned) {
+            (NONE, returned) => returned.map(|(_, index)| *index),
+            (oldest, Some((touched, index))) if *touched < self.touched(oldest) => Some(*index),
+            (oldest, _) => Some(oldest),
+        }
+    }
+
+    /// True if a block can be evicted.
+    pub(super) fn contains(&self, index: BlockIndex) -> bool {
+        self.places[index as usize].older != OUT
+    }
+
+    /// Number of a block's last touch.
+    pub(super) fn touched(&self, index: BlockIndex) -> u64 {
+        self.places[index as usize].touched
+    }
+
+    fn next_touch(&mut self) -> u64 {
+        self.touches += 1;
+        self.touches
+    }
+
+    fn insert(&mut self, index: BlockIndex) {
+        let touched = self.touched(index);
+        if self.newest == NONE || self.touched(self.newest) < touched {
+            return self.append(index);
+        }
+        self.places[index as usize].older = RETURNED;
+        self.returned.insert(touched, index);
+    }
+
+    /// Adds a block to the list as the newest one.
+    fn append(&mut self, index: BlockIndex) {
+        let newest = std::mem::replace(&mut self.newest, index);
+        let place = &mut self.places[index as usize];
+        (place.older, place.newer) = (newest, NONE);
+        match newest {
+            NONE => self.oldest = index,
+            newest => self.places[newest as usize].newer = index,
+        }
+    }
+
+    fn remove(&mut self, index: BlockIndex) {
+        let Place {
+            touched,
+            older,
+            newer,
+        } = self.places[index as usize];
+        self.places[index as usize].older = OUT;
+        if older == RETURNED {
+            self.returned.remove(&touched);
+            return;
+        }
+        match older {
+            NONE => self.oldest = newer,
+            older => self.places[older as usize].newer = newer,
+        }
+        match newer {
+            NONE => self.newest = older,
+            newer => self.places[newer as usize].older = older,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Removes the blocks one after another, in the order of their eviction.
+    fn evicted(mut order: EvictionOrder) -> Vec<BlockIndex> {
+        std::iter::from_fn(|| {
+            let oldest = order.oldest()?;
+            order.set_evictable(oldest, false);
+            Some(oldest)
+        })
+        .collect()
+    }
+
+    fn four() -> EvictionOrder {
+        let mut order = EvictionOrder::default();
+        for index in 0..4 {
+            order.add(index);
+            order.set_evictable(index, true);
+        }
+        order
+    }
+
+    #[test]
+    fn blocks_are_evicted_in_the_order_of_their_last_touch() {
+        assert_eq!(evicted(four()), [0, 1, 2, 3]);
+        let mut order = four();
+        order.touch(0);
+        order.touch(2);
+        order.touch(2);
+        assert_eq!(evicted(order), [1, 3, 0, 2]);
+    }
+
+    #[test]
+    fn a_block_returns_to_the_place_of_its_last_touch() {
+        let mut order = four();
+        order.set_evictable(1, false);
+        order.set_evictable(3, false);
+        assert!(!order.contains(1) && order.contains(2));
+        order.set_evictable(3, true);
+        order.set_evictable(1, true);
+        assert_eq!(evicted(order), [0, 1, 2, 3]);
+        let mut order = four();
+        order.set_evictable(1, false);
+        order.touch(1);
+        assert!(!order.contains(1), "a touch makes nothing evictable");
+        order.add(4);
+        order.set_evictable(4, true);
+        order.set_evictable(1, true);
+        assert_eq!(evicted(order), [0, 2, 3, 1, 4]);
+    }
+
+    #[test]
+    fn a_returned_block_leaves_the_tree_when_it_is_touched_or_held_again() {
+        let mut order = four();
+        for index in [0, 1] {
+            order.set_evictable(index, false);
+            order.set_evictable(index, true);
+        }
+        assert_eq!(order.returned.len(), 2);
+        order.touch(0);
+        order.set_evictable(1, false);
+        assert!(order.returned.is_empty());
+        assert_eq!(evicted(order), [2, 3, 0]);
+    }
+
+    #[test]
+    fn a_place_in_the_slab_is_used_again() {
+        let mut order = four();
+        order.set_evictable(0, false);
+        order.add(0);
+        assert!(!order.contains(0));
+        order.set_evictable(0, true);
+        assert_eq!(evicted(order), [1, 2, 3, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_equals_a_sort_by_touch(steps in vec((0_u32..24, 0_u8..4), 1..400)) {
+            let mut order = EvictionOrder::default();
+            let mut naive: Vec<(u64, bool)> = Vec::new();
+            for (touch, (index, step)) in (1..).zip(steps) {
+                let index = index.min(naive.len() as u32);
+                match (naive.get_mut(index as usize), step) {
+                    (None, _) => {
+                        order.add(index);
+                        naive.push((touch, false));
+                    }
+                    (Some(place), 0 | 1) => {
+                        order.touch(index);
+                        place.0 = touch;
+                    }
+                    (Some(place), step) => {
+                        place.1 = step == 2;
+                        order.set_evictable(index, place.1);
+                    }
+                }
+                let evictable = naive.iter().zip(0..).filter(|(place, _)| place.1);
+                let oldest = evictable.min_by_key(|(place, _)| place.0);
+                prop_assert_eq!(order.oldest(), oldest.map(|(_, index)| index));
+            }
+        }
+    }
+}
