@@ -120,7 +120,7 @@ fn pages(message: &Message) -> Vec<(u64, u32, u32)> {
             let pairs = transfer.copies.iter().flat_map(|copy| {
                 copy.pairs.list.iter().flat_map(|pair| {
                     let both = pair.src.iter_pages().zip(pair.dst.iter_pages());
-                    both.map(|(from, to)| (copy.op, from, to))
+                    both.map(|(from, to)| (copy.transfer, from, to))
                 })
             });
             pairs.collect()

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use kvferry_core::{
     AnchorKey, Arena, BlockRun, Domain, Match, MatchGoal, Pin, Pool, RankSet, Reserved,
 };
-use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
+use kvferry_types::{GroupId, PageHashes, Rank, Ratio, TransferId};
 use proptest::prelude::*;
 
 // --- the arena against a list of booleans -------------------------------------------------------------------------
@@ -290,7 +290,7 @@ impl Model {
                     );
                 }
                 self.pool
-                    .start_filling(reserved.generation, RankSet::first(RANKS));
+                    .start_filling(reserved.transfer, RankSet::first(RANKS));
                 let missing = (0..RANKS).collect();
                 self.copying.push(Copying {
                     reserved,
@@ -314,14 +314,14 @@ impl Model {
             return;
         }
         let which = which % self.copying.len();
-        let generation = self.copying[which].reserved.generation;
-        let unknown = Generation(generation.0 + 1_000_000);
+        let transfer = self.copying[which].reserved.transfer;
+        let unknown = TransferId(transfer.0 + 1_000_000);
         assert_eq!(self.pool.ended(unknown, Rank(rank), true), None);
         let copy = &mut self.copying[which];
         let first_report = copy.missing.contains(&rank);
         copy.missing.retain(|missing| *missing != rank);
         copy.failed |= first_report && !complete;
-        let ended = self.pool.ended(generation, Rank(rank), complete);
+        let ended = self.pool.ended(transfer, Rank(rank), complete);
         if !first_report || !copy.missing.is_empty() {
             assert_eq!(
                 ended, None,
@@ -339,7 +339,7 @@ impl Model {
             }
         }
         assert_eq!(
-            self.pool.ended(generation, Rank(rank), complete),
+            self.pool.ended(transfer, Rank(rank), complete),
             None,
             "ended twice"
         );
@@ -527,7 +527,7 @@ fn parting(from: u8) -> PageHashes {
 fn the_best_of_several_blocks_with_the_same_start_is_found() {
     let mut model = Model::new(64, 16);
     let domain = domain(0);
-    let mut generations = Vec::new();
+    let mut transfers = Vec::new();
     for from in [4, 6, 2] {
         let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
         let room = model.pool.reserve(
@@ -541,12 +541,12 @@ fn the_best_of_several_blocks_with_the_same_start_is_found() {
             &mut evicted,
         );
         assert_eq!((room, reserved.len()), (8, 1));
-        let generation = reserved[0].generation;
-        model.pool.start_filling(generation, RankSet::first(1));
-        generations.push(generation);
+        let transfer = reserved[0].transfer;
+        model.pool.start_filling(transfer, RankSet::first(1));
+        transfers.push(transfer);
     }
     assert_eq!(model.pool.live_blocks(), 3);
-    let first = model.pool.ended(generations[0], Rank(0), true);
+    let first = model.pool.ended(transfers[0], Rank(0), true);
     assert_eq!(first, Some(true));
     let best = |from, want| {
         let found = model.pool.longest(&domain, &parting(from), 0, want);

@@ -115,7 +115,7 @@ proptest! {
 
     #[test]
     fn pairs_survive_both_versions(pairs in prop::collection::vec(pair(), 1..30)) {
-        let order = CopyOrder { op: 9, pairs: pairs.clone().into(), record: None };
+        let order = CopyOrder { transfer: 9, pairs: pairs.clone().into(), record: None };
         let transfer = Transfer { engine: [1; 16], store: true, request: 3, after: 3, copies: vec![order] };
         let page_by_page = |pairs: &[FragmentPair]| -> Vec<(u32, u32)> {
             pairs.iter().flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages())).collect()
@@ -282,7 +282,7 @@ fn limits_hold_on_both_sides() {
 #[test]
 fn a_struct_is_a_map_and_no_list() {
     let ended = MessageKind::Ended.number();
-    // {rank: 0, copies: [{op: 1, complete: true}]}
+    // {rank: 0, copies: [{transfer: 1, complete: true}]}
     let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa2op\x01\xa8complete\xc3";
     assert!(decode(header(2, ended), named).is_ok());
     // {rank: 0, copies: [[1, true]]}, and the whole body without names.
@@ -304,7 +304,7 @@ fn a_struct_is_a_map_and_no_list() {
         block_start: 0,
         first: 0,
         phase: 0,
-        generation: 1,
+        transfer: 1,
         fingerprints: vec![3; 16],
     };
     let pair = FragmentPair {
@@ -312,7 +312,7 @@ fn a_struct_is_a_map_and_no_list() {
         dst: PageList::run(0, 1),
     };
     let copy = CopyOrder {
-        op: 1,
+        transfer: 1,
         pairs: vec![pair].into(),
         record: Some(record.clone()),
     };

@@ -201,7 +201,7 @@ impl Gpu {
         cancel: Arc<CancelFlag>,
     ) -> bool {
         let order = DeviceCopy {
-            op: copy.op,
+            transfer: copy.transfer,
             direction: copy.direction,
             parts,
             device: memory.clone(),

@@ -13,7 +13,7 @@ use kvferry_cuda::RegisteredDevice;
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory,
 };
-use kvferry_types::{Copy, Direction, EndedCopy, FragmentPair, OpId};
+use kvferry_types::{Copy, Direction, EndedCopy, FragmentPair, TransferId};
 
 pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 
@@ -29,7 +29,7 @@ pub enum TransferMessage {
         depot: Arc<Depot>,
     },
     /// Stop this copy between two steps (CPU) or parts (GPU).
-    Stop(OpId),
+    Stop(TransferId),
     /// From a copying thread: these copies have ended.
     Ended(Vec<EndedCopy>),
 }
@@ -55,7 +55,7 @@ pub struct TransferActor;
 /// The actor's state.
 pub struct State {
     ended: DerivedActorRef<Vec<EndedCopy>>,
-    flags: HashMap<OpId, Arc<CancelFlag>>,
+    flags: HashMap<TransferId, Arc<CancelFlag>>,
     stores: Sender<CopyBatch>,
     loads: Sender<CopyBatch>,
     threads: Vec<JoinHandle<()>>,
@@ -116,14 +116,14 @@ impl Actor for TransferActor {
                 state.start(stores, Direction::Store, &memory, &depot)?;
                 state.start(loads, Direction::Load, &memory, &depot)?;
             }
-            TransferMessage::Stop(op) => {
-                if let Some(flag) = state.flags.get(&op) {
+            TransferMessage::Stop(transfer) => {
+                if let Some(flag) = state.flags.get(&transfer) {
                     flag.cancel();
                 }
             }
             TransferMessage::Ended(copies) => {
                 for copy in &copies {
-                    state.flags.remove(&copy.op);
+                    state.flags.remove(&copy.transfer);
                 }
                 state.ended.cast(copies)?;
             }
@@ -159,7 +159,7 @@ impl State {
     ) -> Result<(), ActorProcessingErr> {
         for mut copy in copies {
             let flag = Arc::new(CancelFlag::default());
-            self.flags.insert(copy.op, Arc::clone(&flag));
+            self.flags.insert(copy.transfer, Arc::clone(&flag));
             let pairs = std::mem::take(&mut copy.pairs);
             let parts = FragmentPair::parts(pairs, memory.layout.page_bytes, COPY_PART_BYTES);
             if !gpu.copy(&copy, parts, memory, flag) {
@@ -181,7 +181,7 @@ impl State {
         }
         let flagged = copies.into_iter().map(|copy| {
             let flag = Arc::new(CancelFlag::default());
-            self.flags.insert(copy.op, Arc::clone(&flag));
+            self.flags.insert(copy.transfer, Arc::clone(&flag));
             (copy, flag)
         });
         let work = CopyBatch {
@@ -236,13 +236,13 @@ fn copied(
     depot: &Arc<Depot>,
     load_part_bytes: u64,
 ) -> EndedCopy {
-    let (begun, op, direction) = (Instant::now(), copy.op, copy.direction);
+    let (begun, transfer, direction) = (Instant::now(), copy.transfer, copy.direction);
     let part_bytes = match direction {
         Direction::Store => u64::MAX,
         Direction::Load => load_part_bytes,
     };
     let mut ended = EndedCopy {
-        op,
+        transfer,
         complete: true,
         complete_pages: 0,
         bytes: 0,
@@ -265,8 +265,8 @@ fn copied(
             }
             Err(error) => {
                 match error {
-                    CopyError::Cancelled { .. } => tracing::info!(%op, "copy cancelled"),
-                    _ => tracing::error!(%op, %error, "copy refused"),
+                    CopyError::Cancelled { .. } => tracing::info!(%transfer, "copy cancelled"),
+                    _ => tracing::error!(%transfer, %error, "copy refused"),
                 }
                 ended.complete = false;
                 break;
@@ -350,7 +350,7 @@ mod tests {
         let engine = CopyEngine::new(1).expect("threads");
         let run = |direction| {
             let copy = Copy {
-                op: OpId(7),
+                transfer: TransferId(7),
                 engine: EngineId([1; 16]),
                 direction,
                 pairs: vec![FragmentPair {
@@ -363,9 +363,14 @@ mod tests {
                 deadline: Time::NEVER,
             };
             let ended = copied(copy, &Arc::default(), &engine, &memory, &depot, PAGE_BYTES);
-            (ended.op, ended.complete, ended.complete_pages, ended.bytes)
+            (
+                ended.transfer,
+                ended.complete,
+                ended.complete_pages,
+                ended.bytes,
+            )
         };
-        let refused = (OpId(7), false, 0, 0);
+        let refused = (TransferId(7), false, 0, 0);
         for direction in [Direction::Store, Direction::Load] {
             depot.hold_pages_of(PAGE_BYTES / 2).expect("writable");
             assert_eq!(run(direction), refused, "pages of half the size");
@@ -384,7 +389,7 @@ mod tests {
                 dst: PageList::run(start, count),
             };
             let copy = Copy {
-                op: OpId(1),
+                transfer: TransferId(1),
                 engine: EngineId([1; 16]),
                 direction,
                 pairs: vec![pages(0, 2), pages(2, 1), pages(last, 2)],

@@ -4,7 +4,7 @@
 //! the pages of a block are consecutive.
 
 use crate::eviction::EvictionOrder;
-use kvferry_types::{Anchor, DomainId, Fingerprint, Generation, PageHashes, Scope};
+use kvferry_types::{Anchor, DomainId, Fingerprint, PageHashes, Scope, TransferId};
 
 /// Marks the end of a linked list.
 pub const NONE: u32 = u32::MAX;
@@ -27,8 +27,8 @@ pub struct BlockRef {
 /// The pages that a reservation adds to a block, starting at the watermark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Filling {
-    /// Generation of the reservation. A growth has its own.
-    pub generation: Generation,
+    /// The transfer that fills them. A growth has its own.
+    pub transfer: TransferId,
     /// Number of pages.
     pub pages: u32,
 }
@@ -329,7 +329,7 @@ mod tests {
     fn three() -> (Blocks, [BlockIndex; 3]) {
         let mut blocks = Blocks::new();
         let filling = Filling {
-            generation: Generation(1),
+            transfer: TransferId(1),
             pages: 1,
         };
         let all = [0, 1, 2].map(|start| blocks.insert(Anchor(7), DomainId(1), start, 0, filling));
@@ -362,7 +362,7 @@ mod tests {
         blocks.remove(a);
         assert!(blocks.find(first).is_none());
         let filling = Filling {
-            generation: Generation(2),
+            transfer: TransferId(2),
             pages: 1,
         };
         let again = blocks.insert(Anchor(7), DomainId(1), 0, 0, filling);

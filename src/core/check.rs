@@ -32,11 +32,11 @@ impl Pool {
             }
             spans.push((block.start, total));
             if let Some(fill) = block.filling {
-                filling.insert(fill.generation);
-                let owner = self.reservations.get(&fill.generation);
+                filling.insert(fill.transfer);
+                let owner = self.reservations.get(&fill.transfer);
                 if !owner.is_some_and(|owner| owner.block == index && owner.pages == fill.pages) {
                     return Err(
-                        format!("{} of block {index} has no such owner", fill.generation).into(),
+                        format!("{} of block {index} has no such owner", fill.transfer).into(),
                     );
                 }
             }

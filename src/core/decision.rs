@@ -2,7 +2,7 @@
 //!
 //! Covers, per request in the order in which requests finished: tokens per tier, page ranges stored and loaded with
 //! their arena pages, evictions and refusals. Leaves out what may differ between a live run and a replay in virtual
-//! time: ids, epochs, generations, times and the order in which ranks answered.
+//! time: ids, epochs, times and the order in which ranks answered.
 
 use kvferry_types::PageRun;
 

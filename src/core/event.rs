@@ -3,8 +3,8 @@
 use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, Generation, GroupGeometry, OpId,
-    PageRecord, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
+    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord,
+    Replica, Request, RequestId, ResetId, Scope, Time, TransferId, WorkerId,
 };
 
 /// Copies that one [`LeaderEffect::Cancel`] names, at most.
@@ -121,7 +121,7 @@ pub enum LeaderEffect {
         attach: AttachId,
         /// Ok: the number of the last order before this admission; the worker carries out no order up to it. Err: a
         /// refusal that names the field.
-        verdict: Result<OpId, Refusal>,
+        verdict: Result<TransferId, Refusal>,
     },
     /// Order a copy from these ranks of a replica.
     Copy {
@@ -138,7 +138,7 @@ pub enum LeaderEffect {
         /// The worker that runs the copies.
         worker: WorkerId,
         /// The copies to stop. The worker still owes the end of each.
-        ops: Vec<OpId>,
+        transfers: Vec<TransferId>,
     },
     /// Request a part of the inventory of this worker's depot.
     ReadInventory {
@@ -163,7 +163,7 @@ pub enum LeaderEffect {
         scope: Scope,
         /// The last store that the reset covers. Pages of the scope that were stored later stay listed, however often
         /// the invalidation is repeated.
-        through: Generation,
+        through: TransferId,
         /// Deadline of the reset, which is refused unless all shards have confirmed by then. An invalidation that ends
         /// later has no effect on the answer.
         deadline: Time,

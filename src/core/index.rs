@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use crate::blocks::Filling;
     use crate::tests::sequence;
-    use kvferry_types::Generation;
+    use kvferry_types::TransferId;
 
     const DOMAIN: DomainId = DomainId(1);
     const ANCHOR: Anchor = Anchor(9);
@@ -173,7 +173,7 @@ mod tests {
         let (mut index, mut blocks) = (Index::default(), Blocks::new());
         let all = salts.iter().zip(0..).map(|(salt, place)| {
             let filling = Filling {
-                generation: Generation(place.into()),
+                transfer: TransferId(place.into()),
                 pages: 2,
             };
             blocks.write_fingerprints(2 * place, &sequence(2, *salt), 0, 2);
@@ -213,7 +213,7 @@ mod tests {
         assert!(!index.is_full(&blocks, ANCHOR));
         assert!(!index.is_full(&blocks, Anchor(10)));
         let filling = Filling {
-            generation: Generation(99),
+            transfer: TransferId(99),
             pages: 2,
         };
         let mut one_more = || {

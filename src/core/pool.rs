@@ -1,7 +1,7 @@
 //! The blocks of one tier: lookup, reservation, publication, pinning and eviction.
 //!
 //! Pages go free -> reserved -> filling -> ready -> free. Reserved and filling pages belong to their reservation, and
-//! only that reservation frees them. Each reservation, including each growth, has its own generation. Pages become
+//! only that reservation frees them. Each reservation, also that of a growth, has one transfer that fills it. Pages become
 //! ready when the *set* of ranks that still owe a report is empty and none of them failed: with a set, a repeated
 //! report counts once.
 
@@ -13,7 +13,7 @@ use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::index::{Index, Match, MatchGoal};
 use crate::prefetch::HeadPrefetcher;
 use crate::rank_set::RankSet;
-use kvferry_types::{Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio};
+use kvferry_types::{Fingerprint, PageHashes, PageRecord, PageRun, Rank, Ratio, TransferId};
 
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,8 +39,8 @@ pub enum ReservationStage {
 /// Pages reserved for one copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reserved {
-    /// Generation of this reservation.
-    pub generation: Generation,
+    /// The transfer that fills the pages.
+    pub transfer: TransferId,
     /// Position of the first page in the sequence.
     pub position: u32,
     /// The arena pages.
@@ -170,7 +170,7 @@ pub struct Pool {
     pub(super) arena: Arena,
     pub(super) blocks: Blocks,
     pub(super) index: Index,
-    pub(super) reservations: BTreeMap<Generation, Reservation>,
+    pub(super) reservations: BTreeMap<TransferId, Reservation>,
     counts: PoolCounts,
     pins: u64,
 }
@@ -337,7 +337,7 @@ impl Pool {
         position: u32,
         end: u32,
         tail: Option<Match>,
-        next_generation: &mut u64,
+        next_id: &mut u64,
         reserved: &mut Vec<Reserved>,
         evicted: &mut Vec<PageRun>,
     ) -> u32 {
@@ -346,11 +346,11 @@ impl Pool {
         if let Some(tail) = tail.filter(|_| !aligned)
             && let Some(run) = self.grow(tail, hashes, position, wanted)
         {
-            let generation = raise_generation(next_generation);
-            self.fill(generation, tail.block, wanted);
+            let transfer = next_transfer(next_id);
+            self.fill(transfer, tail.block, wanted);
             self.counts.grown += 1;
             reserved.push(Reserved {
-                generation,
+                transfer,
                 position,
                 run,
                 kind: ReservationKind::Growth,
@@ -361,10 +361,10 @@ impl Pool {
             tail.is_some_and(|tail| tail.pages < self.blocks.get(tail.block).total_pages());
         let mut at = position;
         for run in self.place(domain, hashes, position, wanted, evicted) {
-            let generation = raise_generation(next_generation);
-            self.open(generation, domain, hashes, at, run);
+            let transfer = next_transfer(next_id);
+            self.open(transfer, domain, hashes, at, run);
             reserved.push(Reserved {
-                generation,
+                transfer,
                 position: at,
                 run,
                 kind: ReservationKind::New,
@@ -386,26 +386,26 @@ impl Pool {
         self.blocks.get(block).filling
     }
 
-    /// Notes that copies into the pages of `generation` were ordered from these ranks.
-    pub fn start_filling(&mut self, generation: Generation, ranks: RankSet) {
-        if let Some(reservation) = self.reservations.get_mut(&generation) {
+    /// Notes that copies into the pages of `transfer` were ordered from these ranks.
+    pub fn start_filling(&mut self, transfer: TransferId, ranks: RankSet) {
+        if let Some(reservation) = self.reservations.get_mut(&transfer) {
             reservation.stage = ReservationStage::Filling;
             reservation.missing = ranks;
         }
     }
 
-    /// Notes that the deadline of `generation` has passed.
-    pub fn quarantine(&mut self, generation: Generation) {
-        if let Some(reservation) = self.reservations.get_mut(&generation) {
+    /// Notes that the deadline of `transfer` has passed.
+    pub fn quarantine(&mut self, transfer: TransferId) {
+        if let Some(reservation) = self.reservations.get_mut(&transfer) {
             reservation.stage = ReservationStage::Quarantined;
         }
     }
 
-    /// Notes that one rank's copy into the pages of `generation` ended. After the last rank returns `Some(true)` if the
+    /// Notes that one rank's copy into the pages of `transfer` ended. After the last rank returns `Some(true)` if the
     /// pages became ready, and `Some(false)` if they were freed because a copy failed or was late or the block was
-    /// forgotten meanwhile. An unknown generation and a repeated report have no effect.
-    pub fn ended(&mut self, generation: Generation, rank: Rank, complete: bool) -> Option<bool> {
-        let reservation = self.reservations.get_mut(&generation)?;
+    /// forgotten meanwhile. An unknown transfer and a repeated report have no effect.
+    pub fn ended(&mut self, transfer: TransferId, rank: Rank, complete: bool) -> Option<bool> {
+        let reservation = self.reservations.get_mut(&transfer)?;
         if !reservation.missing.remove(rank) {
             return None;
         }
@@ -416,7 +416,7 @@ impl Pool {
         let (block, pages) = (reservation.block, reservation.pages);
         let late = reservation.stage == ReservationStage::Quarantined;
         let failed = reservation.failed || late || self.blocks.get(block).retired;
-        self.reservations.remove(&generation);
+        self.reservations.remove(&transfer);
         let held = self.blocks.get_mut(block);
         held.filling = None;
         if failed {
@@ -444,7 +444,7 @@ impl Pool {
         let count = u32::try_from(pages.len()).unwrap_or(0);
         self.blocks.set_fingerprints(first.page, pages);
         let filling = Filling {
-            generation: Generation(0),
+            transfer: TransferId(0),
             pages: count,
         };
         let block =
@@ -594,7 +594,7 @@ impl Pool {
 
     fn open(
         &mut self,
-        generation: Generation,
+        transfer: TransferId,
         domain: &Domain,
         hashes: &PageHashes,
         position: u32,
@@ -605,7 +605,7 @@ impl Pool {
         let anchor = domain.anchor(hashes, position as usize);
         let phase = u16::try_from(position % self.ratio).unwrap_or(0);
         let filling = Filling {
-            generation,
+            transfer,
             pages: run.count,
         };
         let block = self
@@ -613,11 +613,11 @@ impl Pool {
             .insert(anchor, domain.id(), run.start, phase, filling);
         let room = self.index.insert(&mut self.blocks, block);
         debug_assert!(room, "place() asked the index first");
-        self.fill(generation, block, run.count);
+        self.fill(transfer, block, run.count);
     }
 
-    fn fill(&mut self, generation: Generation, block: BlockIndex, pages: u32) {
-        self.blocks.get_mut(block).filling = Some(Filling { generation, pages });
+    fn fill(&mut self, transfer: TransferId, block: BlockIndex, pages: u32) {
+        self.blocks.get_mut(block).filling = Some(Filling { transfer, pages });
         self.blocks.update_order(block);
         let reservation = Reservation {
             block,
@@ -626,7 +626,7 @@ impl Pool {
             missing: RankSet::default(),
             failed: false,
         };
-        self.reservations.insert(generation, reservation);
+        self.reservations.insert(transfer, reservation);
     }
 
     /// Removes an empty block from the index and the slab.
@@ -657,7 +657,7 @@ impl Pool {
     }
 }
 
-fn raise_generation(next: &mut u64) -> Generation {
+fn next_transfer(next: &mut u64) -> TransferId {
     *next += 1;
-    Generation(*next)
+    TransferId(*next)
 }

@@ -110,7 +110,7 @@ fn occupied(capacity: u32, blocks: &[Complete]) -> Arena {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Generation};
+    use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, TransferId};
 
     fn page(page: u32, block_start: u32, anchor: u128, content: u128) -> PageRecord {
         PageRecord {
@@ -122,7 +122,7 @@ mod tests {
             phase: 0,
             stored: Stored {
                 epoch: Epoch(1),
-                generation: Generation(u64::from(block_start)),
+                transfer: TransferId(u64::from(block_start)),
             },
             fingerprint: Fingerprint(content),
         }
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn pages_of_a_later_growth_belong_to_their_block() {
         let mut grown = block(0, 5, 1);
-        grown[3].stored.generation = Generation(7);
+        grown[3].stored.transfer = TransferId(7);
         grown[4].stored.epoch = Epoch(2);
         assert_eq!(ready(&recover(&[grown.clone(), grown])), [(0, 5)]);
     }
@@ -215,7 +215,7 @@ mod tests {
             .iter_mut()
             .for_each(|page| page.stored.epoch = Epoch(2));
         old.iter_mut()
-            .for_each(|page| page.stored.generation = Generation(900));
+            .for_each(|page| page.stored.transfer = TransferId(900));
         let all: Vec<PageRecord> = [young, old].concat();
         let pool = recover(&[all.clone(), all]);
         let by_age: Vec<u32> = pool.view().map(|block| block.start).collect();

@@ -7,7 +7,7 @@
 
 use crate::blocks::{BlockIndex, Blocks, Hidden};
 use crate::pool::Pool;
-use kvferry_types::{Generation, Scope};
+use kvferry_types::{Scope, TransferId};
 
 /// A walk over the slab of a pool that resumes where its last slice ended. Valid only for the pool that began it.
 #[derive(Debug)]
@@ -86,13 +86,13 @@ impl Pool {
 
     /// Forgets the next blocks in scope, so that no lookup finds one. Examines at most `budget` pages and one block,
     /// and returns the number of pages forgotten. Filling pages are freed when their copies have ended. Their
-    /// generations are appended, including those of blocks that an earlier reset has forgotten, because their copies
+    /// transfers are appended, including those of blocks that an earlier reset has forgotten, because their copies
     /// may still add pages to the inventory.
     pub fn remove_next(
         &mut self,
         sweep: &mut Sweep,
         budget: &mut u32,
-        filling: &mut Vec<Generation>,
+        filling: &mut Vec<TransferId>,
     ) -> u32 {
         let mut pages = 0;
         while let Some(index) = sweep.next(&self.blocks, budget) {
@@ -102,7 +102,7 @@ impl Pool {
             } else {
                 block.total_pages()
             };
-            filling.extend(block.filling.map(|filling| filling.generation));
+            filling.extend(block.filling.map(|filling| filling.transfer));
             self.retire_block(index);
         }
         pages

@@ -6,7 +6,7 @@ use super::index::MatchGoal;
 use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch};
 use super::rank_set::RankSet;
 use kvferry_types::{
-    Epoch, Generation, GroupId, PageHashes, PageRun, Rank, Ratio, Record, Scope, Stored,
+    Epoch, GroupId, PageHashes, PageRun, Rank, Ratio, Record, Scope, Stored, TransferId,
 };
 
 /// Most pages of a block.
@@ -27,8 +27,8 @@ pub(super) fn domain() -> Domain {
 }
 
 /// Reserves the block of a sequence that begins at `position`.
-fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, generation: u64) -> Generation {
-    let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), generation);
+fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, transfer: u64) -> TransferId {
+    let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), transfer);
     let end = hashes.len().min(position + RATIO);
     let (at, to) = (position as u32, end as u32);
     let domain = domain();
@@ -43,22 +43,22 @@ fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, generation: u6
         &mut evicted,
     );
     assert_eq!((room, reserved.len(), evicted.len()), (to - at, 1, 0));
-    reserved[0].generation
+    reserved[0].transfer
 }
 
 /// A pool of `capacity` pages that holds a whole sequence.
 pub(super) fn stored(hashes: &PageHashes, capacity: u32) -> Pool {
     let mut pool = Pool::new(capacity, Ratio::new(RATIO as u32).expect("in bounds"));
     for position in (0..hashes.len()).step_by(RATIO) {
-        let generation = reserve(&mut pool, hashes, position, position as u64);
-        pool.start_filling(generation, RankSet::first(1));
-        assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+        let transfer = reserve(&mut pool, hashes, position, position as u64);
+        pool.start_filling(transfer, RankSet::first(1));
+        assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
     }
     pool
 }
 
 /// Two ready blocks of 4 and 3 pages, one pinned, and one block each that is reserved, filling and quarantined.
-fn one_of_each() -> (Pool, Pin, [Generation; 3]) {
+fn one_of_each() -> (Pool, Pin, [TransferId; 3]) {
     let mut pool = stored(&sequence(7, 0), 32);
     let filling =
         [1, 2, 3].map(|salt| reserve(&mut pool, &sequence(4, salt), 0, 100 + u64::from(salt)));
@@ -156,31 +156,31 @@ fn the_second_count_sees_what_is_wrong() {
     wrong(
         |pool| {
             let filling = Filling {
-                generation: Generation(77),
+                transfer: TransferId(77),
                 pages: 1,
             };
             pool.blocks.get_mut(1).filling = Some(filling);
         },
-        "generation 77 of block 1 has no such owner",
+        "transfer 77 of block 1 has no such owner",
     );
     wrong(
         |pool| {
-            let generation = Generation(102);
+            let transfer = TransferId(102);
             if let Some(filling) = &mut pool.blocks.get_mut(2).filling {
-                assert_eq!(filling.generation, generation);
+                assert_eq!(filling.transfer, transfer);
                 filling.pages = 3;
             }
         },
-        "generation 102 of block 2 has no such owner",
+        "transfer 102 of block 2 has no such owner",
     );
     wrong(
         |pool| {
-            let generation = Generation(102);
-            if let Some(owner) = pool.reservations.get_mut(&generation) {
+            let transfer = TransferId(102);
+            if let Some(owner) = pool.reservations.get_mut(&transfer) {
                 owner.block = 3;
             }
         },
-        "generation 102 of block 2 has no such owner",
+        "transfer 102 of block 2 has no such owner",
     );
     wrong(
         |pool| {
@@ -219,12 +219,12 @@ fn a_walk_reports_its_length_and_whether_the_next_page_is_being_stored() {
     assert_eq!(reach(&pool, 20, 16), (16, false, 3));
     assert_eq!(reach(&pool, 20, 20), (20, false, 3));
 
-    let generation = reserve(&mut pool, &hashes, 12, 70);
+    let transfer = reserve(&mut pool, &hashes, 12, 70);
     assert_eq!(reach(&pool, 20, 0), (12, true, 3));
     assert_eq!(reach(&pool, 20, 16), (16, false, 3), "16 is not on its way");
     assert_eq!(reach(&pool, 12, 0), (12, false, 3), "nothing is waited for");
-    pool.start_filling(generation, RankSet::first(1));
-    assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+    pool.start_filling(transfer, RankSet::first(1));
+    assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
     assert_eq!(reach(&pool, 20, 0), (16, false, 4));
 }
 
@@ -233,9 +233,9 @@ fn a_walk_reports_its_length_and_whether_the_next_page_is_being_stored() {
 fn sweeps_that_overlap_hide_their_own_blocks() {
     let (first, second) = (sequence(4, 0), sequence(4, 1));
     let mut pool = stored(&first, 40);
-    let generation = reserve(&mut pool, &second, 0, 70);
-    pool.start_filling(generation, RankSet::first(1));
-    assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+    let transfer = reserve(&mut pool, &second, 0, 70);
+    pool.start_filling(transfer, RankSet::first(1));
+    assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
     let namespace = domain().id().namespace();
     let pages = |hashes: &PageHashes| Scope::Pages(namespace, hashes.fingerprints(0).collect());
     let found = |pool: &Pool| (walk(pool, &first, 0).0.end, walk(pool, &second, 0).0.end);
@@ -341,9 +341,9 @@ fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
     // Adjacent blocks of 2 pages; every other one is pinned.
     let mut pool = Pool::new(12, Ratio::new(RATIO as u32).expect("in bounds"));
     for salt in 0..6 {
-        let generation = reserve(&mut pool, &sequence(2, salt), 0, u64::from(salt));
-        pool.start_filling(generation, RankSet::first(1));
-        assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+        let transfer = reserve(&mut pool, &sequence(2, salt), 0, u64::from(salt));
+        pool.start_filling(transfer, RankSet::first(1));
+        assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
     }
     let pins = [1, 3, 5].map(|block| pool.pin(block, 2));
     let hashes = sequence(4, 50);
@@ -410,8 +410,8 @@ fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
 fn the_record_of_a_growth_lists_the_pages_after_those_before() {
     let hashes = sequence(4, 0);
     let mut pool = stored(&sequence(2, 0), 40);
-    let record = |pool: &Pool, generation| pool.record(generation, Epoch(3));
-    assert_eq!(record(&pool, Generation(70)), None, "nothing is stored");
+    let record = |pool: &Pool, transfer| pool.record(transfer, Epoch(3));
+    assert_eq!(record(&pool, TransferId(70)), None, "nothing is stored");
     let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), 70);
     let domain = domain();
     let tail = pool.longest(&domain, &hashes, 0, MatchGoal::Present);
@@ -425,10 +425,10 @@ fn the_record_of_a_growth_lists_the_pages_after_those_before() {
         &mut reserved,
         &mut evicted,
     );
-    let generation = reserved[0].generation;
+    let transfer = reserved[0].transfer;
     let stored = Stored {
         epoch: Epoch(3),
-        generation,
+        transfer,
     };
     let expected = Record {
         anchor: domain.anchor(&hashes, 0),
@@ -439,7 +439,7 @@ fn the_record_of_a_growth_lists_the_pages_after_those_before() {
         stored,
         fingerprints: hashes.fingerprints(2).collect(),
     };
-    assert_eq!(record(&pool, generation), Some(expected));
+    assert_eq!(record(&pool, transfer), Some(expected));
 }
 
 /// A leader adds the counters of closed pools to those of the open one.

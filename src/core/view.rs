@@ -1,7 +1,7 @@
 //! Views of a pool for code outside it: records for inventories, and blocks for checks.
 
 use crate::pool::Pool;
-use kvferry_types::{DomainId, Epoch, Fingerprint, Generation, Record, Stored};
+use kvferry_types::{DomainId, Epoch, Fingerprint, Record, Stored, TransferId};
 
 /// A read-only view of a block, for checks and for users.
 #[derive(Debug, Clone, Copy)]
@@ -14,8 +14,8 @@ pub struct BlockView<'a> {
     pub start: u32,
     /// Number of readable pages, from the first on.
     pub ready: u32,
-    /// Generation and number of pages of the reservation after the readable pages.
-    pub filling: Option<(Generation, u32)>,
+    /// Transfer and number of pages of the reservation after the readable pages.
+    pub filling: Option<(TransferId, u32)>,
     /// Number of pins and leases.
     pub pins: u32,
     /// No longer found by lookups; removed with its last holder.
@@ -25,9 +25,9 @@ pub struct BlockView<'a> {
 }
 
 impl Pool {
-    /// The record that a store into the pages of `generation` adds to the inventories.
-    pub fn record(&self, generation: Generation, epoch: Epoch) -> Option<Record> {
-        let reservation = self.reservations.get(&generation)?;
+    /// The record that a store into the pages of `transfer` adds to the inventories.
+    pub fn record(&self, transfer: TransferId, epoch: Epoch) -> Option<Record> {
+        let reservation = self.reservations.get(&transfer)?;
         let block = self.blocks.get(reservation.block);
         let start = block.start + u32::from(block.ready);
         Some(Record {
@@ -36,7 +36,7 @@ impl Pool {
             block_start: block.start,
             first: block.ready,
             phase: block.phase,
-            stored: Stored { epoch, generation },
+            stored: Stored { epoch, transfer },
             fingerprints: self.blocks.fingerprints(start, reservation.pages).to_vec(),
         })
     }
@@ -50,7 +50,7 @@ impl Pool {
             ready: u32::from(block.ready),
             filling: block
                 .filling
-                .map(|filling| (filling.generation, filling.pages)),
+                .map(|filling| (filling.transfer, filling.pages)),
             pins: block.pins,
             retired: block.retired,
             fingerprints: self.blocks.fingerprints(block.start, block.total_pages()),

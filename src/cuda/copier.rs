@@ -19,7 +19,7 @@ use super::pinned::PinnedDepot;
 use super::staged_io::SmallCopyError;
 use super::timeline::{Announced, LOOK_PAUSE, WaitList, WaitOrder, Waits};
 use kvferry_memory::{CancelFlag, CopyPlan, CopyRequest};
-use kvferry_types::{Direction, EndedCopy, FragmentPair, OpId, RequestId, Timeline};
+use kvferry_types::{Direction, EndedCopy, FragmentPair, RequestId, Timeline, TransferId};
 
 /// Most slices of one direction in flight in its stream.
 pub const SLICES_IN_FLIGHT_MAX: usize = 4;
@@ -47,7 +47,7 @@ pub fn threads_in_driver() -> bool {
 #[derive(Debug)]
 pub struct DeviceCopy {
     /// Id of the copy, repeated in its [`EndedCopy`].
-    pub op: OpId,
+    pub transfer: TransferId,
     /// Store or load.
     pub direction: Direction,
     /// Pages to copy, in parts. An end reports complete parts only.
@@ -395,7 +395,7 @@ impl Job {
     fn ended(&self) -> EndedCopy {
         let busy = self.begun.map_or(Duration::ZERO, |begun| begun.elapsed());
         EndedCopy {
-            op: self.order.op,
+            transfer: self.order.transfer,
             complete: !self.failed,
             complete_pages: u32::try_from(self.complete_pages).unwrap_or(u32::MAX),
             bytes: self.bytes,
@@ -407,7 +407,7 @@ impl Job {
     /// watched.
     fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<InFlight>, CudaError> {
         if self.order.cancel.is_cancelled() {
-            tracing::info!(op = %self.order.op, "copy cancelled");
+            tracing::info!(transfer = %self.order.transfer, "copy cancelled");
             self.failed = true;
             return Ok(None);
         }
@@ -442,7 +442,7 @@ impl Job {
             Ok(submitted) => Some(flight(submitted, complete)),
             Err(refused) => match *refused {
                 NotSubmitted::Refused(error, under_way) if !error.is_fatal() => {
-                    tracing::error!(op = %order.op, %error, "copy refused");
+                    tracing::error!(transfer = %order.transfer, %error, "copy refused");
                     self.failed = true;
                     under_way.map(|submitted| flight(submitted, false))
                 }
@@ -475,7 +475,7 @@ impl Job {
                 plan,
             }),
             Err(error) => {
-                tracing::error!(op = %order.op, %error, "copy refused");
+                tracing::error!(transfer = %order.transfer, %error, "copy refused");
                 self.failed = true;
                 None
             }

@@ -8,7 +8,7 @@
 //!     24     16  domain; its last 8 bytes are those of the namespace
 //!     40     16  fingerprint
 //!     56      8  epoch of the store
-//!     64      8  generation of the store
+//!     64      8  id of the transfer that stored it
 //!     72      4  first arena page of the block
 //!     76      2  index of the page in the block
 //!     78      2  phase of the block
@@ -24,7 +24,7 @@ use siphasher::sip::SipHasher13;
 use super::buffer::BufferError;
 use super::depot::{Depot, ENTRY_BYTES};
 use kvferry_types::{
-    Anchor, DomainId, Epoch, Fingerprint, Generation, PageRecord, PageRun, Record, Scope, Stored,
+    Anchor, DomainId, Epoch, Fingerprint, PageRecord, PageRun, Record, Scope, Stored, TransferId,
 };
 
 const SEAL_BYTES: usize = 8;
@@ -50,7 +50,7 @@ fn body(record: &PageRecord) -> [u8; BODY_BYTES] {
     put(&record.domain.0.to_le_bytes());
     put(&record.fingerprint.0.to_le_bytes());
     put(&record.stored.epoch.0.to_le_bytes());
-    put(&record.stored.generation.0.to_le_bytes());
+    put(&record.stored.transfer.0.to_le_bytes());
     put(&record.block_start.to_le_bytes());
     put(&record.index.to_le_bytes());
     put(&record.phase.to_le_bytes());
@@ -74,7 +74,7 @@ fn record(page: u32, body: &[u8; BODY_BYTES]) -> PageRecord {
     let fingerprint = Fingerprint(u128::from_le_bytes(take(rest)));
     let stored = Stored {
         epoch: Epoch(u64::from_le_bytes(take(rest))),
-        generation: Generation(u64::from_le_bytes(take(rest))),
+        transfer: TransferId(u64::from_le_bytes(take(rest))),
     };
     PageRecord {
         page,
@@ -233,7 +233,7 @@ mod tests {
     /// A mark after every store.
     const LAST: Stored = Stored {
         epoch: Epoch(u64::MAX),
-        generation: Generation(u64::MAX),
+        transfer: TransferId(u64::MAX),
     };
 
     fn depot() -> Depot {
@@ -251,7 +251,7 @@ mod tests {
             phase: 3,
             stored: Stored {
                 epoch: Epoch(5),
-                generation: Generation(6 << 40),
+                transfer: TransferId(6 << 40),
             },
             fingerprints: (0..pages).map(|page| Fingerprint(page << 90 | 1)).collect(),
         }
@@ -314,10 +314,10 @@ mod tests {
     #[test]
     fn a_repeated_invalidation_keeps_pages_stored_after_the_reset() {
         let depot = depot();
-        let stored_by = |block_start, epoch, generation| {
+        let stored_by = |block_start, epoch, transfer| {
             let by = Stored {
                 epoch: Epoch(epoch),
-                generation: Generation(generation),
+                transfer: TransferId(transfer),
             };
             let record = Record {
                 stored: by,
@@ -331,7 +331,7 @@ mod tests {
         stored_by(3, 6, 1);
         let through = Stored {
             epoch: Epoch(5),
-            generation: Generation(8),
+            transfer: TransferId(8),
         };
         for _ in 0..2 {
             depot
@@ -451,10 +451,10 @@ mod tests {
     #[test]
     fn a_entry_that_has_changed_since_it_was_examined_stays_listed() {
         let depot = depot();
-        let by = |generation| Record {
+        let by = |transfer| Record {
             stored: Stored {
                 epoch: Epoch(1),
-                generation: Generation(generation),
+                transfer: TransferId(transfer),
             },
             ..stored(0, 0, 1, 1)
         };

@@ -344,7 +344,9 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             within("pages", pages, PAGES_MAX)
         }
         Message::Ended(ended) => within("copies", ended.copies.len() as u64, COPIES_MAX as u64),
-        Message::Cancel(cancel) => within("copies", cancel.ops.len() as u64, COPIES_MAX as u64),
+        Message::Cancel(cancel) => {
+            within("copies", cancel.transfers.len() as u64, COPIES_MAX as u64)
+        }
         _ => Ok(()),
     }
 }

@@ -11,9 +11,9 @@ use crate::error::ErrorCode;
 use crate::role::Role;
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
-    ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FragmentPair, Generation,
-    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, Nonce, OpId, PageList, PageRecord, Rank,
-    Registration, ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline,
+    ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FragmentPair, GroupGeometry,
+    GroupId, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord, Rank, Registration,
+    ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline, TransferId,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -262,7 +262,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 after: 11,
                 copies: vec![
                     CopyOrder {
-                        op: 40,
+                        transfer: 40,
                         pairs: vec![gather].into(),
                         record: Some(RecordBody {
                             anchor: [2; 16],
@@ -270,12 +270,12 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                             block_start: 96,
                             first: 0,
                             phase: 0,
-                            generation: 40,
+                            transfer: 40,
                             fingerprints: vec![6; 64],
                         }),
                     },
                     CopyOrder {
-                        op: 41,
+                        transfer: 41,
                         pairs: vec![single].into(),
                         record: None,
                     },
@@ -288,14 +288,14 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 rank: 1,
                 copies: vec![
                     EndedCopy {
-                        op: OpId(40),
+                        transfer: TransferId(40),
                         complete: true,
                         complete_pages: 0,
                         bytes: 16_384,
                         copy_us: 12,
                     },
                     EndedCopy {
-                        op: OpId(41),
+                        transfer: TransferId(41),
                         complete: false,
                         complete_pages: 0,
                         bytes: 0,
@@ -304,7 +304,12 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 ],
             }),
         ),
-        ("cancel", Message::Cancel(Cancel { ops: vec![40, 41] })),
+        (
+            "cancel",
+            Message::Cancel(Cancel {
+                transfers: vec![40, 41],
+            }),
+        ),
         (
             "invalidate",
             Message::Invalidate(Invalidate {
@@ -362,7 +367,7 @@ fn inventory() -> Inventory {
         phase: 5,
         stored: Stored {
             epoch: Epoch(3),
-            generation: Generation(40),
+            transfer: TransferId(40),
         },
         fingerprint: Fingerprint(6),
     };

@@ -2,7 +2,7 @@
 
 use crate::body::{CopyOrder, RecordBody, Transfer};
 use crate::limits::{BODY_BYTES_MAX, COPIES_MAX};
-use kvferry_types::{Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, Time};
+use kvferry_types::{Copy, Direction, EndedCopy, EngineId, Epoch, RequestId, Time, TransferId};
 
 /// How full a transfer message is.
 #[derive(Debug, Default)]
@@ -70,7 +70,7 @@ impl Transfer {
 
     fn one_of(first: &Copy, copies: &[&Copy]) -> Self {
         let orders = copies.iter().map(|copy| CopyOrder {
-            op: copy.op.0,
+            transfer: copy.transfer.0,
             pairs: copy.pairs.clone().into(),
             record: copy.record.as_ref().map(RecordBody::from),
         });
@@ -86,7 +86,7 @@ impl Transfer {
     /// The results of the copies of a transfer that was never sent: none has started.
     pub fn unsent(&self) -> Vec<EndedCopy> {
         let copies = self.copies.iter().map(|copy| EndedCopy {
-            op: OpId(copy.op),
+            transfer: TransferId(copy.transfer),
             complete: false,
             complete_pages: 0,
             bytes: 0,
@@ -115,7 +115,7 @@ impl Transfer {
             Direction::Load
         };
         copies.into_iter().map(move |order| Copy {
-            op: OpId(order.op),
+            transfer: TransferId(order.transfer),
             engine: EngineId(engine),
             direction,
             pairs: order.pairs.list,
@@ -133,10 +133,10 @@ mod tests {
     use crate::limits::{PAGE_ITEMS_MAX, PAIRS_MAX};
     use crate::{Envelope, Message, VERSION, VERSION_MIN, encode};
     use kvferry_types::{
-        Anchor, DomainId, Fingerprint, FragmentPair, Generation, PageList, PageRun, Record, Stored,
+        Anchor, DomainId, Fingerprint, FragmentPair, PageList, PageRun, Record, Stored, TransferId,
     };
 
-    fn copy(op: u64, request: u64, pages: u32) -> Copy {
+    fn copy(transfer: u64, request: u64, pages: u32) -> Copy {
         let record = Record {
             anchor: Anchor(u128::MAX),
             domain: DomainId(u128::MAX),
@@ -145,7 +145,7 @@ mod tests {
             phase: u16::MAX,
             stored: Stored {
                 epoch: Epoch(1),
-                generation: Generation(u64::MAX),
+                transfer: TransferId(u64::MAX),
             },
             fingerprints: vec![Fingerprint(u128::MAX); pages as usize],
         };
@@ -158,7 +158,7 @@ mod tests {
             dst: PageList::run(u32::MAX / 2, pages),
         };
         Copy {
-            op: OpId(u64::MAX / 2 + op),
+            transfer: TransferId(u64::MAX / 2 + transfer),
             engine: EngineId([9; 16]),
             direction: Direction::Store,
             pairs: vec![pair],
@@ -180,9 +180,9 @@ mod tests {
         .is_ok()
     }
 
-    fn ops(transfers: &[(Time, Transfer)]) -> Vec<u64> {
+    fn ids_of(transfers: &[(Time, Transfer)]) -> Vec<u64> {
         let copies = transfers.iter().flat_map(|(_, transfer)| &transfer.copies);
-        copies.map(|copy| copy.op).collect()
+        copies.map(|copy| copy.transfer).collect()
     }
 
     #[test]
@@ -211,20 +211,22 @@ mod tests {
         ];
         assert_eq!(said[..4], expected);
         assert_eq!(said[4..], [(5, 7, false, 1)]);
-        let all: Vec<u64> = list.iter().map(|copy| copy.op.0).collect();
-        assert_eq!(ops(&transfers), all);
+        let all: Vec<u64> = list.iter().map(|copy| copy.transfer.0).collect();
+        assert_eq!(ids_of(&transfers), all);
         assert!(Transfer::all_of(&[]).is_empty());
     }
 
     #[test]
     fn copies_that_exceed_one_message_are_ordered_by_several() {
         for (count, pages) in [(70_000, 1), (2_000, 256)] {
-            let copies: Vec<Copy> = (0..count).map(|op| copy(op, 7, pages)).collect();
+            let copies: Vec<Copy> = (0..count)
+                .map(|transfer| copy(transfer, 7, pages))
+                .collect();
             let list: Vec<&Copy> = copies.iter().collect();
             let transfers = Transfer::all_of(&list);
             assert!(transfers.len() > 1, "{count} of {pages} pages in one");
-            let all: Vec<u64> = list.iter().map(|copy| copy.op.0).collect();
-            assert_eq!(ops(&transfers), all);
+            let all: Vec<u64> = list.iter().map(|copy| copy.transfer.0).collect();
+            assert_eq!(ids_of(&transfers), all);
             for version in VERSION_MIN..=VERSION {
                 for (_, transfer) in &transfers {
                     let copies = transfer.copies.len();

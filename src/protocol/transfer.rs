@@ -81,8 +81,8 @@ pub(super) fn write(
     write_array_len(out, length(transfer.copies.len()))?;
     for copy in &transfer.copies {
         write_map_len(out, 3)?;
-        write_str(out, "op")?;
-        write_uint(out, copy.op)?;
+        write_str(out, "transfer")?;
+        write_uint(out, copy.transfer)?;
         write_str(out, "pairs")?;
         write_array_len(out, length(copy.pairs.list.len()))?;
         for pair in &copy.pairs.list {
@@ -165,8 +165,8 @@ pub(super) fn read(body: &[u8]) -> Option<Transfer> {
 
 fn read_copy(from: &mut &[u8]) -> Option<CopyOrder> {
     (read_map_len(from).ok()? == 3).then_some(())?;
-    key(from, "op")?;
-    let op = read_int(from).ok()?;
+    key(from, "transfer")?;
+    let transfer = read_int(from).ok()?;
     key(from, "pairs")?;
     let pairs = read_array_len(from).ok()? as usize;
     if pairs > PAIRS_MAX {
@@ -183,7 +183,7 @@ fn read_copy(from: &mut &[u8]) -> Option<CopyOrder> {
     }
     key(from, "record")?;
     Some(CopyOrder {
-        op,
+        transfer,
         pairs: list.into(),
         record: read_record(from)?,
     })
@@ -308,7 +308,7 @@ mod tests {
         fn record()(
             anchor: [u8; 16],
             block_start: u32,
-            generation: u64,
+            transfer: u64,
             fingerprints in prop::collection::vec(any::<u8>(), 0..64),
         ) -> RecordBody {
             RecordBody {
@@ -317,7 +317,7 @@ mod tests {
                 block_start,
                 first: 1,
                 phase: 2,
-                generation,
+                transfer,
                 fingerprints,
             }
         }
@@ -325,11 +325,11 @@ mod tests {
 
     prop_compose! {
         fn copy()(
-            op: u64,
+            transfer: u64,
             pairs in prop::collection::vec(pair(), 0..6),
             record in prop::option::of(record()),
         ) -> CopyOrder {
-            CopyOrder { op, pairs: pairs.into(), record }
+            CopyOrder { transfer, pairs: pairs.into(), record }
         }
     }
 
@@ -381,7 +381,7 @@ mod tests {
             request: 3,
             after: 2,
             copies: vec![CopyOrder {
-                op: 4,
+                transfer: 4,
                 pairs: vec![FragmentPair {
                     src: PageList::run(5, 1),
                     dst: PageList::run(6, 1),
@@ -432,7 +432,7 @@ mod tests {
                 block_start: 3,
                 first: 0,
                 phase: 0,
-                generation: 4,
+                transfer: 4,
                 fingerprints: Vec::new(),
             };
             let transfer = Transfer {
@@ -441,7 +441,7 @@ mod tests {
                 request: 3,
                 after: 2,
                 copies: vec![CopyOrder {
-                    op: 4,
+                    transfer: 4,
                     pairs: Vec::new().into(),
                     record: Some(record),
                 }],
@@ -472,7 +472,7 @@ mod tests {
                 dst: list(1),
             };
             let copies = vec![CopyOrder {
-                op: 1,
+                transfer: 1,
                 pairs: vec![pair].into(),
                 record: None,
             }];

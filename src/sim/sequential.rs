@@ -149,7 +149,7 @@ impl Sequential {
                     copy,
                 } => {
                     let ended = EndedCopy {
-                        op: copy.op,
+                        transfer: copy.transfer,
                         complete: true,
                         complete_pages: 0,
                         bytes: 0,

@@ -148,7 +148,7 @@ async fn unknown_messages_end_neither_the_connection_nor_a_request() {
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }
-    server.send_message(42, Message::Cancel(Cancel { ops: vec![1] }));
+    server.send_message(42, Message::Cancel(Cancel { transfers: vec![1] }));
     server.send_message(42, answer());
     assert_eq!(requesting.await.expect("no panic"), Ok(answer()));
     assert!(matches!(

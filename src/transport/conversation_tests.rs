@@ -440,7 +440,7 @@ async fn the_answer_to_an_order_of_one_connection_is_not_sent_over_the_next() {
             break peer;
         }
     };
-    let cancel = Message::Cancel(Cancel { ops: vec![1] });
+    let cancel = Message::Cancel(Cancel { transfers: vec![1] });
     let ended = || {
         Message::Ended(Ended {
             rank: 0,
@@ -478,7 +478,9 @@ async fn an_answer_in_order_is_sent_before_later_messages() {
         for round in 0..100 {
             let (peer, id) = next_request(&mut server).await;
             server.replier().reply(peer, id, answer());
-            let cancel = Message::Cancel(Cancel { ops: vec![round] });
+            let cancel = Message::Cancel(Cancel {
+                transfers: vec![round],
+            });
             let order = RequestId(round);
             assert!(server.replier().order(peer, order, cancel, HEARTBEAT));
         }

@@ -52,12 +52,9 @@ number_id!(
     Epoch(u64), "epoch "
 );
 number_id!(
-    /// Id of one reservation of pages, also of a growth. Never reused within an epoch.
-    Generation(u64), "generation "
-);
-number_id!(
-    /// Id of one copy that the leader orders from the workers. Never reused within an epoch.
-    OpId(u64), "op "
+    /// Id of one transfer that the leader orders from the workers; also of the reservation that it fills, if its target
+    /// is a tier. Ascends, and is never reused within an epoch.
+    TransferId(u64), "transfer "
 );
 number_id!(
     /// Id of a request, chosen by the client and growing. A repeated id is a retry, and has one effect.

@@ -26,8 +26,8 @@ pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
 pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
 pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashesDiffer, PageHashes};
 pub use ids::{
-    AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, LinkId, NamespaceId, OpId,
-    PeerId, Rank, Replica, RequestId, ResetId, Shard, SlotId, WorkerId,
+    AttachId, DepotId, DomainId, EngineId, Epoch, GroupId, LinkId, NamespaceId, PeerId, Rank,
+    Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,
 };
 pub use log_limit::LogLimit;
 pub use numa::{NumaNodes, ParseNumaNodesError};

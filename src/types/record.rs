@@ -1,7 +1,7 @@
 //! Records of a depot about its own pages, by which the pages are found again after all processes that used them have
 //! ended.
 
-use super::{Anchor, DomainId, Epoch, Fingerprint, Generation, NamespaceId, PageSet};
+use super::{Anchor, DomainId, Epoch, Fingerprint, NamespaceId, PageSet, TransferId};
 
 /// Bytes of an inventory for each page of an arena, used or not.
 pub const INVENTORY_ENTRY_BYTES: u64 = 80;
@@ -30,8 +30,8 @@ pub struct Record {
 pub struct Stored {
     /// Epoch of the leader that ordered the store.
     pub epoch: Epoch,
-    /// Generation of the store's reservation.
-    pub generation: Generation,
+    /// The transfer that stored it.
+    pub transfer: TransferId,
 }
 
 /// The inventory's record of one arena page.

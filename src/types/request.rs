@@ -4,7 +4,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{EngineId, FragmentPair, OpId, PageHashes, PageList, Record, RequestId, SlotId, Time};
+use super::{
+    EngineId, FragmentPair, PageHashes, PageList, Record, RequestId, SlotId, Time, TransferId,
+};
 
 /// A request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,8 +88,8 @@ pub enum Direction {
 /// One copy, equal on every rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copy {
-    /// Id of the copy; for a store also the generation of its reservation.
-    pub op: OpId,
+    /// Id of the transfer; for a store also that of its reservation.
+    pub transfer: TransferId,
     /// The engine whose memory is read or written.
     pub engine: EngineId,
     /// From the engine's memory, or to it.
@@ -109,7 +111,7 @@ pub struct Copy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct EndedCopy {
     /// Number of the copy.
-    pub op: OpId,
+    pub transfer: TransferId,
     /// True when every byte was copied.
     pub complete: bool,
     /// If not: number of pages, from the first one on and in the order of the pairs, of which every byte was copied.

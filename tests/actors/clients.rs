@@ -88,8 +88,8 @@ pub(super) fn obey(workers: [Puppet; 2], open: &watch::Sender<bool>) -> Arc<Copi
                             copies.ordered.fetch_add(1, Ordering::Relaxed);
                             orders.push(order);
                         }
-                        Received::Cancel(ops) => {
-                            copies.cancelled.fetch_add(ops.len() as u32, Ordering::Relaxed);
+                        Received::Cancel(transfers) => {
+                            copies.cancelled.fetch_add(transfers.len() as u32, Ordering::Relaxed);
                         }
                         Received::Welcomed(_) | Received::Lost | Received::Invalidate(..) => {}
                     },

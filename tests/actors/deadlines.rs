@@ -66,15 +66,15 @@ async fn a_load_is_answered_only_after_the_silent_worker_is_fenced() {
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
     let (requested, [first, second]) = loading(&engine, &mut workers).await;
-    let op = second.transfer.copies[0].op;
+    let transfer = second.transfer.copies[0].transfer;
     let begun = Instant::now();
     workers[0].ended(&first, true);
 
     let mut cancels = Vec::new();
     loop {
         match workers[1].receive().await {
-            Received::Cancel(ops) => {
-                assert_eq!(ops, [op]);
+            Received::Cancel(transfers) => {
+                assert_eq!(transfers, [transfer]);
                 cancels.push(seconds(begun));
                 assert!(cancels.len() < 100, "it is never fenced");
             }

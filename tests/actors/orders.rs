@@ -129,7 +129,9 @@ async fn orders_to_a_worker_that_is_not_admitted_are_answered() {
     order(&leader, requested.peer, 8, transfer(copies));
     let (_, ended) = answer(&mut leader, &[8]).await;
     assert_eq!(not_whole(ended), [1]);
-    let cancel = Message::Cancel(Cancel { ops: vec![1, 2] });
+    let cancel = Message::Cancel(Cancel {
+        transfers: vec![1, 2],
+    });
     order(&leader, requested.peer, 9, cancel);
     let (_, ended) = answer(&mut leader, &[9]).await;
     assert_eq!(not_whole(ended), [1, 2]);
@@ -142,7 +144,7 @@ fn not_whole(message: Message) -> Vec<u64> {
         panic!("{message:?} instead of the end of copies")
     };
     assert!(copies.iter().all(|copy| !copy.complete), "{copies:?}");
-    copies.iter().map(|copy| copy.op.0).collect()
+    copies.iter().map(|copy| copy.transfer.0).collect()
 }
 
 fn pages(start: u32, count: u32) -> PageList {
@@ -161,18 +163,20 @@ fn store(src: u32, block: u32, count: u32) -> (FragmentPair, Option<RecordBody>)
         block_start: block,
         first: 0,
         phase: 0,
-        generation: 1,
+        transfer: 1,
         fingerprints: vec![3; 16 * count.min(8) as usize],
     };
     (pair, Some(record))
 }
 
 fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
-    let copies = copies.into_iter().map(|(op, (pair, record))| CopyOrder {
-        op,
-        pairs: vec![pair].into(),
-        record,
-    });
+    let copies = copies
+        .into_iter()
+        .map(|(transfer, (pair, record))| CopyOrder {
+            transfer,
+            pairs: vec![pair].into(),
+            record,
+        });
     Message::Transfer(Transfer {
         engine: [1; 16],
         store: true,
@@ -234,11 +238,11 @@ async fn orders_that_name_missing_pages_are_refused_and_the_worker_continues() {
         moved(u32::MAX, store(0, 0, 1)),
         with(u16::MAX, store(0, 0, 2)),
     ];
-    for (op, copy) in (1..).zip(hostile) {
+    for (id, copy) in (1..).zip(hostile) {
         let shown = format!("{copy:?}");
-        order(&leader, peer, op, transfer(vec![(op, copy)]));
-        let (_, ended) = answer(&mut leader, &[op]).await;
-        assert_eq!(not_whole(ended), [op], "{shown}");
+        order(&leader, peer, id, transfer(vec![(id, copy)]));
+        let (_, ended) = answer(&mut leader, &[id]).await;
+        assert_eq!(not_whole(ended), [id], "{shown}");
     }
     // Orders that read or empty the inventory are checked, too.
     for (id, page_bytes) in [(50, 0), (51, 1), (52, u64::MAX), (53, 32)] {

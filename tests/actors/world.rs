@@ -14,7 +14,9 @@ use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
     MemoryTransport, Server, ServerSettings, Transport,
 };
-use kvferry_types::{EndedCopy, Epoch, GroupGeometry, GroupId, OpId, PageList, Ratio, RequestId};
+use kvferry_types::{
+    EndedCopy, Epoch, GroupGeometry, GroupId, PageList, Ratio, RequestId, TransferId,
+};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
@@ -281,7 +283,7 @@ impl Puppet {
                     id: envelope.correlation,
                     transfer,
                 }),
-                Message::Cancel(cancel) => Received::Cancel(cancel.ops),
+                Message::Cancel(cancel) => Received::Cancel(cancel.transfers),
                 Message::Invalidate(invalidate) => Received::Invalidate(
                     link,
                     envelope.correlation,
@@ -350,7 +352,7 @@ impl Puppet {
     /// Reports that the copies of an order have ended.
     pub fn ended(&self, order: &Order, complete: bool) {
         let results = order.transfer.copies.iter().map(|copy| EndedCopy {
-            op: OpId(copy.op),
+            transfer: TransferId(copy.transfer),
             complete,
             complete_pages: 0,
             bytes: 64,

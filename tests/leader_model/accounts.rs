@@ -22,8 +22,8 @@ fn store_from(world: &mut World, slot: u64, first_page: u32, pages: u32) -> Opti
     };
     world.request(0, store);
     let id = RequestId(world.next_id);
-    while let Some(op) = world.open.keys().next().copied() {
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    while let Some(transfer) = world.open.keys().next().copied() {
+        (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     }
     world.requests[&(0, id)].1.clone()
 }
@@ -61,8 +61,8 @@ fn the_counters_match_the_decisions() {
 
     look_up(&mut world, 1, 14);
     world.take(Step::Load { engine: 0, slot: 1 });
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     expected.extend([
         ("lookups", 2),
         ("lookup_pages", 26),
@@ -84,8 +84,8 @@ fn the_counters_match_the_decisions() {
             source: PageList::run(1, 2),
         },
     );
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, rank != 1, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, rank != 1, EPOCH));
     expected.extend([
         ("blocks_grown", 1),
         ("failed_copies", 1),
@@ -116,14 +116,14 @@ fn the_counters_match_the_decisions() {
     let now = BTreeMap::from([("ready", 12), ("filling", 2), ("free", free)]);
     assert_eq!(states(pool), now);
     let awaited: Vec<_> = world.leader.awaited().collect();
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     let everyone = (0..RANKS).map(Rank).collect();
-    assert_eq!(awaited, [(op, Replica(0), everyone)]);
+    assert_eq!(awaited, [(transfer, Replica(0), everyone)]);
     world.take(Step::Wait(6));
     let pool = world.leader.pool().expect("a pool");
     let now = BTreeMap::from([("ready", 12), ("quarantined", 2), ("free", free)]);
     assert_eq!(states(pool), now);
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     expected.extend([
         ("blocks_grown", 2),
         ("failed_copies", 2),
@@ -307,8 +307,8 @@ fn a_load_of_a_part_leaves_the_rest_held() {
     for (first_page, left) in [(0, 2), (8, 1)] {
         world.request(0, load(first_page));
         assert_eq!(pins(&world), left + 1, "the lease, and what is left");
-        let op = *world.open.keys().next().expect("a copy");
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+        let transfer = *world.open.keys().next().expect("a copy");
+        (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
         assert_eq!(pins(&world), left);
     }
 }

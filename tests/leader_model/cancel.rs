@@ -17,7 +17,7 @@ fn failed_pages(reply: Option<Reply>) -> u32 {
     }
 }
 
-fn ops(world: &World) -> Vec<OpId> {
+fn transfers(world: &World) -> Vec<TransferId> {
     world.open.keys().copied().collect()
 }
 
@@ -26,17 +26,17 @@ fn cancelled_stores_are_stopped_and_answered_once_nothing_of_them_is_read() {
     let mut world = World::new();
     let stores = [store(&mut world, 0, 0, 7, 8), store(&mut world, 0, 1, 8, 8)];
     let other = store(&mut world, 1, 0, 9, 8);
-    let open = ops(&world);
+    let open = transfers(&world);
     let requested = cancel(&mut world, 0, None);
     assert_eq!(world.cancelled, BTreeSet::from([open[0], open[1]]));
-    for op in &open[..2] {
+    for transfer in &open[..2] {
         for rank in 0..RANKS {
             assert_eq!(
                 answer(&world, 0, requested),
                 None,
                 "rank {rank} still reads"
             );
-            world.report(*op, rank, false, EPOCH);
+            world.report(*transfer, rank, false, EPOCH);
         }
     }
     for id in stores {
@@ -62,7 +62,7 @@ fn only_the_stores_of_a_slot_are_cancelled_where_one_is_named() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
     store(&mut world, 0, 1, 8, 8);
-    let open = ops(&world);
+    let open = transfers(&world);
     cancel(&mut world, 0, Some(1));
     assert_eq!(world.cancelled, BTreeSet::from([open[1]]));
     // The cancel also works after the request has finished.
@@ -83,8 +83,8 @@ fn a_store_that_waits_for_anothers_copy_is_answered_at_once_and_that_copy_contin
         Some(Ok(Answer::CancelStores(CancelStoresAnswer { stores: 1 })))
     );
     assert!(world.cancelled.is_empty());
-    let op = ops(&world)[0];
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = transfers(&world)[0];
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     assert_eq!(failed_pages(answer(&world, 0, first)), 0);
 }
 
@@ -92,12 +92,12 @@ fn a_store_that_waits_for_anothers_copy_is_answered_at_once_and_that_copy_contin
 fn pages_of_a_cancelled_store_can_be_stored_again() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    let op = ops(&world)[0];
+    let transfer = transfers(&world)[0];
     cancel(&mut world, 0, None);
-    (0..RANKS).for_each(|rank| world.report(op, rank, false, EPOCH));
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, false, EPOCH));
     let again = store(&mut world, 0, 0, 7, 8);
-    let op = ops(&world)[0];
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = transfers(&world)[0];
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     assert_eq!(failed_pages(answer(&world, 0, again)), 0);
 }
 
@@ -136,8 +136,8 @@ fn a_cancel_that_a_worker_does_not_obey_is_answered_by_its_deadline() {
         None,
         "a worker may still read it"
     );
-    let op = ops(&world)[0];
-    (0..RANKS).for_each(|rank| world.report(op, rank, false, EPOCH));
+    let transfer = transfers(&world)[0];
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, false, EPOCH));
     assert_eq!(failed_pages(answer(&world, 0, stored)), 8);
 }
 

@@ -29,14 +29,14 @@ fn two_stores_of_the_same_pages_copy_once_and_both_are_answered() {
     let first = store(&mut world, 0, 0, 7, 8);
     let second = store(&mut world, 1, 0, 7, 8);
     assert_eq!(world.open.len(), 1, "one copy for both");
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     for rank in 0..RANKS {
         assert_eq!(
             answer(&world, 0, first),
             None,
             "answered before rank {rank} ended"
         );
-        world.report(op, rank, true, EPOCH);
+        world.report(transfer, rank, true, EPOCH);
     }
     let stored = |stored_pages, present_pages| {
         Some(Ok(Answer::Store(StoreAnswer {
@@ -54,10 +54,10 @@ fn two_stores_of_the_same_pages_copy_once_and_both_are_answered() {
 fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
     let mut world = World::new();
     let id = store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    world.report(op, 0, true, EPOCH);
+    let transfer = *world.open.keys().next().expect("a copy");
+    world.report(transfer, 0, true, EPOCH);
     world.take(Step::Wait(6));
-    assert!(world.cancelled.contains(&op));
+    assert!(world.cancelled.contains(&transfer));
     let quarantined = |world: &World| {
         world
             .leader
@@ -67,13 +67,13 @@ fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
             .quarantined
     };
     assert_eq!(quarantined(&world), 8);
-    world.report(op, 1, false, EPOCH);
+    world.report(transfer, 1, false, EPOCH);
     assert_eq!(
         (quarantined(&world), answer(&world, 0, id)),
         (8, None),
         "rank 2 may still write"
     );
-    world.report(op, 2, false, EPOCH);
+    world.report(transfer, 2, false, EPOCH);
     assert_eq!(quarantined(&world), 0);
     let failed = Answer::Store(StoreAnswer {
         stored_pages: 0,
@@ -85,10 +85,10 @@ fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
 }
 
 /// Starts a load of 8 stored pages. Returns its request and its copy.
-fn loading(world: &mut World) -> (RequestId, OpId) {
+fn loading(world: &mut World) -> (RequestId, TransferId) {
     store(world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     let hashes = sequence(0, 8);
     world.request(
         0,
@@ -100,18 +100,18 @@ fn loading(world: &mut World) -> (RequestId, OpId) {
         },
     );
     world.take(Step::Load { engine: 0, slot: 1 });
-    let op = *world.open.keys().next().expect("a copy");
-    (RequestId(world.next_id), op)
+    let transfer = *world.open.keys().next().expect("a copy");
+    (RequestId(world.next_id), transfer)
 }
 
 #[test]
 fn a_load_is_reported_failed_only_when_no_rank_writes_any_more() {
     let mut world = World::new();
-    let (id, op) = loading(&mut world);
-    world.report(op, 0, false, EPOCH);
-    world.report(op, 1, true, EPOCH);
+    let (id, transfer) = loading(&mut world);
+    world.report(transfer, 0, false, EPOCH);
+    world.report(transfer, 1, true, EPOCH);
     assert_eq!(answer(&world, 0, id), None, "rank 2 may still write");
-    world.report(op, 2, true, EPOCH);
+    world.report(transfer, 2, true, EPOCH);
     assert_eq!(answer(&world, 0, id), Some(Err(Refusal::CopyFailed(1))));
 }
 
@@ -125,9 +125,9 @@ fn a_partial_load_reports_the_pages_that_every_rank_has() {
         ([(false, 99), (false, 99), (false, 99)], 8),
     ] {
         let mut world = World::new();
-        let (id, op) = loading(&mut world);
+        let (id, transfer) = loading(&mut world);
         for (rank, (complete, complete_pages)) in ends.into_iter().enumerate() {
-            world.report_part(op, rank as u16, complete, complete_pages, EPOCH);
+            world.report_part(transfer, rank as u16, complete, complete_pages, EPOCH);
         }
         let load = Answer::Load(LoadAnswer { pages });
         assert_eq!(answer(&world, 0, id), Some(Ok(load)), "{ends:?}");
@@ -138,8 +138,8 @@ fn a_partial_load_reports_the_pages_that_every_rank_has() {
 fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     let hashes = sequence(0, 8);
     world.request(
         0,
@@ -290,8 +290,8 @@ fn a_reset_removes_the_named_pages_and_no_others() {
     let mut world = World::new();
     for (slot, namespace) in [(0, 7), (1, 8)] {
         store(&mut world, 0, slot, namespace, 8);
-        let op = *world.open.keys().next().expect("a copy");
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+        let transfer = *world.open.keys().next().expect("a copy");
+        (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     }
     let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
     assert_eq!(
@@ -316,8 +316,8 @@ fn a_reset_removes_the_named_pages_and_no_others() {
 fn a_reset_is_refused_while_pages_are_held_with_the_number_of_holders() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     for slot in [4, 5] {
         world.request(
             1,
@@ -339,14 +339,18 @@ fn a_reset_is_answered_when_stores_in_flight_have_ended() {
     let mut world = World::new();
     let stored = store(&mut world, 0, 0, 7, 8);
     store(&mut world, 1, 0, 8, 8);
-    let ops: Vec<OpId> = world.open.keys().copied().collect();
-    assert_eq!(ops.len(), 2);
+    let transfers: Vec<TransferId> = world.open.keys().copied().collect();
+    assert_eq!(transfers.len(), 2);
     assert_eq!(reset(&mut world, ResetScope::Everything), None);
     let id = RequestId(world.next_id);
-    for op in ops {
-        assert!(world.cancelled.contains(&op));
-        assert_eq!(answer(&world, 0, id), None, "{op} may still be listed");
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    for transfer in transfers {
+        assert!(world.cancelled.contains(&transfer));
+        assert_eq!(
+            answer(&world, 0, id),
+            None,
+            "{transfer} may still be listed"
+        );
+        (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     }
     assert_eq!(
         answer(&world, 0, id),
@@ -366,12 +370,12 @@ fn a_reset_is_answered_when_stores_in_flight_have_ended() {
 fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     assert_eq!(reset(&mut world, ResetScope::Everything), None);
     let first = RequestId(world.next_id);
     assert_eq!(reset(&mut world, ResetScope::Everything), None);
     let second = RequestId(world.next_id);
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
     assert_eq!(answer(&world, 0, first), removed(8));
     assert_eq!(answer(&world, 0, second), removed(0));
@@ -382,7 +386,7 @@ fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
 fn one_request_too_many_is_refused_permanently_and_a_finish_never_is() {
     let mut world = World::with_limit(1);
     let first = store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     let second = store(&mut world, 0, 1, 8, 8);
     let limit = "requests of an engine under way";
     let refused = Some(Err(Refusal::Limit { limit, max: 1 }));
@@ -391,7 +395,7 @@ fn one_request_too_many_is_refused_permanently_and_a_finish_never_is() {
     world.take(Step::Finish { engine: 0, slot: 1 });
     let finish = RequestId(world.next_id);
     assert_eq!(answer(&world, 0, finish), Some(Ok(Answer::Finish)));
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     assert!(answer(&world, 0, first).is_some());
     let again = world.requests[&(0, second)].0.clone();
     world.send(0, second, again);
@@ -407,7 +411,7 @@ fn one_request_too_many_is_refused_permanently_and_a_finish_never_is() {
 fn a_draining_leader_starts_no_copies_and_ends_running_ones() {
     let mut world = World::new();
     let first = store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     world.leader.drain();
     let second = store(&mut world, 0, 1, 7, 8);
     assert_eq!(answer(&world, 0, second), Some(Err(Refusal::Draining)));
@@ -417,7 +421,7 @@ fn a_draining_leader_starts_no_copies_and_ends_running_ones() {
         None,
         "asked again, its copy still runs"
     );
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     assert!(matches!(
         answer(&world, 0, first),
         Some(Ok(Answer::Store(StoreAnswer { .. })))
@@ -448,7 +452,7 @@ fn a_lookup_after_the_finish_of_its_slot_opens_nothing() {
 fn copies_for_an_absent_engine_are_not_forgotten() {
     let mut world = World::new();
     let id = store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     world.event(LeaderEvent::EngineClosed(engine_id(0)));
     world.now = world.now + Duration::from_secs(11);
     world.event(LeaderEvent::Tick);
@@ -460,12 +464,12 @@ fn copies_for_an_absent_engine_are_not_forgotten() {
         None,
         "a worker may still read these pages"
     );
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     assert!(answer(&world, 0, id).is_some());
 }
 
 /// The leader's answer to an attach of the first replica's rank 2 with this memory.
-fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId, Refusal> {
+fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<TransferId, Refusal> {
     world.event(LeaderEvent::WorkerDead(worker(0, 2)));
     world.attaches += 1;
     let geometry = GroupGeometry {
@@ -500,8 +504,8 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId,
 fn a_refused_worker_costs_no_page() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     let refused = verdict(&mut world, 50, 128);
     assert!(
         matches!(refused, Err(Refusal::RankDisagrees { .. })),
@@ -524,8 +528,8 @@ fn a_smaller_depot_is_accepted_only_when_nothing_is_held() {
         least_pages,
     };
     assert_eq!(refused, Err(too_small));
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     assert!(verdict(&mut world, 50, 64).is_ok());
     assert!(
         world
@@ -539,8 +543,8 @@ fn a_smaller_depot_is_accepted_only_when_nothing_is_held() {
 fn a_smaller_depot_is_refused_while_a_lookup_holds_pages() {
     let mut world = World::new();
     store(&mut world, 1, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     let lookup = Request::Lookup {
         slot: SlotId(5),
         namespace: vec![7],
@@ -562,8 +566,8 @@ fn a_smaller_depot_is_refused_while_a_lookup_holds_pages() {
 fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     for engine in 0..2 {
         world.die(engine, 1);
     }
@@ -669,8 +673,8 @@ fn an_engine_of_other_content_and_equal_shape_gets_no_hit() {
     let mut world = World::without_workers();
     another_engine(&mut world, 1);
     store(&mut world, 0, 0, 7, 8);
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     assert_eq!(found(&mut world, 7), 8);
     another_engine(&mut world, 2);
     assert_eq!(found(&mut world, 7), 0);

@@ -1,6 +1,6 @@
 //! Edge cases: limits, deadlines, and the effect of repeated and final messages.
 
-use kvferry_types::{Generation, ResetId, Scope};
+use kvferry_types::{ResetId, Scope, TransferId};
 
 use super::inventory::{Reader, fenced};
 use super::*;
@@ -21,8 +21,8 @@ fn answer_of(world: &World) -> Option<Reply> {
 fn store(world: &mut World, pages: usize) {
     world.request(0, lookup(0, pages, 0));
     world.take(Step::Store { engine: 0, slot: 0 });
-    while let Some(op) = world.open.keys().next().copied() {
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    while let Some(transfer) = world.open.keys().next().copied() {
+        (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     }
 }
 
@@ -97,9 +97,9 @@ fn a_failed_load_is_counted_once_and_a_whole_one_is_not() {
     for (failing, failed) in [(None, 0), (Some(1), 1), (Some(0), 2)] {
         world.request(0, lookup(1, 8, 0));
         world.take(Step::Load { engine: 0, slot: 1 });
-        let op = *world.open.keys().next().expect("a copy");
+        let transfer = *world.open.keys().next().expect("a copy");
         for rank in 0..RANKS {
-            world.report(op, rank, failing != Some(rank), EPOCH);
+            world.report(transfer, rank, failing != Some(rank), EPOCH);
         }
         let counted = world.leader.counters();
         let counted: Vec<u64> = counted
@@ -122,10 +122,10 @@ fn an_engine_that_stays_away_is_unknown_when_its_last_copy_has_ended() {
     // The grace time is over, and the copy has missed its deadline.
     world.take(Step::Wait(8));
     assert!(world.leader.knows(engine_id(0)));
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     for rank in 0..RANKS {
         assert!(world.leader.knows(engine_id(0)), "{rank}");
-        world.report(op, rank, true, EPOCH);
+        world.report(transfer, rank, true, EPOCH);
     }
     assert!(!world.leader.knows(engine_id(0)));
 }
@@ -187,8 +187,8 @@ fn the_digest_covers_the_decisions_of_each_request() {
     world.take(Step::Finish { engine: 0, slot: 0 });
     world.request(0, lookup(1, 12, 2));
     world.take(Step::Load { engine: 0, slot: 1 });
-    let op = *world.open.keys().next().expect("a copy");
-    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let transfer = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     world.take(Step::Finish { engine: 0, slot: 1 });
     // A page has 16 tokens. Two blocks of 8 and 4 pages are adjacent in the arena.
     let stored = words(&[[1, 0, 0, 0], [3, 0, 0, 8], [3, 8, 8, 4]]);
@@ -214,8 +214,8 @@ fn growth_eviction_and_refusal_are_decisions_too() {
         };
         world.request(0, lookup);
         world.take(Step::Store { engine: 0, slot });
-        while let Some(op) = world.open.keys().next().copied() {
-            (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+        while let Some(transfer) = world.open.keys().next().copied() {
+            (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
         }
         if finish {
             world.take(Step::Finish { engine: 0, slot });
@@ -271,7 +271,7 @@ fn a_store_waits_for_its_own_pages_only() {
     world.request(0, lookup(0, 8, 0));
     world.take(Step::Store { engine: 0, slot: 0 });
     let first = RequestId(world.next_id);
-    let op = *world.open.keys().next().expect("a copy");
+    let transfer = *world.open.keys().next().expect("a copy");
     world.request(0, lookup(1, 12, 0));
     let behind = Request::Store {
         slot: SlotId(1),
@@ -281,7 +281,7 @@ fn a_store_waits_for_its_own_pages_only() {
     };
     world.request(0, behind);
     let tail = *world.open.keys().next_back().expect("a copy");
-    assert_ne!(op, tail);
+    assert_ne!(transfer, tail);
     (0..RANKS).for_each(|rank| world.report(tail, rank, true, EPOCH));
     let stored = Answer::Store(StoreAnswer {
         stored_pages: 4,
@@ -420,7 +420,7 @@ fn a_late_copy_is_cancelled_repeatedly_and_its_workers_are_fenced_after_the_fenc
     };
     let cancel = |rank| LeaderEffect::Cancel {
         worker: worker(0, rank),
-        ops: vec![copy.op],
+        transfers: vec![copy.transfer],
     };
     let cancels = [cancel(0), cancel(1), cancel(2)];
     reader.now = Time(deadline.0 - 1);
@@ -470,12 +470,12 @@ fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<LeaderEffect> {
     effects
 }
 
-fn copies_of(effects: &[LeaderEffect]) -> Vec<OpId> {
-    let op = |effect: &LeaderEffect| match effect {
-        LeaderEffect::Copy { copy, .. } => Some(copy.op),
+fn copies_of(effects: &[LeaderEffect]) -> Vec<TransferId> {
+    let transfer = |effect: &LeaderEffect| match effect {
+        LeaderEffect::Copy { copy, .. } => Some(copy.transfer),
         _ => None,
     };
-    effects.iter().filter_map(op).collect()
+    effects.iter().filter_map(transfer).collect()
 }
 
 fn answer_to(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
@@ -485,11 +485,11 @@ fn answer_to(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
     })
 }
 
-fn end_everywhere(reader: &mut Reader, op: OpId, complete: bool) -> Vec<LeaderEffect> {
+fn end_everywhere(reader: &mut Reader, transfer: TransferId, complete: bool) -> Vec<LeaderEffect> {
     let mut effects = Vec::new();
     for rank in 0..RANKS {
         let ended = EndedCopy {
-            op,
+            transfer,
             complete,
             complete_pages: 0,
             bytes: 0,
@@ -517,12 +517,12 @@ fn stored(stored_pages: u32, failed_pages: u32) -> Option<Answer> {
 fn a_worker_receives_one_cancel_for_all_its_late_copies() {
     let mut reader = Reader::served();
     // Names of different pairs share no pages.
-    let ops = copies_of(&stores(&mut reader, &[(0, 5), (2, 5), (4, 5)]));
-    assert_eq!(ops.len(), 3);
+    let transfers = copies_of(&stores(&mut reader, &[(0, 5), (2, 5), (4, 5)]));
+    assert_eq!(transfers.len(), 3);
     let (begun, fence) = (reader.now, reader.fence());
     let cancel = |rank| LeaderEffect::Cancel {
         worker: worker(0, rank),
-        ops: ops.clone(),
+        transfers: transfers.clone(),
     };
     reader.now = begun + Duration::from_secs(5);
     let effects = reader.step(LeaderEvent::Tick);
@@ -547,9 +547,9 @@ fn copies_are_late_for_a_paused_leader_after_it_has_checked_again() {
 #[test]
 fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
     let mut reader = Reader::served();
-    let ops = copies_of(&stores(&mut reader, &[(0, 60), (0, 5)]));
-    let [op] = ops[..] else {
-        unreachable!("{ops:?}")
+    let transfers = copies_of(&stores(&mut reader, &[(0, 60), (0, 5)]));
+    let [transfer] = transfers[..] else {
+        unreachable!("{transfers:?}")
     };
     let begun = reader.now;
     assert_eq!(
@@ -560,7 +560,7 @@ fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
     let effects = reader.step(LeaderEvent::Tick);
     assert_eq!(answer_to(&effects, 4), stored(0, 8));
     assert_eq!(effects.len(), 1, "the copy goes on: {effects:?}");
-    let effects = end_everywhere(&mut reader, op, true);
+    let effects = end_everywhere(&mut reader, transfer, true);
     assert_eq!(answer_to(&effects, 2), stored(8, 0));
     assert_eq!(answer_to(&effects, 4), None, "answered once");
 }
@@ -568,15 +568,15 @@ fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
 #[test]
 fn stores_that_wait_for_a_late_copy_are_answered_at_once() {
     let mut reader = Reader::served();
-    let ops = copies_of(&stores(&mut reader, &[(0, 5), (0, 60)]));
-    let [op] = ops[..] else {
-        unreachable!("{ops:?}")
+    let transfers = copies_of(&stores(&mut reader, &[(0, 5), (0, 60)]));
+    let [transfer] = transfers[..] else {
+        unreachable!("{transfers:?}")
     };
     reader.now = reader.now + Duration::from_secs(5);
     let effects = reader.step(LeaderEvent::Tick);
     assert_eq!(answer_to(&effects, 4), stored(0, 8));
     assert_eq!(answer_to(&effects, 2), None, "its pages may still be read");
-    let effects = end_everywhere(&mut reader, op, true);
+    let effects = end_everywhere(&mut reader, transfer, true);
     assert_eq!(answer_to(&effects, 2), stored(0, 8));
     assert_eq!(answer_to(&effects, 4), None, "answered once");
 }
@@ -590,7 +590,7 @@ fn an_invalidation_is_requested_once_per_connection_and_given_up_at_the_deadline
         worker: worker(replica, rank),
         id: ResetId(1),
         scope: Scope::Everything,
-        through: Generation(1),
+        through: TransferId(1),
         deadline,
     };
     let requested = reader.step(LeaderEvent::Request {
@@ -663,19 +663,19 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             unreachable!("{copies:?}")
         };
         let record = copy.record.as_ref().expect("a store lists its pages");
-        (copy.op, record.stored.generation)
+        (copy.transfer, record.stored.transfer)
     };
-    let invalidations = |effects: Vec<LeaderEffect>| -> Vec<Generation> {
+    let invalidations = |effects: Vec<LeaderEffect>| -> Vec<TransferId> {
         let through = |effect| match effect {
             LeaderEffect::Invalidate { through, .. } => Some(through),
             _ => None,
         };
         effects.into_iter().filter_map(through).collect()
     };
-    let (op, before) = store(&mut reader, 1, 0);
+    let (transfer, before) = store(&mut reader, 1, 0);
     for rank in 0..RANKS {
         let ended = EndedCopy {
-            op,
+            transfer,
             complete: true,
             complete_pages: 0,
             bytes: 0,
@@ -693,7 +693,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     assert_eq!(first.len(), usize::from(RANKS));
     let (_, after) = store(&mut reader, 5, 1);
     let lost = (0..RANKS).map(|rank| LeaderEvent::WorkerLost(worker(0, rank)));
-    let again: Vec<Generation> = lost
+    let again: Vec<TransferId> = lost
         .flat_map(|lost| invalidations(reader.step(lost)))
         .collect();
     assert_eq!(again, first, "asked for again, of other workers");

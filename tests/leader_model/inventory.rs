@@ -1,7 +1,7 @@
 //! Reading of inventories by a new leader, before it serves anything.
 
 use kvferry_types::{
-    Anchor, DomainId, Fingerprint, Generation, PageRecord, ResetId, Scope, Stored,
+    Anchor, DomainId, Fingerprint, PageRecord, ResetId, Scope, Stored, TransferId,
 };
 
 use super::*;
@@ -175,7 +175,7 @@ pub(super) fn record(page: u32) -> PageRecord {
         phase: 0,
         stored: Stored {
             epoch: Epoch(1),
-            generation: Generation(1),
+            transfer: TransferId(1),
         },
         fingerprint: Fingerprint(page.into()),
     }
@@ -475,7 +475,7 @@ fn pages_read_before_the_end_of_an_invalidation_are_read_again() {
         worker: worker(0, rank),
         id: ResetId(1),
         scope: Scope::Everything,
-        through: Generation(1),
+        through: TransferId(1),
         deadline,
     };
     assert_eq!(invalidations, [invalidate(0), invalidate(1), invalidate(2)]);

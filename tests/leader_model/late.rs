@@ -8,8 +8,8 @@ use super::*;
 fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alone() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    while let Some(op) = world.open.keys().next().copied() {
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    while let Some(transfer) = world.open.keys().next().copied() {
+        (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     }
     let late = world.next_id;
     world.next_id += 2;
@@ -53,8 +53,8 @@ fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alon
 fn a_request_from_before_the_lookup_of_its_slot_is_refused() {
     let mut world = World::new();
     store(&mut world, 0, 0, 7, 8);
-    while let Some(op) = world.open.keys().next().copied() {
-        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    while let Some(transfer) = world.open.keys().next().copied() {
+        (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     }
     let (slot, late) = (SlotId(3), world.next_id);
     world.next_id += 3;

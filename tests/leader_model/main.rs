@@ -23,8 +23,8 @@ use kvferry_core::{
 };
 use kvferry_types::{
     Answer, AttachId, CancelStoresAnswer, DepotId, Direction, EndedCopy, EngineId, Epoch,
-    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, OpId, PageHashes, PageList, Rank, Ratio,
-    Replica, Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time, WorkerId,
+    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, Rank, Ratio, Replica,
+    Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time, TransferId, WorkerId,
 };
 use proptest::prelude::*;
 
@@ -110,10 +110,10 @@ struct World {
     /// Requests, by engine and id, with their answers.
     requests: BTreeMap<(u8, RequestId), (Request, Option<Reply>)>,
     /// Running copies: direction, engine, and the ranks on which the copy has not ended.
-    open: BTreeMap<OpId, (Direction, u8, BTreeSet<u16>)>,
+    open: BTreeMap<TransferId, (Direction, u8, BTreeSet<u16>)>,
     attaches: u64,
     slots: BTreeMap<(u8, u64), (usize, u32, u32)>,
-    cancelled: BTreeSet<OpId>,
+    cancelled: BTreeSet<TransferId>,
 }
 
 fn worker(engine: u8, rank: u16) -> WorkerId {
@@ -247,16 +247,16 @@ impl World {
                     }
                     let ranks = ranks.iter().map(|rank| rank.0).collect();
                     let open = (copy.direction, replica.0 as u8, ranks);
-                    let before = self.open.insert(copy.op, open);
-                    assert!(before.is_none(), "{} was given twice", copy.op);
+                    let before = self.open.insert(copy.transfer, open);
+                    assert!(before.is_none(), "{} was given twice", copy.transfer);
                 }
-                LeaderEffect::Cancel { ops, .. } => {
-                    for op in ops {
+                LeaderEffect::Cancel { transfers, .. } => {
+                    for transfer in transfers {
                         assert!(
-                            self.open.contains_key(&op),
-                            "{op} was cancelled after its end"
+                            self.open.contains_key(&transfer),
+                            "{transfer} was cancelled after its end"
                         );
-                        self.cancelled.insert(op);
+                        self.cancelled.insert(transfer);
                     }
                 }
                 LeaderEffect::Admit { verdict, .. } => assert!(verdict.is_ok()),
@@ -333,30 +333,30 @@ impl World {
         }
     }
 
-    fn report(&mut self, op: OpId, rank: u16, complete: bool, epoch: Epoch) {
-        self.report_part(op, rank, complete, 0, epoch);
+    fn report(&mut self, transfer: TransferId, rank: u16, complete: bool, epoch: Epoch) {
+        self.report_part(transfer, rank, complete, 0, epoch);
     }
 
     fn report_part(
         &mut self,
-        op: OpId,
+        transfer: TransferId,
         rank: u16,
         complete: bool,
         complete_pages: u32,
         epoch: Epoch,
     ) {
-        let Some((_, engine, ranks)) = self.open.get_mut(&op) else {
+        let Some((_, engine, ranks)) = self.open.get_mut(&transfer) else {
             return;
         };
         let engine = *engine;
         if epoch == EPOCH {
             ranks.remove(&rank);
             if ranks.is_empty() {
-                self.open.remove(&op);
+                self.open.remove(&transfer);
             }
         }
         let ended = EndedCopy {
-            op,
+            transfer,
             complete,
             complete_pages,
             bytes: 64,
@@ -458,12 +458,12 @@ impl World {
                 complete,
                 epoch,
             } if !self.open.is_empty() => {
-                let op = *self
+                let transfer = *self
                     .open
                     .keys()
                     .nth(which % self.open.len())
                     .expect("a copy");
-                self.report(op, rank, complete, Epoch(epoch));
+                self.report(transfer, rank, complete, Epoch(epoch));
             }
             Step::Wait(seconds) => {
                 self.now = self.now + Duration::from_secs(seconds);
@@ -481,13 +481,13 @@ impl World {
 
     /// Ends all copies and lets all holds expire, then checks that every request is answered and nothing is left.
     fn settle(&mut self) {
-        while let Some((op, rank)) = self
+        while let Some((transfer, rank)) = self
             .open
             .iter()
             .next()
-            .and_then(|(op, (_, _, ranks))| Some((*op, *ranks.first()?)))
+            .and_then(|(transfer, (_, _, ranks))| Some((*transfer, *ranks.first()?)))
         {
-            self.report(op, rank, true, EPOCH);
+            self.report(transfer, rank, true, EPOCH);
         }
         self.now = self.now + Duration::from_secs(3600);
         self.event(LeaderEvent::Tick);

@@ -46,7 +46,7 @@ fn attach_depot(
     effects
 }
 
-fn verdict(effects: &[LeaderEffect]) -> Result<OpId, Refusal> {
+fn verdict(effects: &[LeaderEffect]) -> Result<TransferId, Refusal> {
     let verdict = effects.iter().find_map(|effect| match effect {
         LeaderEffect::Admit { verdict, .. } => Some(verdict.clone()),
         _ => None,
@@ -121,7 +121,7 @@ fn a_worker_with_other_settings_is_refused_and_one_with_the_same_is_admitted() {
             } else if own.1 != theirs.1 {
                 differs("kv_shards", theirs.1, own.1)
             } else {
-                Ok(OpId(0))
+                Ok(TransferId(0))
             };
             assert_eq!(reported, expected, "{own:?} {theirs:?}");
         }

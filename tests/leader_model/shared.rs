@@ -1,6 +1,6 @@
 //! Ranks that hold the same KV: one of them stores it, all of them load it.
 
-use kvferry_types::{Generation, ResetId, Scope, Sharding};
+use kvferry_types::{ResetId, Scope, Sharding, TransferId};
 
 use super::*;
 
@@ -99,7 +99,7 @@ impl Shared {
     }
 
     /// Looks up a sequence, then sends the request. Returns the ranks that copy for it, and the copy.
-    fn copies(&mut self, slot: u64, name: u8, request: Request) -> (Vec<u16>, OpId) {
+    fn copies(&mut self, slot: u64, name: u8, request: Request) -> (Vec<u16>, TransferId) {
         self.request(Request::Lookup {
             slot: SlotId(slot),
             namespace: vec![7],
@@ -110,10 +110,10 @@ impl Shared {
         let [LeaderEffect::Copy { ranks, copy, .. }] = &effects[..] else {
             unreachable!("{effects:?}")
         };
-        (ranks.iter().map(|rank| rank.0).collect(), copy.op)
+        (ranks.iter().map(|rank| rank.0).collect(), copy.transfer)
     }
 
-    fn store(&mut self, slot: u64, name: u8) -> (Vec<u16>, OpId) {
+    fn store(&mut self, slot: u64, name: u8) -> (Vec<u16>, TransferId) {
         let store = Request::Store {
             slot: SlotId(slot),
             first_page: 0,
@@ -123,9 +123,9 @@ impl Shared {
         self.copies(slot, name, store)
     }
 
-    fn ended(&mut self, rank: u16, op: OpId) -> bool {
+    fn ended(&mut self, rank: u16, transfer: TransferId) -> bool {
         let ended = EndedCopy {
-            op,
+            transfer,
             complete: true,
             complete_pages: 0,
             bytes: 64,
@@ -144,13 +144,13 @@ impl Shared {
 fn one_rank_of_each_shard_stores_in_turn_and_all_load() {
     let mut shared = Shared::ready();
     for (name, storing_ranks) in [(0, [0, 2]), (2, [1, 3]), (4, [0, 2])] {
-        let (ranks, op) = shared.store(u64::from(name), name);
+        let (ranks, transfer) = shared.store(u64::from(name), name);
         assert_eq!(ranks, storing_ranks);
-        assert!(!shared.ended(storing_ranks[0], op));
+        assert!(!shared.ended(storing_ranks[0], transfer));
         for other in (0..4).filter(|rank| !storing_ranks.contains(rank)) {
-            assert!(!shared.ended(other, op), "{other} stores nothing");
+            assert!(!shared.ended(other, transfer), "{other} stores nothing");
         }
-        assert!(shared.ended(storing_ranks[1], op), "it is answered");
+        assert!(shared.ended(storing_ranks[1], transfer), "it is answered");
     }
     let load = Request::Load {
         slot: SlotId(9),
@@ -158,10 +158,10 @@ fn one_rank_of_each_shard_stores_in_turn_and_all_load() {
         destination: PageList::run(20, 8),
         after: RequestId(0),
     };
-    let (ranks, op) = shared.copies(9, 2, load);
+    let (ranks, transfer) = shared.copies(9, 2, load);
     assert_eq!(ranks, [0, 1, 2, 3]);
     for rank in 0..4 {
-        assert_eq!(shared.ended(rank, op), rank == 3);
+        assert_eq!(shared.ended(rank, transfer), rank == 3);
     }
 }
 
@@ -207,7 +207,7 @@ fn reset_pages_are_invalidated_once_per_shard() {
         worker: place(rank),
         id: ResetId(1),
         scope: Scope::Everything,
-        through: Generation(1),
+        through: TransferId(1),
         deadline: Time(0) + Duration::from_secs(5),
     };
     assert_eq!(invalidations, [invalidate(0), invalidate(2)]);

@@ -175,14 +175,14 @@ impl Site {
 
     /// Stores eight pages and checks that a lookup finds them.
     fn stored(&mut self, place: (u8, u16), engine: u8) {
-        let op = copy(&self.store_from(engine, 0)).expect("a copy");
-        self.ended(place, op);
+        let transfer = copy(&self.store_from(engine, 0)).expect("a copy");
+        self.ended(place, transfer);
         assert_eq!(self.lookup(engine), hit(8));
     }
 
-    fn ended(&mut self, (replica, rank): (u8, u16), op: OpId) -> Vec<LeaderEffect> {
+    fn ended(&mut self, (replica, rank): (u8, u16), transfer: TransferId) -> Vec<LeaderEffect> {
         let ended = EndedCopy {
-            op,
+            transfer,
             complete: true,
             complete_pages: 8,
             bytes: 64,
@@ -203,9 +203,9 @@ fn answer(effects: &[LeaderEffect]) -> Option<Reply> {
     })
 }
 
-fn copy(effects: &[LeaderEffect]) -> Option<OpId> {
+fn copy(effects: &[LeaderEffect]) -> Option<TransferId> {
     effects.iter().find_map(|effect| match effect {
-        LeaderEffect::Copy { copy, .. } => Some(copy.op),
+        LeaderEffect::Copy { copy, .. } => Some(copy.transfer),
         _ => None,
     })
 }
@@ -277,7 +277,7 @@ fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read(
     site.attach((1, 0), Some(A));
     let requested = site.attach((0, 0), Some(Here { engine: 3, ..A }));
     site.read(&requested);
-    let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
+    let transfer = copy(&site.store_from(A.engine, 0)).expect("a copy");
     // The worker that copies is unreachable, and the other replica gets an engine with other pages.
     site.step(LeaderEvent::WorkerLost(worker(1, 0)));
     site.attach((0, 0), None);
@@ -285,12 +285,12 @@ fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read(
     assert_eq!(verdict(&effects), Ok(()));
     let cancelled = effects
         .iter()
-        .any(|effect| matches!(effect, LeaderEffect::Cancel { ops, .. } if ops.contains(&op)));
+        .any(|effect| matches!(effect, LeaderEffect::Cancel { transfers, .. } if transfers.contains(&transfer)));
     assert!(cancelled, "{effects:?}");
     assert!(site.read(&effects).is_empty(), "the copy may still write");
     assert_eq!(site.lookup(B.engine), Err(Refusal::Reading));
 
-    let effects = site.ended((1, 0), op);
+    let effects = site.ended((1, 0), transfer);
     let failed = Answer::Store(StoreAnswer {
         stored_pages: 0,
         present_pages: 0,
@@ -330,16 +330,16 @@ fn a_running_load_keeps_a_closing_pool_until_the_load_ends() {
     site.attach((0, 0), Some(A));
     let requested = site.attach((0, 1), Some(A));
     site.read(&requested);
-    let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
-    site.ended((0, 0), op);
-    site.ended((0, 1), op);
+    let transfer = copy(&site.store_from(A.engine, 0)).expect("a copy");
+    site.ended((0, 0), transfer);
+    site.ended((0, 1), transfer);
     assert_eq!(site.lookup(A.engine), hit(8));
-    let op = copy(&site.load(A.engine, 16)).expect("a copy");
+    let transfer = copy(&site.load(A.engine, 16)).expect("a copy");
     site.step(LeaderEvent::WorkerDead(worker(0, 0)));
     let effects = site.attach((0, 0), Some(Here { depot: 70, ..A }));
     assert!(site.read(&effects).is_empty());
     assert!(site.leader.closing_pool().is_some());
-    let effects = site.ended((0, 1), op);
+    let effects = site.ended((0, 1), transfer);
     assert_eq!(answer(&effects), Some(Err(Refusal::CopyFailed(1))));
     assert_eq!(site.read(&effects), [64, 64]);
     assert!(site.leader.is_ready());
@@ -393,8 +393,8 @@ fn pages_are_checked_against_the_memory_of_the_requesting_engine() {
         |effects: &[LeaderEffect]| matches!(answer(effects), Some(Err(Refusal::Invalid { .. })));
 
     let effects = site.store_from(large.engine, 88);
-    let op = copy(&effects).expect("pages that this engine has");
-    site.ended((1, 0), op);
+    let transfer = copy(&effects).expect("pages that this engine has");
+    site.ended((1, 0), transfer);
     assert!(refused(&site.store_from(large.engine, 89)));
     assert!(refused(&site.store_from(A.engine, 57)));
     for (here, last) in [(A, 56), (large, 88), (small, 24)] {
@@ -473,9 +473,9 @@ fn an_engine_of_another_shape_does_not_displace_one_whose_workers_attach_again()
     site.attach((1, 0), Some(A));
     let requested = site.attach((1, 1), Some(A));
     site.read(&requested);
-    let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
+    let transfer = copy(&site.store_from(A.engine, 0)).expect("a copy");
     for rank in [0, 1] {
-        site.ended((1, rank), op);
+        site.ended((1, rank), transfer);
     }
     assert_eq!(site.lookup(A.engine), hit(8));
     // The connections of the first engine's workers break. A rank of the second engine registers meanwhile.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use kvferry_core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, FragmentPair, OpId, PageList, Rank,
-    RequestId, Time,
+    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, FragmentPair, PageList, Rank, RequestId,
+    Time, TransferId,
 };
 use stateright::{Model, Property};
 
@@ -26,7 +26,7 @@ const BOUNDS: MemoryBounds = MemoryBounds {
 };
 
 /// A copy, unique over all epochs.
-type CopyId = (Epoch, OpId);
+type CopyId = (Epoch, TransferId);
 
 /// The rule that separates epochs: the real one, or a broken variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +62,7 @@ enum Message {
     /// Bound to one connection.
     Attach(Rank, AttachId),
     /// Bound to one connection.
-    Admit(Rank, AttachId, OpId),
+    Admit(Rank, AttachId, TransferId),
     Order(Rank, CopyId),
     Cancel(Rank, CopyId),
     Ack(Rank, CopyId, bool),
@@ -85,7 +85,7 @@ enum Action {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Fill {
-    op: OpId,
+    transfer: TransferId,
     missing: Missing,
     failed: bool,
     late: bool,
@@ -114,9 +114,9 @@ struct Seat {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
     epoch: Epoch,
-    last: OpId,
+    last: TransferId,
     fill: Option<Fill>,
-    ready: Option<OpId>,
+    ready: Option<TransferId>,
     places: [Seat; RANKS as usize],
     network: Network<Message>,
     broken: u8,
@@ -190,14 +190,14 @@ fn rebuild(past: Vec<WorkerEvent>) -> Stepped {
 }
 
 /// The order of a copy. Its source page identifies it over all epochs.
-fn copy((epoch, op): CopyId) -> Copy {
-    let source = u32::try_from(epoch.0 * 100 + op.0).expect("small numbers");
+fn copy((epoch, transfer): CopyId) -> Copy {
+    let source = u32::try_from(epoch.0 * 100 + transfer.0).expect("small numbers");
     let pair = FragmentPair {
         src: PageList::run(source, 1),
         dst: PageList::run(0, 1),
     };
     Copy {
-        op,
+        transfer,
         engine: ENGINE,
         direction: Direction::Store,
         pairs: vec![pair],
@@ -210,7 +210,7 @@ fn copy((epoch, op): CopyId) -> Copy {
 
 fn id(copy: &Copy) -> CopyId {
     let source = u64::from(copy.pairs[0].src.0[0].start);
-    (Epoch(source / 100), copy.op)
+    (Epoch(source / 100), copy.transfer)
 }
 
 impl State {
@@ -218,7 +218,7 @@ impl State {
         self.last.0 += 1;
         self.ready = None;
         self.fill = Some(Fill {
-            op: self.last,
+            transfer: self.last,
             missing: Missing::all(),
             failed: false,
             late: false,
@@ -233,28 +233,28 @@ impl State {
         let fill = self.fill.as_mut().expect("a store under way");
         fill.late = true;
         for rank in fill.missing.0.iter() {
-            let cancel = Message::Cancel(rank, (self.epoch, fill.op));
+            let cancel = Message::Cancel(rank, (self.epoch, fill.transfer));
             self.network.send(cancel);
         }
     }
 
     /// Handles the end of a copy on a rank in the leader. Returns whether this was the first report of it.
-    fn ended(&mut self, op: OpId, rank: Rank, complete: bool) -> bool {
-        let Some(fill) = self.fill.as_mut().filter(|fill| fill.op == op) else {
+    fn ended(&mut self, transfer: TransferId, rank: Rank, complete: bool) -> bool {
+        let Some(fill) = self.fill.as_mut().filter(|fill| fill.transfer == transfer) else {
             return false;
         };
         let first_report = fill.missing.0.remove(rank);
         fill.failed |= first_report && !complete;
         if fill.missing.0.is_empty() {
-            self.ready = (!fill.failed && !fill.late).then_some(op);
+            self.ready = (!fill.failed && !fill.late).then_some(transfer);
             self.fill = None;
         }
         first_report
     }
 
     fn fail_copies_of(&mut self, rank: Rank) {
-        if let Some(op) = self.fill.as_ref().map(|fill| fill.op) {
-            self.ended(op, rank, false);
+        if let Some(transfer) = self.fill.as_ref().map(|fill| fill.transfer) {
+            self.ended(transfer, rank, false);
         }
     }
 
@@ -304,7 +304,7 @@ impl State {
                 WorkerEffect::Report { copies, .. } => {
                     for ended in copies {
                         let epoch = place.link.expect("nobody is told without a leader");
-                        let ack = Message::Ack(rank, (epoch, ended.op), ended.complete);
+                        let ack = Message::Ack(rank, (epoch, ended.transfer), ended.complete);
                         self.network.send(ack);
                     }
                 }
@@ -339,16 +339,21 @@ impl State {
                     place.start(order);
                 }
             }
-            Message::Cancel(rank, (epoch, op)) => {
+            Message::Cancel(rank, (epoch, transfer)) => {
                 let place = &self.places[at(rank)];
-                let runs = place.running.contains(&(epoch, op));
+                let runs = place.running.contains(&(epoch, transfer));
                 if rule == Rule::ForgetCancel && !runs && place.link == Some(epoch) {
-                    self.network.send(Message::Ack(rank, (epoch, op), false));
+                    self.network
+                        .send(Message::Ack(rank, (epoch, transfer), false));
                     return;
                 }
-                let batch = BatchId(100 + op.0);
-                let ops = vec![op];
-                let event = WorkerEvent::Cancel { epoch, batch, ops };
+                let batch = BatchId(100 + transfer.0);
+                let transfers = vec![transfer];
+                let event = WorkerEvent::Cancel {
+                    epoch,
+                    batch,
+                    transfers,
+                };
                 self.step(rule, rank, event);
             }
             _ => {}
@@ -359,8 +364,9 @@ impl State {
     fn arrive(&mut self, rule: Rule, message: Message) -> bool {
         match message {
             Message::Attach(rank, attach) => self.attach(rank, attach),
-            Message::Ack(rank, (epoch, op), complete) => {
-                (epoch == self.epoch || rule == Rule::AnyAck) && self.ended(op, rank, complete)
+            Message::Ack(rank, (epoch, transfer), complete) => {
+                (epoch == self.epoch || rule == Rule::AnyAck)
+                    && self.ended(transfer, rank, complete)
             }
             Message::Admit(rank, attach, after) => {
                 let after = Some(after);
@@ -387,7 +393,7 @@ impl State {
             place.wrote = Some(copy);
         }
         let ended = EndedCopy {
-            op: copy.1,
+            transfer: copy.1,
             complete,
             complete_pages: 0,
             bytes: 0,
@@ -398,7 +404,7 @@ impl State {
 
     fn restart(&mut self, rule: Rule) {
         self.epoch.0 += 1;
-        self.last = OpId(0);
+        self.last = TransferId(0);
         self.fill = None;
         self.ready = None;
         ranks().for_each(|rank| self.cut(rule, rank));
@@ -432,7 +438,7 @@ impl Model for Epochs {
     fn init_states(&self) -> Vec<State> {
         vec![State {
             epoch: Epoch(1),
-            last: OpId(0),
+            last: TransferId(0),
             fill: None,
             ready: None,
             places: [Seat::new(), Seat::new()],
@@ -514,8 +520,8 @@ impl Model for Epochs {
         vec![
             Property::always(READABLE, |_, state: &State| {
                 let served = state.ready.filter(|_| state.all_attached());
-                served.is_none_or(|op| {
-                    let complete = Some((state.epoch, op));
+                served.is_none_or(|transfer| {
+                    let complete = Some((state.epoch, transfer));
                     state.places.iter().all(|place| place.wrote == complete)
                 })
             }),
@@ -527,7 +533,7 @@ impl Model for Epochs {
                     let place = &state.places[at(rank)];
                     let awaits_rank = |fill: &Fill| fill.missing.0.contains(rank);
                     let awaited = state.fill.as_ref().filter(|fill| awaits_rank(fill));
-                    let awaited = awaited.map(|fill| (state.epoch, fill.op));
+                    let awaited = awaited.map(|fill| (state.epoch, fill.transfer));
                     let mut running = place.running.iter();
                     place.attached.is_none() || running.all(|copy| Some(*copy) == awaited)
                 })

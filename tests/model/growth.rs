@@ -1,10 +1,10 @@
 //! Growth: a block grows after its watermark, page by page. A growth that fails or is late returns its page, and the
-//! next growth takes the same page with another generation. The pages before it stay readable throughout.
+//! next growth takes the same page in another transfer. The pages before it stay readable throughout.
 //!
 //! One sequence of three pages in an arena of three. [`Pool`] runs in parallel.
 
 use kvferry_core::{AnchorKey, BlockRun, Domain, MatchGoal, Pool, PrefixMatch, ReservationKind};
-use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
+use kvferry_types::{GroupId, PageHashes, Rank, Ratio, TransferId};
 use stateright::{Model, Property};
 
 use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks};
@@ -19,7 +19,7 @@ enum Rule {
     /// The real rule.
     Watermark,
     /// An acknowledgement of an older growth counts for the one that fills.
-    AnyGeneration,
+    AnyTransfer,
     /// A page is readable as soon as it is reserved.
     ReadReserved,
     /// A growth that failed on some rank publishes.
@@ -50,21 +50,21 @@ impl Growth {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Message {
-    Order(Rank, Generation, Page),
-    Ack(Rank, Generation, bool),
+    Order(Rank, TransferId, Page),
+    Ack(Rank, TransferId, bool),
 }
 
 #[derive(Debug, Clone, PartialEq)]
 enum Action {
     Grow,
     Arrive(Message),
-    End(Rank, Generation, bool),
+    End(Rank, TransferId, bool),
     Late,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Fill {
-    generation: Generation,
+    transfer: TransferId,
     missing: Missing,
     failed: bool,
     late: bool,
@@ -72,13 +72,13 @@ struct Fill {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
-    last: Generation,
-    /// Pages below the watermark, each with the generation of the store that published it.
-    ready: Vec<Generation>,
+    last: TransferId,
+    /// Pages below the watermark, each with the transfer that published it.
+    ready: Vec<TransferId>,
     fill: Option<Fill>,
-    writing: [Vec<(Page, Generation)>; RANKS as usize],
-    wrote: [[Option<Generation>; PAGES]; RANKS as usize],
-    seen: [Vec<Generation>; RANKS as usize],
+    writing: [Vec<(Page, TransferId)>; RANKS as usize],
+    wrote: [[Option<TransferId>; PAGES]; RANKS as usize],
+    seen: [Vec<TransferId>; RANKS as usize],
     network: Network<Message>,
     failures: u8,
     differs: Option<String>,
@@ -89,8 +89,8 @@ struct State {
 #[derive(Debug, Clone)]
 enum Event {
     Grow,
-    Late(Generation),
-    Ended(Generation, Rank, bool, Option<bool>),
+    Late(TransferId),
+    Ended(TransferId, Rank, bool, Option<bool>),
 }
 
 impl State {
@@ -100,45 +100,45 @@ impl State {
 
     fn grow(&mut self) {
         self.last.0 += 1;
-        let (generation, page) = (self.last, self.ready.len());
+        let (transfer, page) = (self.last, self.ready.len());
         self.fill = Some(Fill {
-            generation,
+            transfer,
             missing: Missing::all(),
             failed: false,
             late: false,
         });
         for rank in ranks() {
-            self.network.send(Message::Order(rank, generation, page));
+            self.network.send(Message::Order(rank, transfer, page));
         }
         self.step(Event::Grow);
     }
 
-    fn start(&mut self, rank: Rank, generation: Generation, page: Page) -> bool {
+    fn start(&mut self, rank: Rank, transfer: TransferId, page: Page) -> bool {
         let seen = &mut self.seen[at(rank)];
-        if seen.contains(&generation) {
+        if seen.contains(&transfer) {
             return false;
         }
-        seen.push(generation);
+        seen.push(transfer);
         seen.sort_unstable();
-        self.writing[at(rank)].push((page, generation));
+        self.writing[at(rank)].push((page, transfer));
         self.writing[at(rank)].sort_unstable();
         self.wrote[at(rank)][page] = None;
         true
     }
 
-    fn end(&mut self, rank: Rank, generation: Generation, complete: bool) {
+    fn end(&mut self, rank: Rank, transfer: TransferId, complete: bool) {
         let writing = &mut self.writing[at(rank)];
-        let which = writing.iter().position(|(_, copy)| *copy == generation);
+        let which = writing.iter().position(|(_, copy)| *copy == transfer);
         let (page, _) = writing.remove(which.expect("a copy"));
         if complete {
-            self.wrote[at(rank)][page] = Some(generation);
+            self.wrote[at(rank)][page] = Some(transfer);
         }
-        self.network.send(Message::Ack(rank, generation, complete));
+        self.network.send(Message::Ack(rank, transfer, complete));
     }
 
     /// Handles an acknowledgement. Returns whether it had an effect.
-    fn ended(&mut self, rule: Rule, generation: Generation, rank: Rank, complete: bool) -> bool {
-        let meant = |fill: &Fill| fill.generation == generation || rule == Rule::AnyGeneration;
+    fn ended(&mut self, rule: Rule, transfer: TransferId, rank: Rank, complete: bool) -> bool {
+        let meant = |fill: &Fill| fill.transfer == transfer || rule == Rule::AnyTransfer;
         let mut result = None;
         let mut effect = false;
         if let Some(fill) = self.fill.as_mut().filter(|fill| meant(fill)) {
@@ -147,31 +147,31 @@ impl State {
             if effect && fill.missing.0.is_empty() {
                 let failed = (fill.failed && rule != Rule::PublishFailed) || fill.late;
                 result = Some(!failed);
-                let generation = fill.generation;
+                let transfer = fill.transfer;
                 self.fill = None;
                 match failed {
                     true => self.failures += 1,
-                    false => self.ready.push(generation),
+                    false => self.ready.push(transfer),
                 }
             }
         }
-        self.step(Event::Ended(generation, rank, complete, result));
+        self.step(Event::Ended(transfer, rank, complete, result));
         effect
     }
 
     fn late(&mut self, rule: Rule) {
         let fill = self.fill.as_mut().expect("a store under way");
-        let generation = fill.generation;
+        let transfer = fill.transfer;
         fill.late = true;
         if rule == Rule::FreeLate {
             self.fill = None;
         }
-        self.step(Event::Late(generation));
+        self.step(Event::Late(transfer));
     }
 
     /// Pages that a lookup finds.
-    fn readable(&self, rule: Rule) -> Vec<Generation> {
-        let reserved = self.fill.iter().map(|fill| fill.generation);
+    fn readable(&self, rule: Rule) -> Vec<TransferId> {
+        let reserved = self.fill.iter().map(|fill| fill.transfer);
         let reserved = reserved.filter(|_| rule == Rule::ReadReserved);
         self.ready.iter().copied().chain(reserved).collect()
     }
@@ -183,7 +183,7 @@ impl Model for Growth {
 
     fn init_states(&self) -> Vec<State> {
         vec![State {
-            last: Generation(0),
+            last: TransferId(0),
             ready: Vec::new(),
             fill: None,
             writing: Default::default(),
@@ -203,9 +203,9 @@ impl Model for Growth {
         }
         actions.extend(state.network.messages().map(Action::Arrive));
         for rank in ranks() {
-            for (_, generation) in &state.writing[at(rank)] {
-                actions.push(Action::End(rank, *generation, true));
-                actions.push(Action::End(rank, *generation, false));
+            for (_, transfer) in &state.writing[at(rank)] {
+                actions.push(Action::End(rank, *transfer, true));
+                actions.push(Action::End(rank, *transfer, false));
             }
         }
         if state.fill.as_ref().is_some_and(|fill| !fill.late) {
@@ -217,18 +217,18 @@ impl Model for Growth {
         let mut state = last.clone();
         match action {
             Action::Grow => state.grow(),
-            Action::Arrive(Message::Order(rank, generation, page)) => {
-                if !state.start(rank, generation, page) {
+            Action::Arrive(Message::Order(rank, transfer, page)) => {
+                if !state.start(rank, transfer, page) {
                     return None;
                 }
             }
-            Action::Arrive(Message::Ack(rank, generation, complete)) => {
-                if !state.ended(self.rule, generation, rank, complete) {
+            Action::Arrive(Message::Ack(rank, transfer, complete)) => {
+                if !state.ended(self.rule, transfer, rank, complete) {
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }
             }
-            Action::End(rank, generation, complete) => state.end(rank, generation, complete),
+            Action::End(rank, transfer, complete) => state.end(rank, transfer, complete),
             Action::Late => state.late(self.rule),
         }
         state.differs = self.compare(&state);
@@ -239,8 +239,8 @@ impl Model for Growth {
         vec![
             Property::always(READABLE, |model: &Self, state: &State| {
                 let readable = state.readable(model.rule);
-                readable.iter().enumerate().all(|(page, generation)| {
-                    ranks().all(|rank| state.wrote[at(rank)][page] == Some(*generation))
+                readable.iter().enumerate().all(|(page, transfer)| {
+                    ranks().all(|rank| state.wrote[at(rank)][page] == Some(*transfer))
                 })
             }),
             Property::always(ONE_WRITER, |_, state: &State| {
@@ -261,7 +261,7 @@ impl Model for Growth {
     }
 }
 
-const READABLE: &str = "what is readable was written whole by every rank in its generation";
+const READABLE: &str = "what is readable was written whole by every rank in its transfer";
 const ONE_WRITER: &str = "no two copies write one page at a time";
 const ALIKE: &str = "the pool does what the model does";
 
@@ -296,15 +296,13 @@ impl Growth {
                     let Some(reserved) = reserved.first().filter(|new| new.kind == kind) else {
                         return Some(format!("{reserved:?} for page {position}"));
                     };
-                    pool.start_filling(reserved.generation, Missing::all().0);
+                    pool.start_filling(reserved.transfer, Missing::all().0);
                 }
-                Event::Late(generation) => pool.quarantine(generation),
-                Event::Ended(generation, rank, complete, expected) => {
-                    let result = pool.ended(generation, rank, complete);
+                Event::Late(transfer) => pool.quarantine(transfer),
+                Event::Ended(transfer, rank, complete, expected) => {
+                    let result = pool.ended(transfer, rank, complete);
                     if result != expected {
-                        return Some(format!(
-                            "{generation}, {rank}: {result:?}, not {expected:?}"
-                        ));
+                        return Some(format!("{transfer}, {rank}: {result:?}, not {expected:?}"));
                     }
                 }
             }
@@ -326,10 +324,10 @@ fn an_acknowledgement_of_one_growth_never_publishes_another() {
 }
 
 #[test]
-fn an_acknowledgement_without_a_generation_publishes_the_wrong_growth() {
+fn an_acknowledgement_without_a_transfer_publishes_the_wrong_growth() {
     breaks(
-        "growth by any generation",
-        || Growth::new(Rule::AnyGeneration),
+        "growth by any transfer",
+        || Growth::new(Rule::AnyTransfer),
         READABLE,
     );
 }

@@ -7,7 +7,9 @@
 mod beside;
 
 use kvferry_core::LeaderEvent;
-use kvferry_types::{EndedCopy, EngineId, Epoch, OpId, PageList, Rank, Request, RequestId, SlotId};
+use kvferry_types::{
+    EndedCopy, EngineId, Epoch, PageList, Rank, Request, RequestId, SlotId, TransferId,
+};
 use stateright::{Model, Property};
 
 use super::harness::{Missing, Past, breaks, holds, ranks};
@@ -42,7 +44,7 @@ enum Rule {
 struct Leases {
     rule: Rule,
     /// Maximum numbers of copies, seconds, broken connections and deaths.
-    ops: u64,
+    transfers: u64,
     seconds: u8,
     disconnects: u8,
     deaths: u8,
@@ -54,7 +56,7 @@ enum Action {
     Load(usize),
     Store(usize),
     Finish(usize),
-    Ended(OpId, Rank, bool),
+    Ended(TransferId, Rank, bool),
     Second,
     Disconnect,
     Reconnect,
@@ -65,7 +67,7 @@ enum Action {
 /// A page of a sequence, identified by the store that fills it. A state lists its blocks from the oldest on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Block {
-    id: OpId,
+    id: TransferId,
     name: usize,
     filling: bool,
     pins: i8,
@@ -74,15 +76,15 @@ struct Block {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Hold {
-    block: OpId,
+    block: TransferId,
     until: u8,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Op {
-    id: OpId,
+    id: TransferId,
     /// The block that a load reads or a store fills.
-    block: OpId,
+    block: TransferId,
     load: bool,
     missing: Missing,
     failed: bool,
@@ -94,11 +96,11 @@ struct Op {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
     now: u8,
-    last: OpId,
+    last: TransferId,
     blocks: Vec<Block>,
     /// Running requests, each with its hold.
     slots: [Option<Option<Hold>>; NAMES],
-    ops: Vec<Op>,
+    transfers: Vec<Op>,
     connected: bool,
     gone_at: Option<u8>,
     disconnected: u8,
@@ -126,7 +128,7 @@ impl State {
         });
     }
 
-    fn block(&mut self, id: OpId) -> Option<&mut Block> {
+    fn block(&mut self, id: TransferId) -> Option<&mut Block> {
         self.blocks.iter_mut().find(|block| block.id == id)
     }
 
@@ -135,20 +137,20 @@ impl State {
         blocks.find(|block| block.name == name && !block.retired)
     }
 
-    fn touch(&mut self, id: OpId) {
+    fn touch(&mut self, id: TransferId) {
         if let Some(at) = self.blocks.iter().position(|block| block.id == id) {
             let block = self.blocks.remove(at);
             self.blocks.push(block);
         }
     }
 
-    fn pin(&mut self, id: OpId) {
+    fn pin(&mut self, id: TransferId) {
         if let Some(block) = self.block(id) {
             block.pins += 1;
         }
     }
 
-    fn unpin(&mut self, id: OpId) {
+    fn unpin(&mut self, id: TransferId) {
         if let Some(block) = self.block(id) {
             block.pins -= 1;
         }
@@ -198,9 +200,9 @@ impl State {
         });
     }
 
-    fn begin(&mut self, block: OpId, load: bool) {
+    fn begin(&mut self, block: TransferId, load: bool) {
         self.last.0 += u64::from(load);
-        self.ops.push(Op {
+        self.transfers.push(Op {
             id: self.last,
             block,
             load,
@@ -252,46 +254,46 @@ impl State {
     }
 
     /// Handles the end of a copy on a rank. Returns whether this was the first report of it.
-    fn ended(&mut self, rule: Rule, id: OpId, rank: Rank, complete: bool) -> bool {
-        let Some(op) = self.ops.iter_mut().find(|op| op.id == id) else {
+    fn ended(&mut self, rule: Rule, id: TransferId, rank: Rank, complete: bool) -> bool {
+        let Some(transfer) = self.transfers.iter_mut().find(|transfer| transfer.id == id) else {
             return false;
         };
-        let first_report = op.missing.0.remove(rank);
-        op.failed |= first_report && !complete;
-        let (op, last) = (op.clone(), op.missing.0.is_empty());
-        let again = rule == Rule::ReleaseAgain && !first_report && op.load;
-        let first = rule == Rule::UntilFirst && op.leased;
+        let first_report = transfer.missing.0.remove(rank);
+        transfer.failed |= first_report && !complete;
+        let (transfer, last) = (transfer.clone(), transfer.missing.0.is_empty());
+        let again = rule == Rule::ReleaseAgain && !first_report && transfer.load;
+        let first = rule == Rule::UntilFirst && transfer.leased;
         if again || first {
             self.release(id);
         }
         if first_report && last {
             self.release(id);
-            self.ops.retain(|op| op.id != id);
-            if !op.load {
-                self.filled(&op);
+            self.transfers.retain(|transfer| transfer.id != id);
+            if !transfer.load {
+                self.filled(&transfer);
             }
-            self.closing &= !self.ops.is_empty();
+            self.closing &= !self.transfers.is_empty();
         }
         first_report || again
     }
 
-    fn release(&mut self, id: OpId) {
-        let op = self.ops.iter_mut().find(|op| op.id == id);
-        let op = op.expect("a copy under way");
-        if std::mem::take(&mut op.leased) {
-            let block = op.block;
+    fn release(&mut self, id: TransferId) {
+        let transfer = self.transfers.iter_mut().find(|transfer| transfer.id == id);
+        let transfer = transfer.expect("a copy under way");
+        if std::mem::take(&mut transfer.leased) {
+            let block = transfer.block;
             self.unpin(block);
         }
     }
 
-    fn filled(&mut self, op: &Op) {
-        let failed = op.failed || op.late;
-        if let Some(block) = self.block(op.block) {
+    fn filled(&mut self, transfer: &Op) {
+        let failed = transfer.failed || transfer.late;
+        if let Some(block) = self.block(transfer.block) {
             block.filling = false;
             block.retired |= failed;
         }
         self.free_if_unheld();
-        self.touch(op.block);
+        self.touch(transfer.block);
     }
 
     fn second(&mut self, rule: Rule) {
@@ -303,15 +305,18 @@ impl State {
                 self.release_block(name);
             }
         }
-        let due = self.ops.iter_mut().filter(|op| op.deadline <= now);
-        let late: Vec<OpId> = due
-            .map(|op| {
-                op.late = true;
-                op.id
+        let due = self
+            .transfers
+            .iter_mut()
+            .filter(|transfer| transfer.deadline <= now);
+        let late: Vec<TransferId> = due
+            .map(|transfer| {
+                transfer.late = true;
+                transfer.id
             })
             .collect();
         if rule == Rule::UntilDeadline {
-            late.into_iter().for_each(|op| self.release(op));
+            late.into_iter().for_each(|transfer| self.release(transfer));
         }
         if self.gone_at.is_some_and(|at| at <= now) {
             self.gone_at = None;
@@ -327,9 +332,9 @@ impl State {
 
     fn die(&mut self, rule: Rule, rank: Rank) {
         self.dead += 1;
-        let awaited: Vec<OpId> = self.ops.iter().map(|op| op.id).collect();
-        for op in awaited {
-            self.ended(rule, op, rank, false);
+        let awaited: Vec<TransferId> = self.transfers.iter().map(|transfer| transfer.id).collect();
+        for transfer in awaited {
+            self.ended(rule, transfer, rank, false);
         }
         self.blocks
             .iter_mut()
@@ -337,17 +342,19 @@ impl State {
         // A load must not read pages of the new depot, so no hold outlives the old one.
         (0..NAMES).for_each(|name| self.release_block(name));
         self.free_if_unheld();
-        self.closing = !self.ops.is_empty();
+        self.closing = !self.transfers.is_empty();
         let worker = worker(rank);
         self.step(LeaderEvent::WorkerDead(worker));
         self.step(LeaderEvent::Attach(attached(worker, 2)));
     }
 
     /// Every block that a slot holds or a load reads, once for each holder.
-    fn holders(&self) -> impl Iterator<Item = OpId> {
+    fn holders(&self) -> impl Iterator<Item = TransferId> {
         let slots = self.slots.iter().flatten().flatten();
-        let loads = self.ops.iter().filter(|op| op.load);
-        slots.map(|hold| hold.block).chain(loads.map(|op| op.block))
+        let loads = self.transfers.iter().filter(|transfer| transfer.load);
+        slots
+            .map(|hold| hold.block)
+            .chain(loads.map(|transfer| transfer.block))
     }
 }
 
@@ -359,10 +366,10 @@ impl Model for Leases {
     fn init_states(&self) -> Vec<State> {
         let empty = State {
             now: 0,
-            last: OpId(0),
+            last: TransferId(0),
             blocks: Vec::new(),
             slots: [None, None, None],
-            ops: Vec::new(),
+            transfers: Vec::new(),
             connected: true,
             gone_at: None,
             disconnected: 0,
@@ -373,8 +380,8 @@ impl Model for Leases {
             past: Past::new(),
         };
         let store = |name: usize| {
-            let op = OpId(name as u64 + 1);
-            let ended = ranks().map(move |rank| Action::Ended(op, rank, true));
+            let transfer = TransferId(name as u64 + 1);
+            let ended = ranks().map(move |rank| Action::Ended(transfer, rank, true));
             let begun = [Action::Lookup(name), Action::Store(name)].into_iter();
             begun.chain(ended).chain([Action::Finish(name)])
         };
@@ -385,7 +392,7 @@ impl Model for Leases {
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
-        let room = state.last.0 < self.ops;
+        let room = state.last.0 < self.transfers;
         for name in (0..NAMES).filter(|_| state.connected) {
             // Requests while a pool closes are refused, which `leader_model` tests.
             if !state.closing {
@@ -403,10 +410,10 @@ impl Model for Leases {
             }
         }
         // Earlier reports of ends are repeated, too.
-        for op in &state.ops {
+        for transfer in &state.transfers {
             for rank in ranks() {
-                actions.push(Action::Ended(op.id, rank, true));
-                actions.push(Action::Ended(op.id, rank, false));
+                actions.push(Action::Ended(transfer.id, rank, true));
+                actions.push(Action::Ended(transfer.id, rank, false));
             }
         }
         if state.now < self.seconds {
@@ -435,10 +442,10 @@ impl Model for Leases {
                 let slot = SlotId(name as u64);
                 state.request(Request::Finish { slot });
             }
-            Action::Ended(op, rank, complete) => {
-                let first_report = state.ended(self.rule, op, rank, complete);
+            Action::Ended(transfer, rank, complete) => {
+                let first_report = state.ended(self.rule, transfer, rank, complete);
                 let ended = EndedCopy {
-                    op,
+                    transfer,
                     complete,
                     complete_pages: 0,
                     bytes: 0,
@@ -475,7 +482,7 @@ impl Model for Leases {
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
             Property::always(KEPT, |_, state: &State| {
-                let there = |id: OpId| state.blocks.iter().any(|block| block.id == id);
+                let there = |id: TransferId| state.blocks.iter().any(|block| block.id == id);
                 state.holders().all(there)
             }),
             Property::always(COUNTED, |_, state: &State| {
@@ -488,18 +495,22 @@ impl Model for Leases {
             Property::sometimes(
                 "evicted while another page is read",
                 |model: &Self, state: &State| {
-                    let read = state.ops.iter().any(|op| op.load);
-                    (state.evicted && read) || model.ops < 4
+                    let read = state.transfers.iter().any(|transfer| transfer.load);
+                    (state.evicted && read) || model.transfers < 4
                 },
             ),
             Property::sometimes("read after its deadline", |_, state: &State| {
-                state.ops.iter().any(|op| op.load && op.late)
+                state
+                    .transfers
+                    .iter()
+                    .any(|transfer| transfer.load && transfer.late)
             }),
             Property::sometimes(
                 "read for an engine that is forgotten",
                 |model: &Self, state: &State| {
                     let forgotten = !state.connected && state.gone_at.is_none();
-                    (forgotten && state.ops.iter().any(|op| op.load)) || model.disconnects == 0
+                    (forgotten && state.transfers.iter().any(|transfer| transfer.load))
+                        || model.disconnects == 0
                 },
             ),
             Property::sometimes(
@@ -522,7 +533,7 @@ impl Leases {
     fn late(rule: Rule) -> Self {
         Self {
             rule,
-            ops: 4,
+            transfers: 4,
             seconds: 1,
             disconnects: 0,
             deaths: 0,
@@ -533,7 +544,7 @@ impl Leases {
     fn never_unpinned(rule: Rule) -> Self {
         Self {
             rule,
-            ops: 3,
+            transfers: 3,
             seconds: 3,
             disconnects: 1,
             deaths: 0,
@@ -544,7 +555,7 @@ impl Leases {
     fn dying(rule: Rule) -> Self {
         Self {
             rule,
-            ops: 3,
+            transfers: 3,
             seconds: 1,
             disconnects: 0,
             deaths: 1,

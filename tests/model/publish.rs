@@ -1,11 +1,11 @@
 //! Publishing by set: pages become readable when every rank has acknowledged a complete copy in time, in their
-//! generation and epoch. They are freed once, when no copy writes them any longer.
+//! transfer and epoch. They are freed once, when no copy writes them any longer.
 //!
 //! Two pages, three sequences of one page each. A leader reserves, orders, receives acknowledgements, gives up at
 //! deadlines and restarts; workers copy, fail and die. [`Pool`] runs in parallel.
 
 use kvferry_core::{AnchorKey, Domain, MatchGoal, Pool};
-use kvferry_types::{Epoch, Generation, GroupId, PageHashes, Rank, Ratio};
+use kvferry_types::{Epoch, GroupId, PageHashes, Rank, Ratio, TransferId};
 use stateright::{Model, Property};
 
 use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks};
@@ -15,7 +15,7 @@ const NAMES: u8 = 3;
 
 type Page = usize;
 /// A store, unique over all epochs.
-type StoreId = (Epoch, Generation);
+type StoreId = (Epoch, TransferId);
 
 /// The rule for publishing: the real one, or a broken variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ enum Rule {
     /// Publishes after as many acknowledgements as there are ranks, whichever ranks sent them.
     Count,
     /// An acknowledgement counts for the oldest store.
-    AnyGeneration,
+    AnyTransfer,
     /// An acknowledgement to an older leader counts for the store with its number.
     AnyEpoch,
     /// Pages are freed at their deadline.
@@ -81,13 +81,13 @@ fn domain() -> Domain {
 enum Message {
     Order {
         rank: Rank,
-        generation: Generation,
+        transfer: TransferId,
         page: Page,
     },
     Ack {
         rank: Rank,
         epoch: Epoch,
-        generation: Generation,
+        transfer: TransferId,
         complete: bool,
     },
 }
@@ -98,7 +98,7 @@ enum Action {
     Arrive(Message),
     /// The copy of a rank ends.
     End(Rank, StoreId, bool),
-    Late(Generation),
+    Late(TransferId),
     /// A worker dies, and another one with another depot attaches.
     Die(Rank),
     /// The next leader starts, once every copy of the old one has ended.
@@ -110,7 +110,7 @@ enum Action {
 struct Block {
     name: u8,
     page: Page,
-    generation: Generation,
+    transfer: TransferId,
     fill: Option<Fill>,
     retired: bool,
     published_late: bool,
@@ -127,7 +127,7 @@ struct Fill {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
     epoch: Epoch,
-    last: Generation,
+    last: TransferId,
     deaths: u8,
     blocks: Vec<Block>,
     free: Vec<Page>,
@@ -136,7 +136,7 @@ struct State {
     /// The store whose complete bytes each page holds, by rank.
     wrote: [[Option<StoreId>; PAGES]; RANKS as usize],
     /// By rank: the orders that have reached the worker or are not for it.
-    seen: [Vec<Generation>; RANKS as usize],
+    seen: [Vec<TransferId>; RANKS as usize],
     network: Network<Message>,
     evicted: bool,
     freed: bool,
@@ -149,8 +149,8 @@ struct State {
 enum Event {
     New,
     Reserve(u8),
-    Late(Generation),
-    Ended(Generation, Rank, bool, Option<bool>),
+    Late(TransferId),
+    Ended(TransferId, Rank, bool, Option<bool>),
     Reset,
 }
 
@@ -168,7 +168,7 @@ impl State {
         }
         let page = self.free.remove(0);
         self.last.0 += 1;
-        let generation = self.last;
+        let transfer = self.last;
         let fill = Fill {
             missing: Missing::all(),
             answers: 0,
@@ -178,7 +178,7 @@ impl State {
         self.blocks.push(Block {
             name,
             page,
-            generation,
+            transfer,
             fill: Some(fill),
             retired: false,
             published_late: false,
@@ -186,20 +186,20 @@ impl State {
         for rank in ranks() {
             self.network.send(Message::Order {
                 rank,
-                generation,
+                transfer,
                 page,
             });
         }
         self.step(Event::Reserve(name));
     }
 
-    fn start(&mut self, rank: Rank, generation: Generation, page: Page) -> bool {
-        if self.seen[at(rank)].contains(&generation) {
+    fn start(&mut self, rank: Rank, transfer: TransferId, page: Page) -> bool {
+        if self.seen[at(rank)].contains(&transfer) {
             return false;
         }
-        self.seen[at(rank)].push(generation);
+        self.seen[at(rank)].push(transfer);
         self.seen[at(rank)].sort_unstable();
-        self.writing[at(rank)].push((page, (self.epoch, generation)));
+        self.writing[at(rank)].push((page, (self.epoch, transfer)));
         self.writing[at(rank)].sort_unstable();
         self.wrote[at(rank)][page] = None;
         true
@@ -212,11 +212,11 @@ impl State {
         if complete {
             self.wrote[at(rank)][page] = Some(store);
         }
-        let (epoch, generation) = store;
+        let (epoch, transfer) = store;
         self.network.send(Message::Ack {
             rank,
             epoch,
-            generation,
+            transfer,
             complete,
         });
     }
@@ -225,15 +225,15 @@ impl State {
     fn ended(
         &mut self,
         rule: Rule,
-        generation: Generation,
+        transfer: TransferId,
         rank: Rank,
         complete: bool,
     ) -> Option<()> {
         let filling = |block: &&mut Block| block.fill.is_some();
         let mut blocks = self.blocks.iter_mut().filter(filling);
         let block = match rule {
-            Rule::AnyGeneration => blocks.min_by_key(|block| block.generation),
-            _ => blocks.find(|block| block.generation == generation),
+            Rule::AnyTransfer => blocks.min_by_key(|block| block.transfer),
+            _ => blocks.find(|block| block.transfer == transfer),
         };
         let block = block?;
         let fill = block.fill.as_mut()?;
@@ -255,17 +255,17 @@ impl State {
             block.published_late = late;
             result = Some(!failed);
             if failed {
-                let generation = block.generation;
+                let transfer = block.transfer;
                 let gone = self
                     .blocks
                     .iter()
-                    .position(|block| block.generation == generation);
+                    .position(|block| block.transfer == transfer);
                 let gone = self.blocks.remove(gone.expect("that block"));
                 self.release(gone.page);
                 self.freed = true;
             }
         }
-        self.step(Event::Ended(generation, rank, complete, result));
+        self.step(Event::Ended(transfer, rank, complete, result));
         Some(())
     }
 
@@ -274,35 +274,35 @@ impl State {
         self.free.sort_unstable();
     }
 
-    fn late(&mut self, rule: Rule, generation: Generation) {
+    fn late(&mut self, rule: Rule, transfer: TransferId) {
         let block = self
             .blocks
             .iter_mut()
-            .find(|block| block.generation == generation);
+            .find(|block| block.transfer == transfer);
         let block = block.expect("a store");
         block.fill.as_mut().expect("under way").late = true;
         let page = block.page;
         if rule == Rule::FreeLate {
             self.release(page);
         }
-        self.step(Event::Late(generation));
+        self.step(Event::Late(transfer));
     }
 
     fn die(&mut self, rule: Rule, rank: Rank) {
         self.deaths += 1;
         self.writing[at(rank)].clear();
         self.wrote[at(rank)] = [None; PAGES];
-        self.seen[at(rank)] = (1..=self.last.0).map(Generation).collect();
+        self.seen[at(rank)] = (1..=self.last.0).map(TransferId).collect();
         self.network
             .cut(|message| matches!(message, Message::Order { rank: to, .. } if *to == rank));
         let awaited = self.blocks.iter().filter(|block| {
             let fill = block.fill.as_ref();
             fill.is_some_and(|fill| fill.missing.0.contains(rank))
         });
-        let mut awaited: Vec<_> = awaited.map(|block| block.generation).collect();
+        let mut awaited: Vec<_> = awaited.map(|block| block.transfer).collect();
         awaited.sort_unstable();
-        for generation in awaited {
-            self.ended(rule, generation, rank, false);
+        for transfer in awaited {
+            self.ended(rule, transfer, rank, false);
         }
         let (kept, gone) = std::mem::take(&mut self.blocks)
             .into_iter()
@@ -318,7 +318,7 @@ impl State {
 
     fn restart(&mut self) {
         self.epoch.0 += 1;
-        self.last = Generation(0);
+        self.last = TransferId(0);
         self.blocks.clear();
         self.free = (0..PAGES).collect();
         self.writing = Default::default();
@@ -337,7 +337,7 @@ impl Model for Publish {
     fn init_states(&self) -> Vec<State> {
         vec![State {
             epoch: Epoch(1),
-            last: Generation(0),
+            last: TransferId(0),
             deaths: 0,
             blocks: Vec::new(),
             free: (0..PAGES).collect(),
@@ -376,7 +376,7 @@ impl Model for Publish {
         }
         for block in &state.blocks {
             if block.fill.as_ref().is_some_and(|fill| !fill.late) {
-                actions.push(Action::Late(block.generation));
+                actions.push(Action::Late(block.transfer));
             }
         }
         if state.epoch.0 < self.stores.len() as u64 {
@@ -390,31 +390,31 @@ impl Model for Publish {
             Action::Reserve(name) => state.reserve(name),
             Action::Arrive(Message::Order {
                 rank,
-                generation,
+                transfer,
                 page,
             }) => {
-                if !state.start(rank, generation, page) {
+                if !state.start(rank, transfer, page) {
                     return None;
                 }
             }
             Action::Arrive(Message::Ack {
                 rank,
                 epoch,
-                generation,
+                transfer,
                 complete,
             }) => {
                 if epoch != state.epoch && self.rule != Rule::AnyEpoch {
                     return None;
                 }
-                if state.ended(self.rule, generation, rank, complete).is_none() {
+                if state.ended(self.rule, transfer, rank, complete).is_none() {
                     // The pool must ignore the acknowledgement as well.
-                    state.step(Event::Ended(generation, rank, complete, None));
+                    state.step(Event::Ended(transfer, rank, complete, None));
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }
             }
             Action::End(rank, store, complete) => state.end(rank, store, complete),
-            Action::Late(generation) => state.late(self.rule, generation),
+            Action::Late(transfer) => state.late(self.rule, transfer),
             Action::Die(rank) => state.die(self.rule, rank),
             Action::Restart => state.restart(),
         }
@@ -427,7 +427,7 @@ impl Model for Publish {
             Property::always(READABLE, |_, state: &State| {
                 let mut readable = state.blocks.iter().filter(|block| block.fill.is_none());
                 readable.all(|block| {
-                    let store = Some((state.epoch, block.generation));
+                    let store = Some((state.epoch, block.transfer));
                     ranks().all(|rank| state.wrote[at(rank)][block.page] == store)
                 })
             }),
@@ -466,8 +466,7 @@ impl Model for Publish {
     }
 }
 
-const READABLE: &str =
-    "what is readable was written whole by every rank in its generation and epoch";
+const READABLE: &str = "what is readable was written whole by every rank in its transfer and epoch";
 const ONE_WRITER: &str = "no two copies write one page at a time";
 const FREED_ONCE: &str = "every page is free or held, once";
 const IN_TIME: &str = "nothing late is published";
@@ -507,15 +506,13 @@ impl Publish {
                     let Some(reserved) = reserved.first() else {
                         return Some(format!("no room for sequence {name}"));
                     };
-                    pool.start_filling(reserved.generation, Missing::all().0);
+                    pool.start_filling(reserved.transfer, Missing::all().0);
                 }
-                Event::Late(generation) => pool.quarantine(generation),
-                Event::Ended(generation, rank, complete, expected) => {
-                    let result = pool.ended(generation, rank, complete);
+                Event::Late(transfer) => pool.quarantine(transfer),
+                Event::Ended(transfer, rank, complete, expected) => {
+                    let result = pool.ended(transfer, rank, complete);
                     if result != expected {
-                        return Some(format!(
-                            "{generation}, {rank}: {result:?}, not {expected:?}"
-                        ));
+                        return Some(format!("{transfer}, {rank}: {result:?}, not {expected:?}"));
                     }
                 }
                 Event::Reset => pool.reset(),
@@ -572,8 +569,8 @@ fn counting_acknowledgements_serves_incomplete_pages() {
 
 #[test]
 fn an_acknowledgement_of_another_store_serves_incomplete_pages() {
-    let model = || Publish::one_leader(Rule::AnyGeneration);
-    breaks("publish by any generation", model, READABLE);
+    let model = || Publish::one_leader(Rule::AnyTransfer);
+    breaks("publish by any transfer", model, READABLE);
 }
 
 #[test]

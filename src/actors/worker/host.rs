@@ -19,8 +19,8 @@ use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
-    Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, OpId, PageRun, Record, Registration,
-    RequestId, Scope, Stored, Time, WorkerId,
+    Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, Record, Registration,
+    RequestId, Scope, Stored, Time, TransferId, WorkerId,
 };
 
 /// The live implementation of [`WorkerHost`].
@@ -248,11 +248,11 @@ impl WorkerHost for Host {
         })?)
     }
 
-    fn stop(&mut self, op: OpId) -> Result<(), Fatal> {
-        Ok(self.transfer.cast(TransferMessage::Stop(op))?)
+    fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal> {
+        Ok(self.transfer.cast(TransferMessage::Stop(transfer))?)
     }
 
-    fn invalid_copy(&mut self, _: OpId, _: &str) {}
+    fn invalid_copy(&mut self, _: TransferId, _: &str) {}
 
     fn report_problem(&mut self, why: &str) {
         self.readiness.problem(why.to_owned());

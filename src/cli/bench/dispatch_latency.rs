@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use crate::error::CommandError;
 use kvferry_actors::{EngineSide, TransferActor, TransferArguments, TransferMessage};
 use kvferry_memory::{CopyEngine, CopyJob, RegisteredMemory};
-use kvferry_types::{Copy, Direction, EndedCopy, EngineId, OpId, RequestId, Time};
+use kvferry_types::{Copy, Direction, EndedCopy, EngineId, RequestId, Time, TransferId};
 
 use super::percentiles;
 
@@ -86,7 +86,7 @@ pub(super) async fn measure(
         engine.run(&job).map_err(CommandError::failed)?;
         let on_the_spot = begun.elapsed();
         let copy = Copy {
-            op: OpId(u64::from(round)),
+            transfer: TransferId(u64::from(round)),
             engine: EngineId::default(),
             direction: Direction::Load,
             pairs: job.pairs.clone(),

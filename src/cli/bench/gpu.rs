@@ -13,7 +13,7 @@ use kvferry_cuda::{
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, Depot, NumaNode, Prefault, page_stride_bytes, validate,
 };
-use kvferry_types::{Direction, FragmentPair, OpId, PageList};
+use kvferry_types::{Direction, FragmentPair, PageList, TransferId};
 use kvferry_workload::content::POISON;
 
 use super::copy::registration;
@@ -350,7 +350,7 @@ impl Cut {
             Direction::Load => self.pairs.iter().cloned().map(turned).collect(),
         };
         Ok(DeviceCopy {
-            op: OpId(1),
+            transfer: TransferId(1),
             direction,
             parts: FragmentPair::parts(pairs, page_bytes, COPY_PART_BYTES),
             device: self.device.clone(),

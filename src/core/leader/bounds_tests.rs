@@ -93,7 +93,7 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
     );
     let copies = effects.iter().filter_map(|effect| match effect {
         LeaderEffect::Copy { copy, .. } => Some(EndedCopy {
-            op: copy.op,
+            transfer: copy.transfer,
             complete: true,
             complete_pages: 0,
             bytes: 0,
@@ -527,20 +527,20 @@ fn the_hashes_of_stores_under_way_are_bounded() {
         request(leader, Time(0), id + 2, Request::Finish { slot });
         effects
     };
-    let ops: Vec<_> = (0..fits as u64)
+    let transfers: Vec<_> = (0..fits as u64)
         .flat_map(|store| begin(&mut leader, 1 + 3 * store))
         .filter_map(|effect| match effect {
-            LeaderEffect::Copy { copy, .. } => Some(copy.op),
+            LeaderEffect::Copy { copy, .. } => Some(copy.transfer),
             _ => None,
         })
         .collect();
-    assert_eq!(ops.len(), fits, "each store has a copy");
+    assert_eq!(transfers.len(), fits, "each store has a copy");
     let refused = answers(&begin(&mut leader, 1000));
     let limit = "bytes of page hashes in stores under way";
     let max = HASH_BYTES_PER_ENGINE_MAX as u64;
     assert_eq!(refused, [Err(Refusal::Limit { limit, max })]);
     let ended = EndedCopy {
-        op: ops[0],
+        transfer: transfers[0],
         complete: true,
         complete_pages: 0,
         bytes: 0,

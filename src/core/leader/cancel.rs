@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::event::LeaderEffect;
 use crate::refusal::Refusal;
-use kvferry_types::{Answer, CancelStoresAnswer, EngineId, OpId, SlotId};
+use kvferry_types::{Answer, CancelStoresAnswer, EngineId, SlotId};
 
 use super::store::Stopped;
 use super::timers::{CancelId, StoreKey, Timer, Timers};
@@ -122,8 +122,8 @@ impl Leader {
             Stopped::Before => {}
             Stopped::Ended => self.store_ended(key, effects),
             Stopped::Waits(own) => {
-                for generation in own {
-                    self.transfers.cancel(OpId(generation.0));
+                for transfer in own {
+                    self.transfers.cancel(transfer);
                 }
             }
         }

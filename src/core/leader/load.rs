@@ -8,7 +8,7 @@ use crate::pool::Pin;
 use crate::refusal::Refusal;
 use crate::session::PinnedRun;
 use kvferry_types::{Answer, Copy, Direction, EngineId, GroupGeometry, LoadAnswer, Replica};
-use kvferry_types::{FragmentPair, OpId, PageCursor, PageList, RequestId, SlotId};
+use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TransferId};
 
 use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
@@ -27,7 +27,7 @@ struct PendingLoad {
 
 /// The loads that wait for their copies.
 #[derive(Debug, Default)]
-pub(super) struct Loads(BTreeMap<OpId, PendingLoad>);
+pub(super) struct Loads(BTreeMap<TransferId, PendingLoad>);
 
 impl Loads {
     /// Number of pins that loads hold.
@@ -104,9 +104,9 @@ impl Leader {
         self.counts.loaded_pages += u64::from(pages);
 
         self.next_id += 1;
-        let op = OpId(self.next_id);
+        let transfer = TransferId(self.next_id);
         let begun = Begun {
-            id: op,
+            id: transfer,
             replica,
             direction: Direction::Load,
             ranks,
@@ -114,9 +114,11 @@ impl Leader {
             deadline: reply_to.deadline,
         };
         self.transfers.begin(begun, &mut self.timers);
-        self.loads.0.insert(op, PendingLoad { reply_to, lease });
+        self.loads
+            .0
+            .insert(transfer, PendingLoad { reply_to, lease });
         let copy = Copy {
-            op,
+            transfer,
             engine: reply_to.engine,
             direction: Direction::Load,
             pairs,
@@ -136,7 +138,7 @@ impl Leader {
     /// The copy of a load has ended: releases its lease and answers it.
     pub(super) fn load_ended(
         &mut self,
-        id: OpId,
+        id: TransferId,
         outcome: TransferOutcome,
         effects: &mut Vec<LeaderEffect>,
     ) {

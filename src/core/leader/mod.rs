@@ -394,7 +394,7 @@ impl Leader {
         while let Some(timer) = self.timers.take_expired(now) {
             match timer {
                 Timer::Hold(engine, slot) => self.drop_holds(engine, slot),
-                Timer::Copy(op) => self.copy_due(now, op, effects),
+                Timer::Copy(transfer) => self.copy_due(now, transfer, effects),
                 Timer::Store(key) => self.store_due(key, effects),
                 Timer::Reset(id) => self.reset_late(id, effects),
                 Timer::Resets => self.resets_due(now, effects),

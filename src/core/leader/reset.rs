@@ -15,7 +15,7 @@ use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::sweep::Sweep;
 use kvferry_types::{
-    Answer, Generation, OpId, ResetAnswer, ResetId, ResetScope, Scope, Shard, Time, WorkerId,
+    Answer, ResetAnswer, ResetId, ResetScope, Scope, Shard, Time, TransferId, WorkerId,
 };
 
 use super::roster::Roster;
@@ -51,11 +51,11 @@ struct PendingReset {
     scope: Scope,
     /// The last store before the reset. Pages of later stores stay listed, because an invalidation may be repeated
     /// after new pages of the same scope were stored.
-    through: Generation,
+    through: TransferId,
     stage: ResetStage,
     pages: u32,
     /// Stores of these pages that were in flight at the reset and have not ended.
-    ending: BTreeSet<Generation>,
+    ending: BTreeSet<TransferId>,
     /// Shards that have not confirmed that the pages are removed.
     missing: BTreeSet<Shard>,
     /// The worker that received the request for a shard, and whose connection has not been lost since.
@@ -90,7 +90,7 @@ enum Advance {
     /// Pages of the reset have holders: the reset is refused.
     Refuse { holders: u64 },
     /// Blocks were visited; these copies into pages of the reset are cancelled.
-    Cancel(Vec<Generation>),
+    Cancel(Vec<TransferId>),
     /// A worker removes the pages from its inventory.
     Invalidate(WorkerId),
     /// The pool was closed: no page of it is found any longer.
@@ -133,7 +133,7 @@ impl Resets {
         &mut self,
         reply_to: ReplyTo,
         scope: Scope,
-        through: Generation,
+        through: TransferId,
         sweep: Sweep,
         roster: &Roster,
         timers: &mut Timers,
@@ -257,9 +257,9 @@ impl Resets {
     }
 
     /// A store has ended, whether its pages were published or not: resets that waited for it continue.
-    pub(super) fn store_ended(&mut self, generation: Generation) {
+    pub(super) fn store_ended(&mut self, transfer: TransferId) {
         for reset in self.open.values_mut() {
-            reset.ending.remove(&generation);
+            reset.ending.remove(&transfer);
         }
     }
 
@@ -322,7 +322,7 @@ impl Leader {
             });
         };
         let sweep = pool.begin_sweep(scope.clone());
-        let through = Generation(self.next_id);
+        let through = TransferId(self.next_id);
         self.resets.begin(
             reply_to,
             scope,
@@ -400,8 +400,8 @@ impl Leader {
                 self.refuse_reset(id, Refusal::Leased { holders }, effects);
             }
             Advance::Cancel(filling) => {
-                for generation in filling {
-                    self.transfers.cancel(OpId(generation.0));
+                for transfer in filling {
+                    self.transfers.cancel(transfer);
                 }
                 // After a new pool has opened, the last shard may have answered between two slices.
                 self.answer_if_over(now, id, effects);
@@ -535,7 +535,7 @@ mod tests {
                 reset.requested_from.insert(shard, worker);
             }
             if in_flight {
-                reset.ending.insert(Generation(9));
+                reset.ending.insert(TransferId(9));
             }
             let counted = leader.resets.confirmed(id, shard);
             let missing = leader.resets.open[&id].missing.contains(&shard);

@@ -14,8 +14,8 @@ use crate::event::{AttachRequest, LeaderEffect, WorkerMemory};
 use crate::rank_set::{RANKS_MAX, RankSet};
 use crate::refusal::Refusal;
 use kvferry_types::{
-    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, OpId, Rank, Replica, Shard,
-    Sharding, Time, WorkerId,
+    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, Rank, Replica, Shard,
+    Sharding, Time, TransferId, WorkerId,
 };
 
 use super::Leader;
@@ -38,7 +38,7 @@ struct Seat {
 }
 
 /// Answer to an attach request: the highest number of an order that the worker may have carried out before.
-type AttachVerdict = Result<OpId, Refusal>;
+type AttachVerdict = Result<TransferId, Refusal>;
 
 /// The seats of all workers.
 #[derive(Debug)]
@@ -560,7 +560,7 @@ impl Leader {
         self.resets.request_again(worker);
         self.recovery.settle_read(worker, &mut self.timers);
         self.roster.begin_attach(worker);
-        let verdict = self.validate(&attached).map(|()| OpId(self.next_id));
+        let verdict = self.validate(&attached).map(|()| TransferId(self.next_id));
         self.roster.end_attach(attached, &verdict);
         self.close_unfit_tier();
         effects.push(LeaderEffect::Admit {

@@ -15,8 +15,8 @@ use crate::refusal::Refusal;
 use crate::session::{HASH_BYTES_PER_ENGINE_MAX, Slot};
 use kvferry_types::{Answer, Copy, Direction, StoreAnswer};
 use kvferry_types::{
-    EngineId, FragmentPair, Generation, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
-    RequestId, SlotId,
+    EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, Rank, RequestId, SlotId,
+    TransferId,
 };
 
 use super::load::check_device_pages;
@@ -53,7 +53,7 @@ impl PendingStore {
 
 #[derive(Debug, Clone, Copy)]
 struct Wait {
-    generation: Generation,
+    transfer: TransferId,
     pages: u32,
     own: bool,
 }
@@ -65,7 +65,7 @@ pub(super) enum Stopped {
     /// The store waits for no copy of its own.
     Ended,
     /// The store waits for these copies of its own, which are to be cancelled.
-    Waits(Vec<Generation>),
+    Waits(Vec<TransferId>),
 }
 
 /// The stores that wait for copies.
@@ -73,7 +73,7 @@ pub(super) enum Stopped {
 pub(super) struct Stores {
     waiting: BTreeMap<StoreKey, PendingStore>,
     /// The stores that wait for each copy.
-    waiters: BTreeMap<Generation, Vec<StoreKey>>,
+    waiters: BTreeMap<TransferId, Vec<StoreKey>>,
     last: StoreKey,
     /// Bytes of page hashes in the waiting stores of each engine, at most [`HASH_BYTES_PER_ENGINE_MAX`]. A store keeps
     /// its hashes when its slot is finished. Hashes that several stores share count for each.
@@ -113,7 +113,7 @@ impl Stores {
     fn wait(&mut self, pending: PendingStore, timers: &mut Timers) {
         self.last += 1;
         for wait in &pending.waits {
-            let waiting = self.waiters.entry(wait.generation).or_default();
+            let waiting = self.waiters.entry(wait.transfer).or_default();
             waiting.push(self.last);
         }
         if pending.waits.iter().any(|wait| !wait.own) {
@@ -124,17 +124,17 @@ impl Stores {
     }
 
     /// The stores that wait for a copy.
-    fn waiting_for(&self, generation: Generation) -> Vec<StoreKey> {
-        self.waiters.get(&generation).cloned().unwrap_or_default()
+    fn waiting_for(&self, transfer: TransferId) -> Vec<StoreKey> {
+        self.waiters.get(&transfer).cloned().unwrap_or_default()
     }
 
     /// A copy that a store waits for has ended. Returns the number of pages that became ready, if they are its own.
-    fn copy_ended(&mut self, key: StoreKey, generation: Generation, published: bool) -> u32 {
+    fn copy_ended(&mut self, key: StoreKey, transfer: TransferId, published: bool) -> u32 {
         let Some(store) = self.waiting.get_mut(&key) else {
             return 0;
         };
         let mut waits = store.waits.iter();
-        let Some(index) = waits.position(|wait| wait.generation == generation) else {
+        let Some(index) = waits.position(|wait| wait.transfer == transfer) else {
             return 0;
         };
         let wait = store.waits.swap_remove(index);
@@ -159,15 +159,11 @@ impl Stores {
         for wait in given_up {
             store.failed_pages += wait.pages;
             self.waiters
-                .entry(wait.generation)
+                .entry(wait.transfer)
                 .or_default()
                 .retain(|waits| *waits != key);
-            if self
-                .waiters
-                .get(&wait.generation)
-                .is_some_and(Vec::is_empty)
-            {
-                self.waiters.remove(&wait.generation);
+            if self.waiters.get(&wait.transfer).is_some_and(Vec::is_empty) {
+                self.waiters.remove(&wait.transfer);
             }
         }
     }
@@ -182,9 +178,9 @@ impl Stores {
         }
         self.fail_waits(key, |wait| !wait.own);
         let waits = self.waiting.get(&key).into_iter();
-        let own: Vec<Generation> = waits
+        let own: Vec<TransferId> = waits
             .flat_map(|store| &store.waits)
-            .map(|wait| wait.generation)
+            .map(|wait| wait.transfer)
             .collect();
         match own.is_empty() {
             true => Stopped::Ended,
@@ -236,13 +232,13 @@ impl Stores {
                 format!("{hash_bytes:?} bytes of hashes in stores, {counted:?} counted").into(),
             );
         }
-        for (generation, keys) in &self.waiters {
+        for (transfer, keys) in &self.waiters {
             for key in keys {
                 let waits = self.waiting.get(key).map_or(&[][..], |store| &store.waits);
-                if !waits.iter().any(|wait| wait.generation == *generation) {
+                if !waits.iter().any(|wait| wait.transfer == *transfer) {
                     return Err(format!(
                         "store {key} is noted at copy {} and does not wait for it",
-                        generation.0
+                        transfer.0
                     )
                     .into());
                 }
@@ -250,13 +246,13 @@ impl Stores {
         }
         for (key, store) in &self.waiting {
             let noted = |wait: &Wait| {
-                let keys = self.waiters.get(&wait.generation);
+                let keys = self.waiters.get(&wait.transfer);
                 keys.is_some_and(|keys| keys.contains(key))
             };
             if let Some(wait) = store.waits.iter().find(|wait| !noted(wait)) {
                 return Err(format!(
                     "store {key} waits for copy {} and is not noted there",
-                    wait.generation.0
+                    wait.transfer.0
                 )
                 .into());
             }
@@ -331,7 +327,7 @@ impl Leader {
         let mut at = first_page;
         for reserved in &plan.reserved {
             let Reserved {
-                generation,
+                transfer,
                 position,
                 run,
                 kind,
@@ -351,13 +347,13 @@ impl Leader {
                 dst: PageList::run(run.start, run.count),
             };
             let copy = Copy {
-                op: OpId(generation.0),
+                transfer,
                 engine: reply_to.engine,
                 direction: Direction::Store,
                 pairs: vec![pair],
                 request: reply_to.id,
                 after: reply_to.id,
-                record: pool.record(generation, epoch),
+                record: pool.record(transfer, epoch),
                 deadline: reply_to.deadline,
             };
             effects.push(LeaderEffect::Copy {
@@ -365,9 +361,9 @@ impl Leader {
                 ranks,
                 copy,
             });
-            pool.start_filling(generation, ranks);
+            pool.start_filling(transfer, ranks);
             let begun = Begun {
-                id: OpId(generation.0),
+                id: transfer,
                 replica,
                 direction: Direction::Store,
                 ranks,
@@ -405,7 +401,7 @@ impl Leader {
     /// stores that wait for it.
     pub(super) fn filled(
         &mut self,
-        generation: Generation,
+        transfer: TransferId,
         rank: Rank,
         complete: bool,
         effects: &mut Vec<LeaderEffect>,
@@ -413,13 +409,13 @@ impl Leader {
         let Some(pool) = self.tier.pool_mut() else {
             return;
         };
-        let Some(published) = pool.ended(generation, rank, complete) else {
+        let Some(published) = pool.ended(transfer, rank, complete) else {
             return;
         };
         self.counts.failed_copies += u64::from(!published);
-        self.resets.store_ended(generation);
-        for key in self.stores.waiters.remove(&generation).unwrap_or_default() {
-            let ready = self.stores.copy_ended(key, generation, published);
+        self.resets.store_ended(transfer);
+        for key in self.stores.waiters.remove(&transfer).unwrap_or_default() {
+            let ready = self.stores.copy_ended(key, transfer, published);
             self.counts.published_pages += u64::from(ready);
             self.answer_store(key, effects);
         }
@@ -443,11 +439,11 @@ impl Leader {
     /// at once, instead of after the copy has ended on every rank.
     pub(super) fn never_published(
         &mut self,
-        generation: Generation,
+        transfer: TransferId,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        for key in self.stores.waiting_for(generation) {
-            let foreign = |wait: &Wait| !wait.own && wait.generation == generation;
+        for key in self.stores.waiting_for(transfer) {
+            let foreign = |wait: &Wait| !wait.own && wait.transfer == transfer;
             self.stores.fail_waits(key, foreign);
             self.answer_store(key, effects);
         }
@@ -529,9 +525,9 @@ fn plan(pool: &mut Pool, slot: &Slot, wanted: Range<u32>, ratio: u32, next_id: &
                 &mut plan.evicted,
             );
             for reserved in &plan.reserved[before..] {
-                let (generation, pages) = (reserved.generation, reserved.run.count);
+                let (transfer, pages) = (reserved.transfer, reserved.run.count);
                 plan.waits.push(Wait {
-                    generation,
+                    transfer,
                     pages,
                     own: true,
                 });
@@ -578,9 +574,9 @@ impl Plan {
         if pages > 0
             && let Some(filling) = pool.filling_of(found.block)
         {
-            let generation = filling.generation;
+            let transfer = filling.transfer;
             self.waits.push(Wait {
-                generation,
+                transfer,
                 pages,
                 own: false,
             });

@@ -29,9 +29,9 @@ fn a_pin_without_a_holder_is_detected() {
         &mut evicted,
     );
     assert_eq!(room, 2);
-    let generation = reserved[0].generation;
-    pool.start_filling(generation, RankSet::first(1));
-    assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+    let transfer = reserved[0].transfer;
+    pool.start_filling(transfer, RankSet::first(1));
+    assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
     let block = pool.view().next().expect("a block").index;
 
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
@@ -416,23 +416,26 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     step(&mut leader, lookup.clone());
     let copies = step(&mut leader, store);
     assert_eq!(copies.len(), pages as usize);
-    end(&mut leader, copies.iter().map(|copy| copy.op));
+    end(&mut leader, copies.iter().map(|copy| copy.transfer));
     step(&mut leader, lookup);
     let copies = step(&mut leader, load);
     let [copy] = &copies[..] else {
         unreachable!("{} copies", copies.len())
     };
     assert_eq!(copy.pairs.len(), LOAD_RUNS_MAX);
-    let effects = end(&mut leader, [copy.op].into_iter());
+    let effects = end(&mut leader, [copy.transfer].into_iter());
     let loaded = Ok(Answer::Load(LoadAnswer { pages: pages - 1 }));
     let answered = |effect: &LeaderEffect| matches!(effect, LeaderEffect::Answer { answer, .. } if *answer == loaded);
     assert!(effects.iter().any(answered), "{effects:?}");
 }
 
 /// Ends copies completely on the only rank.
-fn end(leader: &mut Leader, ops: impl Iterator<Item = kvferry_types::OpId>) -> Vec<LeaderEffect> {
-    let copies = ops.map(|op| kvferry_types::EndedCopy {
-        op,
+fn end(
+    leader: &mut Leader,
+    transfers: impl Iterator<Item = kvferry_types::TransferId>,
+) -> Vec<LeaderEffect> {
+    let copies = transfers.map(|transfer| kvferry_types::EndedCopy {
+        transfer,
         complete: true,
         complete_pages: 0,
         bytes: 0,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_types::{EngineId, OpId, ResetId, SlotId, Time, WorkerId};
+use kvferry_types::{EngineId, ResetId, SlotId, Time, TransferId, WorkerId};
 
 /// Number of a `cancel_stores` request.
 pub(super) type CancelId = u64;
@@ -16,7 +16,7 @@ pub(super) enum Timer {
     /// The holds of a slot expire.
     Hold(EngineId, SlotId),
     /// A copy is checked: at its deadline, then every quarter of the fence time.
-    Copy(OpId),
+    Copy(TransferId),
     /// The deadline of a store that waits for copies of other requests.
     Store(StoreKey),
     /// The deadline of a reset.

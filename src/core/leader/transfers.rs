@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::Contradiction;
 use crate::event::{CANCELLED_MAX, LeaderEffect};
 use crate::rank_set::RankSet;
-use kvferry_types::{Direction, EndedCopy, Generation, OpId, Rank, Replica, Time, WorkerId};
+use kvferry_types::{Direction, EndedCopy, Rank, Replica, Time, TransferId, WorkerId};
 
 use super::Leader;
 use super::timers::{Timer, Timers};
@@ -45,7 +45,7 @@ impl TransferInFlight {
 /// A copy that is begun.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Begun {
-    pub(super) id: OpId,
+    pub(super) id: TransferId,
     pub(super) replica: Replica,
     pub(super) direction: Direction,
     pub(super) ranks: RankSet,
@@ -95,9 +95,9 @@ struct Late {
 /// The copies in flight. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Transfers {
-    in_flight: BTreeMap<OpId, TransferInFlight>,
+    in_flight: BTreeMap<TransferId, TransferInFlight>,
     /// Copies that this step cancels, collected so that each worker is notified once.
-    cancels: BTreeMap<WorkerId, BTreeSet<OpId>>,
+    cancels: BTreeMap<WorkerId, BTreeSet<TransferId>>,
 }
 
 impl Transfers {
@@ -120,7 +120,7 @@ impl Transfers {
     fn ended(
         &mut self,
         worker: WorkerId,
-        id: OpId,
+        id: TransferId,
         end: RankEnd,
         timers: &mut Timers,
     ) -> Option<(Direction, Option<TransferOutcome>)> {
@@ -155,7 +155,7 @@ impl Transfers {
     fn check_late(
         &mut self,
         now: Time,
-        id: OpId,
+        id: TransferId,
         fence: Duration,
         timers: &mut Timers,
     ) -> Option<Late> {
@@ -174,7 +174,7 @@ impl Transfers {
     }
 
     /// Cancels a copy on the ranks where it has not ended, at the end of this step.
-    pub(super) fn cancel(&mut self, id: OpId) {
+    pub(super) fn cancel(&mut self, id: TransferId) {
         let Some(transfer) = self.in_flight.get(&id) else {
             return;
         };
@@ -187,15 +187,15 @@ impl Transfers {
 
     /// Cancels every copy, at the end of this step.
     pub(super) fn cancel_all(&mut self) {
-        let ids: Vec<OpId> = self.in_flight.keys().copied().collect();
+        let ids: Vec<TransferId> = self.in_flight.keys().copied().collect();
         ids.into_iter().for_each(|id| self.cancel(id));
     }
 
     /// The cancels of this step for each worker, without copies that have ended meanwhile.
-    fn take_cancels(&mut self) -> impl Iterator<Item = (WorkerId, Vec<OpId>)> {
+    fn take_cancels(&mut self) -> impl Iterator<Item = (WorkerId, Vec<TransferId>)> {
         let cancels = std::mem::take(&mut self.cancels);
         cancels.into_iter().map(|(worker, ids)| {
-            let is_awaited = |id: &OpId| {
+            let is_awaited = |id: &TransferId| {
                 let transfer = self.in_flight.get(id);
                 transfer.is_some_and(|transfer| transfer.awaits(worker))
             };
@@ -204,7 +204,7 @@ impl Transfers {
     }
 
     /// The copies whose end a worker owes.
-    fn awaited_from(&self, worker: WorkerId) -> impl Iterator<Item = (OpId, Direction)> {
+    fn awaited_from(&self, worker: WorkerId) -> impl Iterator<Item = (TransferId, Direction)> {
         let in_flight = self.in_flight.iter();
         let awaited = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
         awaited.map(|(id, transfer)| (*id, transfer.direction))
@@ -236,7 +236,9 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         for copy in copies {
-            if let Some(direction) = self.copy_ended(worker, copy.op, RankEnd::of(copy), effects) {
+            if let Some(direction) =
+                self.copy_ended(worker, copy.transfer, RankEnd::of(copy), effects)
+            {
                 self.count_bytes(direction, copy);
             }
         }
@@ -244,7 +246,7 @@ impl Leader {
 
     /// Ends all copies that a worker owes, none of them complete: its process is dead, or has reported that they ended.
     pub(super) fn fail_copies_of(&mut self, worker: WorkerId, effects: &mut Vec<LeaderEffect>) {
-        let ids: Vec<OpId> = self
+        let ids: Vec<TransferId> = self
             .transfers
             .awaited_from(worker)
             .map(|(id, _)| id)
@@ -259,15 +261,15 @@ impl Leader {
     fn copy_ended(
         &mut self,
         worker: WorkerId,
-        id: OpId,
+        id: TransferId,
         end: RankEnd,
         effects: &mut Vec<LeaderEffect>,
     ) -> Option<Direction> {
         let (direction, outcome) = self.transfers.ended(worker, id, end, &mut self.timers)?;
         match direction {
             Direction::Store => {
-                let generation = Generation(id.0);
-                self.filled(generation, worker.rank, end == RankEnd::Complete, effects);
+                let transfer = id;
+                self.filled(transfer, worker.rank, end == RankEnd::Complete, effects);
             }
             Direction::Load => {
                 if let Some(outcome) = outcome {
@@ -281,7 +283,7 @@ impl Leader {
     /// The deadline of a copy has passed: cancels the copy on the ranks where it has not ended, and again every quarter
     /// of the fence time. Its pages are not reused before it has ended everywhere. After the fence time only the death
     /// of its workers proves that the pages are not written any longer.
-    pub(super) fn copy_due(&mut self, now: Time, id: OpId, effects: &mut Vec<LeaderEffect>) {
+    pub(super) fn copy_due(&mut self, now: Time, id: TransferId, effects: &mut Vec<LeaderEffect>) {
         let fence = self.settings.fence;
         let Some(late) = self.transfers.check_late(now, id, fence, &mut self.timers) else {
             return;
@@ -291,8 +293,8 @@ impl Leader {
             if late.direction == Direction::Store
                 && let Some(pool) = self.tier.pool_mut()
             {
-                pool.quarantine(Generation(id.0));
-                self.never_published(Generation(id.0), effects);
+                pool.quarantine(id);
+                self.never_published(id, effects);
             }
         }
         self.transfers.cancel(id);
@@ -304,7 +306,7 @@ impl Leader {
         for (worker, ids) in self.transfers.take_cancels() {
             effects.extend(ids.chunks(CANCELLED_MAX).map(|ids| LeaderEffect::Cancel {
                 worker,
-                ops: ids.to_vec(),
+                transfers: ids.to_vec(),
             }));
         }
         let fenced = self.roster.take_to_fence();
@@ -331,7 +333,7 @@ impl Leader {
     }
 
     /// Copies that have not ended, with the ranks that owe their ends: for checks.
-    pub fn awaited(&self) -> impl Iterator<Item = (OpId, Replica, Vec<Rank>)> {
+    pub fn awaited(&self) -> impl Iterator<Item = (TransferId, Replica, Vec<Rank>)> {
         let in_flight = self.transfers.in_flight.iter();
         in_flight.map(|(id, transfer)| (*id, transfer.replica, transfer.missing.iter().collect()))
     }
@@ -346,7 +348,7 @@ mod tests {
 
     fn begun(id: u64, direction: Direction, replica: u16) -> Begun {
         Begun {
-            id: OpId(id),
+            id: TransferId(id),
             replica: Replica(replica),
             direction,
             ranks: RankSet::first(2),

@@ -111,8 +111,8 @@ fn lists(copy: &Copy, record: &Record) -> Result<(), Invalid> {
 mod tests {
     use super::*;
     use kvferry_types::{
-        Anchor, DomainId, EngineId, Fingerprint, FragmentPair, OpId, PageRun, RequestId, Stored,
-        Time,
+        Anchor, DomainId, EngineId, Fingerprint, FragmentPair, PageRun, RequestId, Stored, Time,
+        TransferId,
     };
 
     /// An index in a block has 16 bits in the inventory.
@@ -122,7 +122,7 @@ mod tests {
             let run = |start| PageList([PageRun { start, count: 4 }].into_iter().collect());
             let (src, dst) = (run(0), run(u32::from(first)));
             let copy = Copy {
-                op: OpId(1),
+                transfer: TransferId(1),
                 engine: EngineId([1; 16]),
                 direction: Direction::Store,
                 request: RequestId(1),

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_types::{Copy, Direction, EngineId, OpId, RequestId, Time};
+use kvferry_types::{Copy, Direction, EngineId, RequestId, Time, TransferId};
 
 use crate::Contradiction;
 
@@ -54,7 +54,7 @@ pub(super) enum Stop {
 /// A copy whose time has passed.
 pub(super) enum Expired {
     /// The deadline of the copy.
-    Deadline(OpId),
+    Deadline(TransferId),
     /// The fence of a stopped copy, which has not ended.
     Fence,
 }
@@ -62,14 +62,14 @@ pub(super) enum Expired {
 /// The open copies. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Copies {
-    open: BTreeMap<OpId, OpenCopy>,
+    open: BTreeMap<TransferId, OpenCopy>,
     /// Copies that wait for their engine, by the request that must be written.
-    waiting: BTreeSet<(RequestId, OpId)>,
+    waiting: BTreeSet<(RequestId, TransferId)>,
     /// Open copies, by request.
-    requests: BTreeSet<(RequestId, OpId)>,
+    requests: BTreeSet<(RequestId, TransferId)>,
     lanes: Lanes,
     /// Deadlines of copies, and fences of stopped copies.
-    deadlines: BTreeSet<(Time, OpId)>,
+    deadlines: BTreeSet<(Time, TransferId)>,
 }
 
 impl Copies {
@@ -81,36 +81,36 @@ impl Copies {
         self.open.is_empty()
     }
 
-    pub(super) fn contains(&self, op: OpId) -> bool {
-        self.open.contains_key(&op)
+    pub(super) fn contains(&self, transfer: TransferId) -> bool {
+        self.open.contains_key(&transfer)
     }
 
     /// The numbers of all open copies, in ascending order.
-    pub(super) fn ids(&self) -> Vec<OpId> {
+    pub(super) fn ids(&self) -> Vec<TransferId> {
         self.open.keys().copied().collect()
     }
 
     /// The open copies for a request of an engine.
-    pub(super) fn of_request(&self, engine: EngineId, request: RequestId) -> Vec<OpId> {
-        let range = (request, OpId(0))..=(request, OpId(u64::MAX));
-        let its = |op: &OpId| {
-            let task = self.open.get(op);
+    pub(super) fn of_request(&self, engine: EngineId, request: RequestId) -> Vec<TransferId> {
+        let range = (request, TransferId(0))..=(request, TransferId(u64::MAX));
+        let its = |transfer: &TransferId| {
+            let task = self.open.get(transfer);
             task.is_some_and(|task| task.copy.engine == engine)
         };
-        let copies = self.requests.range(range).map(|(_, op)| *op);
+        let copies = self.requests.range(range).map(|(_, transfer)| *transfer);
         copies.filter(its).collect()
     }
 
     /// Adds a copy: ready if its pages are written, else waiting.
     pub(super) fn begin(&mut self, batch: BatchId, copy: Copy, written: bool) {
-        let op = copy.op;
-        self.deadlines.insert((copy.deadline, op));
-        self.requests.insert((copy.request, op));
+        let transfer = copy.transfer;
+        self.deadlines.insert((copy.deadline, transfer));
+        self.requests.insert((copy.request, transfer));
         let phase = if written {
-            self.lanes.push(copy.direction, op);
+            self.lanes.push(copy.direction, transfer);
             CopyPhase::Queued
         } else {
-            self.waiting.insert((copy.after, op));
+            self.waiting.insert((copy.after, transfer));
             CopyPhase::Waiting
         };
         let task = OpenCopy {
@@ -120,21 +120,21 @@ impl Copies {
             stopped: None,
             orphan: false,
         };
-        self.open.insert(op, task);
+        self.open.insert(transfer, task);
     }
 
     /// The engine has written everything up to this request: the copies that waited for it are ready.
     pub(super) fn wrote(&mut self, through: RequestId) {
-        while let Some((request, op)) = self
+        while let Some((request, transfer)) = self
             .waiting
             .first()
             .copied()
             .filter(|(request, _)| *request <= through)
         {
-            self.waiting.remove(&(request, op));
-            if let Some(task) = self.open.get_mut(&op) {
+            self.waiting.remove(&(request, transfer));
+            if let Some(task) = self.open.get_mut(&transfer) {
                 task.phase = CopyPhase::Queued;
-                self.lanes.push(task.copy.direction, op);
+                self.lanes.push(task.copy.direction, transfer);
             }
         }
     }
@@ -143,8 +143,8 @@ impl Copies {
     pub(super) fn start(&mut self, running_max: usize) -> Vec<Copy> {
         let mut started = Vec::new();
         for direction in [Direction::Load, Direction::Store] {
-            while let Some(op) = self.lanes.pop(direction, running_max) {
-                let queued = self.open.get_mut(&op).filter(|task| {
+            while let Some(transfer) = self.lanes.pop(direction, running_max) {
+                let queued = self.open.get_mut(&transfer).filter(|task| {
                     task.phase == CopyPhase::Queued && task.copy.direction == direction
                 });
                 if let Some(task) = queued {
@@ -155,8 +155,8 @@ impl Copies {
             }
         }
         let open = &self.open;
-        let queued = |op| {
-            open.get(&op)
+        let queued = |transfer| {
+            open.get(&transfer)
                 .is_some_and(|task| task.phase == CopyPhase::Queued)
         };
         self.lanes.clean(open.len(), queued);
@@ -164,8 +164,8 @@ impl Copies {
     }
 
     /// Stops a copy. A running one must have ended by `fence`.
-    pub(super) fn stop(&mut self, op: OpId, fence: Time) -> Stop {
-        let Some(task) = self.open.get_mut(&op) else {
+    pub(super) fn stop(&mut self, transfer: TransferId, fence: Time) -> Stop {
+        let Some(task) = self.open.get_mut(&transfer) else {
             return Stop::Nothing;
         };
         if task.phase != CopyPhase::Running {
@@ -175,8 +175,8 @@ impl Copies {
             return Stop::Nothing;
         }
         task.stopped = Some(fence);
-        self.deadlines.remove(&(task.copy.deadline, op));
-        self.deadlines.insert((fence, op));
+        self.deadlines.remove(&(task.copy.deadline, transfer));
+        self.deadlines.insert((fence, transfer));
         Stop::Order
     }
 
@@ -186,15 +186,15 @@ impl Copies {
     }
 
     /// Removes a copy that ended.
-    pub(super) fn end(&mut self, op: OpId) -> Option<OpenCopy> {
-        let task = self.open.remove(&op)?;
+    pub(super) fn end(&mut self, transfer: TransferId) -> Option<OpenCopy> {
+        let task = self.open.remove(&transfer)?;
         if task.phase == CopyPhase::Running {
             self.lanes.ended(task.copy.direction);
         }
-        self.requests.remove(&(task.copy.request, op));
+        self.requests.remove(&(task.copy.request, transfer));
         let deadline = task.stopped.unwrap_or(task.copy.deadline);
-        self.deadlines.remove(&(deadline, op));
-        self.waiting.remove(&(task.copy.after, op));
+        self.deadlines.remove(&(deadline, transfer));
+        self.waiting.remove(&(task.copy.after, transfer));
         Some(task)
     }
 
@@ -205,16 +205,16 @@ impl Copies {
 
     /// The next copy whose deadline or fence has passed; returned once.
     pub(super) fn take_expired(&mut self, now: Time) -> Option<Expired> {
-        let (at, op) = self
+        let (at, transfer) = self
             .deadlines
             .first()
             .copied()
             .filter(|(at, _)| *at <= now)?;
         self.deadlines.pop_first();
-        let stopped = self.open.get(&op).and_then(|task| task.stopped);
+        let stopped = self.open.get(&transfer).and_then(|task| task.stopped);
         Some(match stopped == Some(at) {
             true => Expired::Fence,
-            false => Expired::Deadline(op),
+            false => Expired::Deadline(transfer),
         })
     }
 
@@ -260,17 +260,17 @@ mod tests {
     use super::*;
     use kvferry_types::{FragmentPair, PageList};
 
-    fn copy(op: u64, direction: Direction) -> Copy {
+    fn copy(transfer: u64, direction: Direction) -> Copy {
         Copy {
-            op: OpId(op),
+            transfer: TransferId(transfer),
             engine: EngineId([1; 16]),
             direction,
             pairs: vec![FragmentPair {
                 src: PageList::run(0, 1),
                 dst: PageList::run(0, 1),
             }],
-            request: RequestId(op),
-            after: RequestId(op),
+            request: RequestId(transfer),
+            after: RequestId(transfer),
             record: None,
             deadline: Time(100),
         }
@@ -279,7 +279,7 @@ mod tests {
     /// Two ready loads and two waiting stores, of which one load runs.
     fn copies() -> Copies {
         let mut copies = Copies::default();
-        for (op, direction) in [
+        for (transfer, direction) in [
             (1, Direction::Load),
             (2, Direction::Load),
             (3, Direction::Store),
@@ -287,12 +287,12 @@ mod tests {
         ] {
             copies.begin(
                 BatchId(1),
-                copy(op, direction),
+                copy(transfer, direction),
                 direction == Direction::Load,
             );
         }
-        let started: Vec<OpId> = copies.start(1).iter().map(|copy| copy.op).collect();
-        assert_eq!(started, [OpId(1)]);
+        let started: Vec<TransferId> = copies.start(1).iter().map(|copy| copy.transfer).collect();
+        assert_eq!(started, [TransferId(1)]);
         assert_eq!((copies.len(), copies.check()), (4, Ok(())));
         copies
     }
@@ -326,18 +326,18 @@ mod tests {
     #[test]
     fn a_queue_forgets_copies_that_ended_in_it_and_no_others() {
         let mut copies = Copies::default();
-        for op in 1..=200 {
-            copies.begin(BatchId(1), copy(op, Direction::Load), true);
+        for transfer in 1..=200 {
+            copies.begin(BatchId(1), copy(transfer, Direction::Load), true);
         }
-        let start = |copies: &mut Copies| -> Vec<OpId> {
-            copies.start(1).iter().map(|copy| copy.op).collect()
+        let start = |copies: &mut Copies| -> Vec<TransferId> {
+            copies.start(1).iter().map(|copy| copy.transfer).collect()
         };
-        assert_eq!(start(&mut copies), [OpId(1)]);
-        (2..200).for_each(|op| assert!(copies.end(OpId(op)).is_some()));
+        assert_eq!(start(&mut copies), [TransferId(1)]);
+        (2..200).for_each(|transfer| assert!(copies.end(TransferId(transfer)).is_some()));
         assert!(start(&mut copies).is_empty(), "one copy runs");
         assert_eq!(copies.lanes.entries(Direction::Load), 1);
-        assert!(copies.end(OpId(1)).is_some());
-        assert_eq!(start(&mut copies), [OpId(200)]);
+        assert!(copies.end(TransferId(1)).is_some());
+        assert_eq!(start(&mut copies), [TransferId(200)]);
     }
 
     #[test]
@@ -345,18 +345,18 @@ mod tests {
         let mut copies = copies();
         assert!(
             copies
-                .end(OpId(2))
-                .is_some_and(|ended| ended.copy.op == OpId(2))
+                .end(TransferId(2))
+                .is_some_and(|ended| ended.copy.transfer == TransferId(2))
         );
-        assert!(copies.end(OpId(1)).is_some());
+        assert!(copies.end(TransferId(1)).is_some());
         assert!(
             copies.start(8).is_empty(),
             "the stores wait for their engine"
         );
         copies.wrote(RequestId(3));
-        let started: Vec<OpId> = copies.start(8).iter().map(|copy| copy.op).collect();
-        assert_eq!(started, [OpId(3)]);
+        let started: Vec<TransferId> = copies.start(8).iter().map(|copy| copy.transfer).collect();
+        assert_eq!(started, [TransferId(3)]);
         assert_eq!((copies.len(), copies.check()), (2, Ok(())));
-        assert!(copies.end(OpId(2)).is_none(), "its end is known");
+        assert!(copies.end(TransferId(2)).is_none(), "its end is known");
     }
 }

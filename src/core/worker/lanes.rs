@@ -3,13 +3,13 @@
 
 use std::collections::VecDeque;
 
-use kvferry_types::{Direction, OpId};
+use kvferry_types::{Direction, TransferId};
 
 /// The copies of one direction.
 #[derive(Debug, Default)]
 struct Lane {
     /// Copies in the order in which they became ready. A stopped copy stays until [`Lanes::clean`].
-    queue: VecDeque<OpId>,
+    queue: VecDeque<TransferId>,
     running: usize,
 }
 
@@ -29,12 +29,12 @@ impl Lanes {
     }
 
     /// Appends a copy that is ready.
-    pub(super) fn push(&mut self, direction: Direction, op: OpId) {
-        self.of(direction).queue.push_back(op);
+    pub(super) fn push(&mut self, direction: Direction, transfer: TransferId) {
+        self.of(direction).queue.push_back(transfer);
     }
 
     /// Removes the oldest entry of a direction's queue, if fewer than `running_max` of its copies run.
-    pub(super) fn pop(&mut self, direction: Direction, running_max: usize) -> Option<OpId> {
+    pub(super) fn pop(&mut self, direction: Direction, running_max: usize) -> Option<TransferId> {
         let lane = self.of(direction);
         if lane.running >= running_max {
             return None;
@@ -71,11 +71,11 @@ impl Lanes {
 
     /// Drops entries of copies that are no longer queued, once a queue has more than twice as many entries as there are
     /// copies, plus 64.
-    pub(super) fn clean(&mut self, copies: usize, queued: impl Fn(OpId) -> bool) {
+    pub(super) fn clean(&mut self, copies: usize, queued: impl Fn(TransferId) -> bool) {
         const FEW: usize = 64;
         for lane in [&mut self.loads, &mut self.stores] {
             if lane.queue.len() > 2 * copies + FEW {
-                lane.queue.retain(|op| queued(*op));
+                lane.queue.retain(|transfer| queued(*transfer));
             }
         }
     }

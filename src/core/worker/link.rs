@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvferry_types::{AttachId, EngineId, Epoch, OpId, Time};
+use kvferry_types::{AttachId, EngineId, Epoch, Time, TransferId};
 
 use super::memory::Memory;
 use super::{OrderRefusal, Worker, WorkerEffect};
@@ -219,7 +219,7 @@ impl Worker {
     pub(super) fn admitted(
         &mut self,
         attach: AttachId,
-        after: Option<OpId>,
+        after: Option<TransferId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
         let admitted = after.is_some();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_types::{EngineId, OpId, RequestId, Time};
+use kvferry_types::{EngineId, RequestId, Time, TransferId};
 
 use crate::Contradiction;
 
@@ -82,7 +82,7 @@ impl AbandonedRequests {
 #[derive(Debug)]
 struct Abandoning {
     number: u64,
-    running: BTreeSet<OpId>,
+    running: BTreeSet<TransferId>,
 }
 
 /// The requests that engines abandoned, and the `Abandon`s that are not answered.
@@ -131,10 +131,10 @@ impl Abandoned {
     }
 
     /// Notes that a copy ended. Returns the `Abandon`s that waited for no other copy, which are answered now.
-    pub(super) fn ended(&mut self, op: OpId) -> impl Iterator<Item = u64> + use<> {
+    pub(super) fn ended(&mut self, transfer: TransferId) -> impl Iterator<Item = u64> + use<> {
         let mut answered = Vec::new();
         self.abandoning.retain_mut(|waiting| {
-            let last = waiting.running.remove(&op) && waiting.running.is_empty();
+            let last = waiting.running.remove(&transfer) && waiting.running.is_empty();
             if last {
                 answered.push(waiting.number);
             }
@@ -146,7 +146,7 @@ impl Abandoned {
     /// Checks that every `Abandon` waits for open copies only. `Err` names the first contradiction.
     pub(super) fn check(&self, copies: &Copies) -> Result<(), Contradiction> {
         for Abandoning { number, running } in &self.abandoning {
-            if running.is_empty() || running.iter().any(|op| !copies.contains(*op)) {
+            if running.is_empty() || running.iter().any(|transfer| !copies.contains(*transfer)) {
                 return Err(format!("abandon {number} waits for a copy that is not open").into());
             }
         }
@@ -168,9 +168,9 @@ impl Worker {
         self.abandoned.of(engine, registered).abandon(requests);
         let mut running = BTreeSet::new();
         for request in requests {
-            for op in self.copies.of_request(engine, *request) {
-                self.stop(now, op, effects);
-                running.extend(self.copies.contains(op).then_some(op));
+            for transfer in self.copies.of_request(engine, *request) {
+                self.stop(now, transfer, effects);
+                running.extend(self.copies.contains(transfer).then_some(transfer));
             }
         }
         let abandoning = &mut self.abandoned.abandoning;
@@ -189,7 +189,7 @@ mod tests {
     #[test]
     fn an_abandon_that_waits_for_no_open_copy_is_detected() {
         let copies = Copies::default();
-        for running in [BTreeSet::new(), BTreeSet::from([OpId(1)])] {
+        for running in [BTreeSet::new(), BTreeSet::from([TransferId(1)])] {
             let mut abandoned = Abandoned::default();
             assert_eq!(abandoned.check(&copies), Ok(()));
             let number = 3;

@@ -18,8 +18,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvferry_types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, PageRun, Record,
-    RequestId, ResetId, Scope, Stored, Time,
+    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, PageRun, Record, RequestId, ResetId,
+    Scope, Stored, Time, TransferId,
 };
 
 use crate::Contradiction;
@@ -82,7 +82,7 @@ pub enum WorkerEvent {
         /// The attach request that is answered.
         attach: AttachId,
         /// Orders up to this one are not for this worker. `None` if the worker is rejected.
-        after: Option<OpId>,
+        after: Option<TransferId>,
     },
     /// An engine has registered its memory, which replaces that of any other engine.
     Registered {
@@ -111,7 +111,7 @@ pub enum WorkerEvent {
         /// Identifies the order in its answer.
         batch: BatchId,
         /// The copies to cancel.
-        ops: Vec<OpId>,
+        transfers: Vec<TransferId>,
     },
     /// The leader orders the removal of pages from the inventory, for a reset.
     Invalidate {
@@ -122,7 +122,7 @@ pub enum WorkerEvent {
         /// The pages to remove.
         scope: Scope,
         /// The last store of this epoch that the reset covers: pages stored later stay listed.
-        through: Generation,
+        through: TransferId,
         /// When the leader gives up the reset.
         deadline: Time,
     },
@@ -179,7 +179,7 @@ pub enum WorkerEffect {
     /// Run these copies and report their ends.
     Start(Vec<Copy>),
     /// Stop this copy between two steps (CPU) or parts (GPU). Its end must still be reported.
-    Stop(OpId),
+    Stop(TransferId),
     /// Add these pages to the inventory: their last byte was copied.
     List(Record),
     /// Remove the pages of a scope from the inventory, in slices, if they were stored by `through` or before, and then
@@ -207,7 +207,7 @@ pub enum WorkerEffect {
     /// Log for operators that a copy failed validation. The copy is reported as not complete.
     Invalid {
         /// The copy that failed validation.
-        op: OpId,
+        transfer: TransferId,
         /// One line: the field, its value and the remedy.
         problem: String,
     },
@@ -266,17 +266,21 @@ impl Worker {
                 batch,
                 copies,
             } if self.leader.is_of_leader(epoch) => self.ordered(batch, copies, effects),
-            WorkerEvent::Cancel { epoch, batch, ops } if self.leader.is_of_leader(epoch) => {
-                self.cancelled(now, batch, &ops, effects);
+            WorkerEvent::Cancel {
+                epoch,
+                batch,
+                transfers,
+            } if self.leader.is_of_leader(epoch) => {
+                self.cancelled(now, batch, &transfers, effects);
             }
             WorkerEvent::Invalidate {
                 epoch,
                 id,
                 scope,
-                through: generation,
+                through: transfer,
                 deadline,
             } if self.leader.is_admitted_by(epoch) => {
-                let through = Stored { epoch, generation };
+                let through = Stored { epoch, transfer };
                 effects.push(WorkerEffect::Invalidate {
                     id,
                     scope,
@@ -353,17 +357,17 @@ impl Worker {
     }
 
     /// Stops a copy: a running one is ordered to stop and ends later; any other ends immediately.
-    fn stop(&mut self, now: Time, op: OpId, effects: &mut Vec<WorkerEffect>) {
-        match self.copies.stop(op, now + self.settings.fence) {
+    fn stop(&mut self, now: Time, transfer: TransferId, effects: &mut Vec<WorkerEffect>) {
+        match self.copies.stop(transfer, now + self.settings.fence) {
             Stop::Nothing => {}
-            Stop::Ends => self.end(now, refused(op), effects),
-            Stop::Order => effects.push(WorkerEffect::Stop(op)),
+            Stop::Ends => self.end(now, refused(transfer), effects),
+            Stop::Order => effects.push(WorkerEffect::Stop(transfer)),
         }
     }
 
     fn stop_all(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        for op in self.copies.ids() {
-            self.stop(now, op, effects);
+        for transfer in self.copies.ids() {
+            self.stop(now, transfer, effects);
         }
     }
 
@@ -371,7 +375,7 @@ impl Worker {
     fn fire_deadlines(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         while let Some(expired) = self.copies.take_expired(now) {
             match expired {
-                Expired::Deadline(op) => self.stop(now, op, effects),
+                Expired::Deadline(transfer) => self.stop(now, transfer, effects),
                 Expired::Fence => effects.push(WorkerEffect::ExitProcess),
             }
         }
@@ -380,7 +384,7 @@ impl Worker {
     /// Removes a copy that ended. A stopped or late store counts as not complete; the pages of a complete store are
     /// added to the inventory before the end is reported.
     fn end(&mut self, now: Time, mut ended: EndedCopy, effects: &mut Vec<WorkerEffect>) {
-        let Some(task) = self.copies.end(ended.op) else {
+        let Some(task) = self.copies.end(ended.transfer) else {
             return;
         };
         let stopped = task.is_stopped();
@@ -402,7 +406,7 @@ impl Worker {
             self.orders.remember(ended);
             effects.extend(self.orders.report(batch, ended));
         }
-        let answered = self.abandoned.ended(ended.op);
+        let answered = self.abandoned.ended(ended.transfer);
         effects.extend(answered.map(|number| WorkerEffect::Abandoned { number }));
     }
 }

@@ -12,7 +12,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_types::{Copy, Direction, EndedCopy, Epoch, OpId, Time};
+use kvferry_types::{Copy, Direction, EndedCopy, Epoch, Time, TransferId};
 
 use crate::Contradiction;
 
@@ -58,19 +58,19 @@ struct OpenBatch {
 pub(super) struct Orders {
     batches: BTreeMap<BatchId, OpenBatch>,
     /// The ends of the last copies.
-    ended: BTreeMap<OpId, EndedCopy>,
+    ended: BTreeMap<TransferId, EndedCopy>,
     /// Copies up to this one are too old to be remembered, or not for this worker.
-    floor: OpId,
+    floor: TransferId,
 }
 
 impl Orders {
     /// Copies up to this one are not carried out.
-    pub(super) fn floor(&self) -> OpId {
+    pub(super) fn floor(&self) -> TransferId {
         self.floor
     }
 
     /// Copies up to this one were ordered before the worker was admitted.
-    pub(super) fn raise_floor(&mut self, after: OpId) {
+    pub(super) fn raise_floor(&mut self, after: TransferId) {
         self.floor = self.floor.max(after);
     }
 
@@ -81,8 +81,8 @@ impl Orders {
 
     /// Remembers the end of a copy, for repeated orders.
     pub(super) fn remember(&mut self, ended: EndedCopy) {
-        if ended.op > self.floor {
-            self.ended.insert(ended.op, ended);
+        if ended.transfer > self.floor {
+            self.ended.insert(ended.transfer, ended);
         }
         while self.ended.len() > WORKER_ENDED_MAX
             && let Some((oldest, _)) = self.ended.pop_first()
@@ -131,7 +131,7 @@ impl Worker {
         }
         let mut named = BTreeSet::new();
         let mut copies = copies;
-        copies.retain(|copy| !self.copies.contains(copy.op) && named.insert(copy.op));
+        copies.retain(|copy| !self.copies.contains(copy.transfer) && named.insert(copy.transfer));
         if copies.is_empty() {
             let copies = Vec::new();
             effects.push(WorkerEffect::Report { batch, copies });
@@ -140,21 +140,21 @@ impl Worker {
         let (open, ended) = (copies.len(), Vec::new());
         self.orders.batches.insert(batch, OpenBatch { open, ended });
         for copy in copies {
-            let op = copy.op;
-            if let Some(ended) = self.orders.ended.get(&op).copied() {
+            let transfer = copy.transfer;
+            if let Some(ended) = self.orders.ended.get(&transfer).copied() {
                 effects.extend(self.orders.report(batch, ended));
             } else if !self.begin(batch, copy, effects) {
-                self.orders.remember(refused(op));
-                effects.extend(self.orders.report(batch, refused(op)));
+                self.orders.remember(refused(transfer));
+                effects.extend(self.orders.report(batch, refused(transfer)));
             }
         }
     }
 
     /// Registers a copy as waiting or queued. Returns false if the copy is not carried out.
     fn begin(&mut self, batch: BatchId, copy: Copy, effects: &mut Vec<WorkerEffect>) -> bool {
-        let op = copy.op;
+        let transfer = copy.transfer;
         let full = self.copies.len() >= WORKER_COPIES_MAX;
-        let carried_out = self.leader.is_admitted() && !full && op > self.orders.floor;
+        let carried_out = self.leader.is_admitted() && !full && transfer > self.orders.floor;
         let memory = self.memory.as_ref();
         let memory = memory.filter(|memory| carried_out && memory.engine() == copy.engine);
         let Some(memory) =
@@ -164,7 +164,7 @@ impl Worker {
         };
         if let Err(problem) = check(&copy, memory.bounds()) {
             let problem = problem.to_string();
-            effects.push(WorkerEffect::Invalid { op, problem });
+            effects.push(WorkerEffect::Invalid { transfer, problem });
             return false;
         }
         let written = copy.after <= memory.written();
@@ -184,16 +184,21 @@ impl Worker {
         &mut self,
         now: Time,
         batch: BatchId,
-        ops: &[OpId],
+        transfers: &[TransferId],
         effects: &mut Vec<WorkerEffect>,
     ) {
         let mut copies = Vec::new();
-        for op in ops {
-            self.stop(now, *op, effects);
-            if self.copies.contains(*op) {
+        for transfer in transfers {
+            self.stop(now, *transfer, effects);
+            if self.copies.contains(*transfer) {
                 continue;
             }
-            let ended = self.orders.ended.get(op).copied().unwrap_or(refused(*op));
+            let ended = self
+                .orders
+                .ended
+                .get(transfer)
+                .copied()
+                .unwrap_or(refused(*transfer));
             self.orders.remember(ended);
             copies.push(ended);
         }
@@ -210,9 +215,9 @@ impl Worker {
     }
 }
 
-pub(super) fn refused(op: OpId) -> EndedCopy {
+pub(super) fn refused(transfer: TransferId) -> EndedCopy {
     EndedCopy {
-        op,
+        transfer,
         complete: false,
         complete_pages: 0,
         bytes: 0,
@@ -235,7 +240,7 @@ mod tests {
         assert_eq!(orders.check(), Ok(()));
         batch = OpenBatch {
             open: 1,
-            ended: vec![refused(OpId(1))],
+            ended: vec![refused(TransferId(1))],
         };
         orders.batches.insert(BatchId(7), batch);
         let why = orders.check().expect_err("its copy has ended");
@@ -245,10 +250,10 @@ mod tests {
     #[test]
     fn ends_at_the_floor_are_not_remembered() {
         let mut orders = Orders::default();
-        orders.raise_floor(OpId(5));
-        orders.remember(refused(OpId(5)));
+        orders.raise_floor(TransferId(5));
+        orders.remember(refused(TransferId(5)));
         assert_eq!(orders.remembered(), 0);
-        orders.remember(refused(OpId(6)));
+        orders.remember(refused(TransferId(6)));
         assert_eq!(orders.remembered(), 1);
     }
 }

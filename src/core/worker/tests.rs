@@ -8,13 +8,13 @@ const BOUNDS: MemoryBounds = MemoryBounds {
 };
 const FENCE_NS: u64 = 10_000_000_000;
 
-fn copy(op: u64, direction: Direction, request: u64) -> Copy {
+fn copy(transfer: u64, direction: Direction, request: u64) -> Copy {
     let pair = FragmentPair {
         src: PageList::run(0, 1),
         dst: PageList::run(0, 1),
     };
     Copy {
-        op: OpId(op),
+        transfer: TransferId(transfer),
         engine: ENGINE,
         direction,
         pairs: vec![pair],
@@ -28,12 +28,12 @@ fn copy(op: u64, direction: Direction, request: u64) -> Copy {
     }
 }
 
-fn load(op: u64) -> Copy {
-    copy(op, Direction::Load, 1)
+fn load(transfer: u64) -> Copy {
+    copy(transfer, Direction::Load, 1)
 }
 
-fn store(op: u64, request: u64) -> Copy {
-    copy(op, Direction::Store, request)
+fn store(transfer: u64, request: u64) -> Copy {
+    copy(transfer, Direction::Store, request)
 }
 
 fn step(worker: &mut Worker, now: u64, event: WorkerEvent) -> Vec<WorkerEffect> {
@@ -67,7 +67,7 @@ fn find(worker: &mut Worker, epoch: u64, attach: u64) {
         effects.contains(&WorkerEffect::Attach { attach, engine }),
         "{effects:?}"
     );
-    let after = Some(OpId(0));
+    let after = Some(TransferId(0));
     step(worker, 0, WorkerEvent::Admitted { attach, after });
 }
 
@@ -99,11 +99,11 @@ fn order(worker: &mut Worker, epoch: u64, batch: u64, copies: Vec<Copy>) -> Vec<
     )
 }
 
-fn cancel(worker: &mut Worker, batch: u64, op: u64) -> Vec<WorkerEffect> {
+fn cancel(worker: &mut Worker, batch: u64, transfer: u64) -> Vec<WorkerEffect> {
     let cancel = WorkerEvent::Cancel {
         epoch: Epoch(1),
         batch: BatchId(batch),
-        ops: vec![OpId(op)],
+        transfers: vec![TransferId(transfer)],
     };
     step(worker, 0, cancel)
 }
@@ -121,9 +121,9 @@ fn stale(order: u64, followed: u64) -> WorkerEffect {
     })
 }
 
-fn complete(op: u64) -> EndedCopy {
+fn complete(transfer: u64) -> EndedCopy {
     EndedCopy {
-        op: OpId(op),
+        transfer: TransferId(transfer),
         complete: true,
         complete_pages: 0,
         bytes: 1,
@@ -145,7 +145,7 @@ fn starts(effects: &[WorkerEffect]) -> Vec<u64> {
         WorkerEffect::Start(copies) => Some(copies),
         _ => None,
     });
-    started.flatten().map(|copy| copy.op.0).collect()
+    started.flatten().map(|copy| copy.transfer.0).collect()
 }
 
 #[test]
@@ -183,10 +183,10 @@ fn an_order_after_its_own_cancel_is_not_carried_out() {
     let mut worker = worker();
     assert_eq!(
         cancel(&mut worker, 8, 1),
-        [report(8, vec![refused(OpId(1))])]
+        [report(8, vec![refused(TransferId(1))])]
     );
     let effects = order(&mut worker, 1, 9, vec![load(1)]);
-    assert_eq!(effects, [report(9, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [report(9, vec![refused(TransferId(1))])]);
 }
 
 #[test]
@@ -196,7 +196,10 @@ fn a_cancel_reports_ended_copies_and_stops_the_others() {
     ended(&mut worker, 0, vec![complete(1)]);
     assert_eq!(cancel(&mut worker, 8, 1), [report(8, vec![complete(1)])]);
     let effects = cancel(&mut worker, 9, 2);
-    assert_eq!(effects, [WorkerEffect::Stop(OpId(2)), report(9, vec![])]);
+    assert_eq!(
+        effects,
+        [WorkerEffect::Stop(TransferId(2)), report(9, vec![])]
+    );
     assert_eq!(cancel(&mut worker, 10, 2), [report(10, vec![])]);
 }
 
@@ -204,13 +207,13 @@ fn a_cancel_reports_ended_copies_and_stops_the_others() {
 fn a_copy_that_ended_too_long_ago_is_refused() {
     let mut worker = worker();
     let all = WORKER_ENDED_MAX as u64 + 1;
-    for op in 1..=all {
-        order(&mut worker, 1, op, vec![load(op)]);
-        ended(&mut worker, 0, vec![complete(op)]);
+    for transfer in 1..=all {
+        order(&mut worker, 1, transfer, vec![load(transfer)]);
+        ended(&mut worker, 0, vec![complete(transfer)]);
     }
     assert_eq!(worker.orders.remembered(), WORKER_ENDED_MAX);
     let effects = order(&mut worker, 1, all + 1, vec![load(1)]);
-    assert_eq!(effects, [report(all + 1, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [report(all + 1, vec![refused(TransferId(1))])]);
 }
 
 #[test]
@@ -226,9 +229,9 @@ fn a_late_copy_is_stopped_and_reported_only_when_it_has_ended() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1)]);
     let effects = step(&mut worker, 100, WorkerEvent::Tick);
-    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
-    let effects = ended(&mut worker, 101, vec![refused(OpId(1))]);
-    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [WorkerEffect::Stop(TransferId(1))]);
+    let effects = ended(&mut worker, 101, vec![refused(TransferId(1))]);
+    assert_eq!(effects, [report(1, vec![refused(TransferId(1))])]);
 }
 
 #[test]
@@ -290,7 +293,7 @@ fn a_waiting_copy_ends_at_its_deadline() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![store(1, 5)]);
     let effects = step(&mut worker, 100, WorkerEvent::Tick);
-    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [report(1, vec![refused(TransferId(1))])]);
 }
 
 #[test]
@@ -298,7 +301,7 @@ fn a_new_leader_receives_no_report_of_old_orders_and_no_attach_before_they_have_
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), store(2, 5)]);
     let effects = step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
-    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
+    assert_eq!(effects, [WorkerEffect::Stop(TransferId(1))]);
     assert_eq!(
         order(&mut worker, 1, 2, vec![load(3)]),
         [stale(1, 2)],
@@ -306,17 +309,17 @@ fn a_new_leader_receives_no_report_of_old_orders_and_no_attach_before_they_have_
     );
     assert_eq!(
         order(&mut worker, 2, 2, vec![load(3)]),
-        [report(2, vec![refused(OpId(3))])],
+        [report(2, vec![refused(TransferId(3))])],
         "before it was admitted"
     );
     let effects = ended(&mut worker, 2, vec![complete(1)]);
     let (attach, engine) = (AttachId(2), Some(ENGINE));
     assert_eq!(effects, [WorkerEffect::Attach { attach, engine }]);
-    let after = Some(OpId(7));
+    let after = Some(TransferId(7));
     step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
     assert_eq!(
         order(&mut worker, 2, 2, vec![load(7)]),
-        [report(2, vec![refused(OpId(7))])]
+        [report(2, vec![refused(TransferId(7))])]
     );
     assert_eq!(starts(&order(&mut worker, 2, 3, vec![load(8)])), [8]);
 }
@@ -330,7 +333,7 @@ fn an_attach_is_repeated_until_it_is_answered() {
     assert_eq!(effects, std::slice::from_ref(&says));
     let next = worker.next_timeout().expect("asks again");
     assert_eq!(step(&mut worker, next.0, WorkerEvent::Tick), [says]);
-    let (stale, after) = (AttachId(1), Some(OpId(0)));
+    let (stale, after) = (AttachId(1), Some(TransferId(0)));
     let other = WorkerEvent::Admitted {
         attach: stale,
         after,
@@ -365,11 +368,11 @@ fn other_memory_stops_the_copies_of_the_old_one_before_it_is_used() {
     order(&mut worker, 1, 1, vec![load(1)]);
     let (engine, after) = (EngineId([2; 16]), RequestId(0));
     let effects = register(&mut worker, 1, engine, after);
-    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
-    let effects = ended(&mut worker, 2, vec![refused(OpId(1))]);
+    assert_eq!(effects, [WorkerEffect::Stop(TransferId(1))]);
+    let effects = ended(&mut worker, 2, vec![refused(TransferId(1))]);
     let (attach, engine) = (AttachId(2), Some(engine));
     let says = WorkerEffect::Attach { attach, engine };
-    assert_eq!(effects, [report(1, vec![refused(OpId(1))]), says]);
+    assert_eq!(effects, [report(1, vec![refused(TransferId(1))]), says]);
 }
 
 #[test]
@@ -377,10 +380,10 @@ fn copies_without_registered_memory_are_refused() {
     let mut worker = worker();
     step(&mut worker, 0, WorkerEvent::MemoryGone(ENGINE));
     let attach = AttachId(2);
-    let after = Some(OpId(0));
+    let after = Some(TransferId(0));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
     let effects = order(&mut worker, 1, 1, vec![load(1)]);
-    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [report(1, vec![refused(TransferId(1))])]);
 }
 
 #[test]
@@ -394,14 +397,18 @@ fn an_abandoned_request_is_over_when_the_abandon_is_answered() {
         requests: requests.iter().copied().map(RequestId).collect(),
     };
     let effects = step(&mut worker, 1, abandon(&[3, 4, 5]));
-    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))], "one copy runs");
+    assert_eq!(
+        effects,
+        [WorkerEffect::Stop(TransferId(1))],
+        "one copy runs"
+    );
     assert_eq!(step(&mut worker, 1, abandon(&[3, 4, 5])), [], "asked again");
     let late = EndedCopy {
         complete: false,
         ..complete(1)
     };
     let effects = ended(&mut worker, 2, vec![complete(1)]);
-    let copies = vec![refused(OpId(2)), late];
+    let copies = vec![refused(TransferId(2)), late];
     assert_eq!(
         effects,
         [report(1, copies), WorkerEffect::Abandoned { number: 9 }]
@@ -409,7 +416,7 @@ fn an_abandoned_request_is_over_when_the_abandon_is_answered() {
     let effects = order(&mut worker, 1, 2, vec![store(3, 5)]);
     assert_eq!(
         effects,
-        [report(2, vec![refused(OpId(3))])],
+        [report(2, vec![refused(TransferId(3))])],
         "ordered afterwards"
     );
 }
@@ -417,7 +424,8 @@ fn an_abandoned_request_is_over_when_the_abandon_is_answered() {
 #[test]
 fn an_abandon_is_answered_when_the_last_copy_has_ended() {
     let mut worker = worker();
-    let copies = [(1, 5), (2, 5), (3, 6)].map(|(op, request)| copy(op, Direction::Load, request));
+    let copies = [(1, 5), (2, 5), (3, 6)]
+        .map(|(transfer, request)| copy(transfer, Direction::Load, request));
     order(&mut worker, 1, 1, copies.to_vec());
     let (engine, number) = (ENGINE, 9);
     let requests = BTreeSet::from([RequestId(5)]);
@@ -428,7 +436,7 @@ fn an_abandon_is_answered_when_the_last_copy_has_ended() {
     };
     let effects = step(&mut worker, 1, abandon);
     let stops = effects.iter().filter_map(|effect| match effect {
-        WorkerEffect::Stop(op) => Some(op.0),
+        WorkerEffect::Stop(transfer) => Some(transfer.0),
         _ => None,
     });
     assert_eq!(
@@ -468,13 +476,13 @@ fn a_cancel_of_another_epoch_stops_nothing() {
     let cancel = |epoch| WorkerEvent::Cancel {
         epoch: Epoch(epoch),
         batch: BatchId(2),
-        ops: vec![OpId(7)],
+        transfers: vec![TransferId(7)],
     };
     assert_eq!(step(&mut worker, 1, cancel(2)), [stale(2, 1)]);
     let effects = step(&mut worker, 1, cancel(1));
     assert_eq!(
         effects,
-        [WorkerEffect::Stop(OpId(7)), report(2, Vec::new())]
+        [WorkerEffect::Stop(TransferId(7)), report(2, Vec::new())]
     );
 }
 
@@ -486,7 +494,7 @@ fn requests_from_before_a_registration_are_over() {
     register(&mut worker, 0, engine, after);
     find(&mut worker, 1, 1);
     let effects = order(&mut worker, 1, 1, vec![store(1, 4)]);
-    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [report(1, vec![refused(TransferId(1))])]);
     order(&mut worker, 1, 2, vec![store(2, 5)]);
     assert_eq!(starts(&written(&mut worker, 5)), [2]);
 }
@@ -508,7 +516,7 @@ fn abandoned_requests_are_remembered_within_a_limit() {
         [WorkerEffect::Abandoned { number }]
     );
     let effects = order(&mut worker, 1, 1, vec![store(1, 10)]);
-    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [report(1, vec![refused(TransferId(1))])]);
 }
 
 #[test]
@@ -524,11 +532,11 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
         0,
         abandon(10..10 + WORKER_ABANDONED_MAX as u64),
     );
-    let older = |op| copy(op, Direction::Load, 8);
+    let older = |transfer| copy(transfer, Direction::Load, 8);
     assert_eq!(starts(&order(&mut worker, 1, 1, vec![older(1)])), [1]);
     step(&mut worker, 0, abandon(9..10));
     let effects = order(&mut worker, 1, 2, vec![older(2)]);
-    assert_eq!(effects, [report(2, vec![refused(OpId(2))])]);
+    assert_eq!(effects, [report(2, vec![refused(TransferId(2))])]);
 }
 
 #[test]
@@ -544,7 +552,7 @@ fn requests_older_than_an_abandoned_one_are_still_copied() {
     step(&mut worker, 0, abandon);
     let late = copy(1, Direction::Load, 5);
     let effects = order(&mut worker, 1, 1, vec![late]);
-    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    assert_eq!(effects, [report(1, vec![refused(TransferId(1))])]);
     let other = copy(2, Direction::Load, 4);
     assert_eq!(starts(&order(&mut worker, 1, 2, vec![other])), [2]);
 }
@@ -555,7 +563,7 @@ fn the_end_of_an_old_copy_is_not_reported_for_a_new_copy_with_its_number() {
     order(&mut worker, 1, 1, vec![load(7)]);
     step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
     ended(&mut worker, 2, vec![complete(7)]);
-    let (attach, after) = (AttachId(2), Some(OpId(6)));
+    let (attach, after) = (AttachId(2), Some(TransferId(6)));
     step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
     assert_eq!(starts(&order(&mut worker, 2, 1, vec![load(7)])), [7]);
 }
@@ -563,7 +571,7 @@ fn the_end_of_an_old_copy_is_not_reported_for_a_new_copy_with_its_number() {
 #[test]
 fn a_load_starts_at_once_however_many_stores_run_and_wait() {
     let mut worker = worker();
-    let stores = (1..=100).map(|op| store(op, 1)).collect();
+    let stores = (1..=100).map(|transfer| store(transfer, 1)).collect();
     order(&mut worker, 1, 1, stores);
     assert_eq!(
         starts(&written(&mut worker, 1)),
@@ -580,9 +588,9 @@ fn a_load_starts_at_once_however_many_stores_run_and_wait() {
 fn a_queue_does_not_grow_by_copies_that_were_stopped_in_it() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), load(2)]);
-    for op in 3..3000 {
-        order(&mut worker, 1, op, vec![load(op)]);
-        cancel(&mut worker, 10_000 + op, op);
+    for transfer in 3..3000 {
+        order(&mut worker, 1, transfer, vec![load(transfer)]);
+        cancel(&mut worker, 10_000 + transfer, transfer);
     }
     let queued = worker.copies.queue_len(Direction::Load);
     assert!(queued < 100, "{queued} copies that are over");
@@ -594,22 +602,22 @@ fn a_queue_does_not_grow_by_copies_that_were_stopped_in_it() {
 fn an_order_before_the_admission_of_the_worker_is_refused_permanently() {
     let mut worker = worker();
     step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
-    let refusal = [report(5, vec![refused(OpId(9))])];
+    let refusal = [report(5, vec![refused(TransferId(9))])];
     assert_eq!(order(&mut worker, 2, 5, vec![load(9)]), refusal);
     let invalidate = WorkerEvent::Invalidate {
         epoch: Epoch(2),
         id: ResetId(1),
         scope: Scope::Everything,
-        through: Generation(0),
+        through: TransferId(0),
         deadline: Time(100),
     };
     let not_attached = WorkerEffect::Refuse(OrderRefusal::NotAttached);
     assert_eq!(step(&mut worker, 1, invalidate), [not_attached]);
     // The order was sent after the attach and arrived before the answer to it: the leader took the refusal as the
     // copy's end.
-    let (attach, after) = (AttachId(2), Some(OpId(8)));
+    let (attach, after) = (AttachId(2), Some(TransferId(8)));
     step(&mut worker, 2, WorkerEvent::Admitted { attach, after });
-    let refusal = [report(6, vec![refused(OpId(9))])];
+    let refusal = [report(6, vec![refused(TransferId(9))])];
     assert_eq!(order(&mut worker, 2, 6, vec![load(9)]), refusal);
     assert_eq!(starts(&order(&mut worker, 2, 7, vec![load(10)])), [10]);
 }
@@ -621,12 +629,12 @@ fn an_order_that_is_repeated_while_other_memory_comes_does_not_end_what_still_ru
     register(&mut worker, 1, EngineId([2; 16]), RequestId(0));
     assert_eq!(
         order(&mut worker, 1, 2, vec![load(1), load(2)]),
-        [report(2, vec![refused(OpId(2))])],
+        [report(2, vec![refused(TransferId(2))])],
         "1 is being stopped"
     );
     assert_eq!(cancel(&mut worker, 3, 1), [report(3, Vec::new())]);
-    let effects = ended(&mut worker, 2, vec![refused(OpId(1))]);
-    assert_eq!(effects[0], report(1, vec![refused(OpId(1))]));
+    let effects = ended(&mut worker, 2, vec![refused(TransferId(1))]);
+    assert_eq!(effects[0], report(1, vec![refused(TransferId(1))]));
 }
 
 #[test]
@@ -642,7 +650,7 @@ fn an_order_of_several_copies_begins_those_that_are_new() {
 }
 
 /// A copy from pages `src` to pages `dst`, each given as start and count.
-fn pages(op: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Copy {
+fn pages(transfer: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Copy {
     let list = |(start, count)| {
         PageList(
             [kvferry_types::PageRun { start, count }]
@@ -657,7 +665,7 @@ fn pages(op: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Cop
     let pairs = vec![pair];
     Copy {
         pairs,
-        ..copy(op, direction, 1)
+        ..copy(transfer, direction, 1)
     }
 }
 
@@ -677,19 +685,19 @@ fn a_copy_of_missing_pages_is_refused_before_anything_is_written() {
     };
     let with = |copy: Copy, record| Copy { record, ..copy };
     let last = u32::MAX;
-    let hostile = |op| {
-        let good = pages(op, Store, (0, 4), (8, 4));
+    let hostile = |transfer| {
+        let good = pages(transfer, Store, (0, 4), (8, 4));
         [
-            pages(op, Store, (0, 1), (32, 1)),
-            pages(op, Store, (0, 2), (31, 2)),
-            pages(op, Store, (64, 1), (0, 1)),
-            pages(op, Store, (0, 1), (last, last)),
-            pages(op, Store, (last, last), (last, last)),
-            pages(op, Store, (0, 2), (0, 1)),
-            pages(op, Store, (0, 0), (0, 0)),
-            pages(op, Load, (32, 1), (0, 1)),
-            pages(op, Load, (0, 1), (64, 1)),
-            with(pages(op, Load, (8, 4), (0, 4)), record(8, 0, 4)),
+            pages(transfer, Store, (0, 1), (32, 1)),
+            pages(transfer, Store, (0, 2), (31, 2)),
+            pages(transfer, Store, (64, 1), (0, 1)),
+            pages(transfer, Store, (0, 1), (last, last)),
+            pages(transfer, Store, (last, last), (last, last)),
+            pages(transfer, Store, (0, 2), (0, 1)),
+            pages(transfer, Store, (0, 0), (0, 0)),
+            pages(transfer, Load, (32, 1), (0, 1)),
+            pages(transfer, Load, (0, 1), (64, 1)),
+            with(pages(transfer, Load, (8, 4), (0, 4)), record(8, 0, 4)),
             with(good.clone(), record(9, 0, 4)),
             with(good.clone(), record(8, 1, 4)),
             with(good.clone(), record(8, 0, 3)),
@@ -705,13 +713,17 @@ fn a_copy_of_missing_pages_is_refused_before_anything_is_written() {
     let mut worker = worker();
     written(&mut worker, 1);
     for case in 0..hostile(0).len() {
-        let op = 1 + case as u64;
-        let copy = hostile(op)[case].clone();
-        let effects = order(&mut worker, 1, op, vec![copy.clone()]);
+        let transfer = 1 + case as u64;
+        let copy = hostile(transfer)[case].clone();
+        let effects = order(&mut worker, 1, transfer, vec![copy.clone()]);
         let [WorkerEffect::Invalid { problem, .. }, answer] = &effects[..] else {
             unreachable!("{copy:?}: {effects:?}")
         };
-        assert_eq!(*answer, report(op, vec![refused(OpId(op))]), "{problem}");
+        assert_eq!(
+            *answer,
+            report(transfer, vec![refused(TransferId(transfer))]),
+            "{problem}"
+        );
     }
     let good = pages(100, Store, (60, 4), (28, 4));
     let effects = order(&mut worker, 1, 100, vec![with(good, record(26, 2, 4))]);
@@ -734,9 +746,9 @@ fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
     abandon(&mut worker, ENGINE, 7);
     // The engine registers again: the requests that it abandoned are over, and no others.
     register(&mut worker, 0, ENGINE, RequestId(3));
-    let (attach, after) = (AttachId(2), Some(OpId(0)));
+    let (attach, after) = (AttachId(2), Some(TransferId(0)));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
-    let of = |op, request| copy(op, Direction::Load, request);
+    let of = |transfer, request| copy(transfer, Direction::Load, request);
     let copies = vec![of(1, 3), of(2, 7), of(3, 8), of(4, u64::MAX), of(5, 6)];
     assert_eq!(starts(&order(&mut worker, 1, 1, copies)), [3, 5]);
     let other = EngineId([9; 16]);
@@ -771,7 +783,7 @@ fn an_outdated_inventory_request_is_refused() {
     register(&mut worker, 0, ENGINE, RequestId(0));
     let refused = worker.take_read(Epoch(1), 4);
     assert_eq!(refused, Err(OrderRefusal::NotAttached));
-    let (attach, after) = (AttachId(2), Some(OpId(5)));
+    let (attach, after) = (AttachId(2), Some(TransferId(5)));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
     assert_eq!(worker.take_read(Epoch(1), 5), old(5, 5));
     assert_eq!(worker.take_read(Epoch(1), 6), Ok(()));

@@ -101,9 +101,9 @@ pub(super) fn one_seed(seed: u64) {
     let mut world = world.expect("a driver without errors");
     for round in 0..2 {
         let wanted = copies(&mut chance, device_pages, depot_pages);
-        let ops: Vec<_> = wanted.iter().map(|each| world.start(each)).collect();
+        let transfers: Vec<_> = wanted.iter().map(|each| world.start(each)).collect();
         wanted.iter().for_each(|each| world.expect(each));
-        for (copy, each) in world.wait(&ops).iter().zip(&wanted) {
+        for (copy, each) in world.wait(&transfers).iter().zip(&wanted) {
             assert!(copy.complete, "seed {seed}");
             assert_eq!(
                 copy.complete_pages as usize,
@@ -127,9 +127,9 @@ pub(super) fn one_seed(seed: u64) {
             .collect(),
         pages_a_part: 2,
     };
-    let op = world.start(&store);
+    let transfer = world.start(&store);
     world.expect(&store);
-    world.wait(&[op]);
+    world.wait(&[transfer]);
     for index in 0..world.on_device.len() as u32 {
         world.overwrite(index, 0xEE);
     }
@@ -195,10 +195,10 @@ fn a_cancelled_copy_reports_the_pages_that_were_copied() {
             if before {
                 cancel.cancel();
             }
-            let op = world.start_with(&wanted, Arc::clone(&cancel));
+            let transfer = world.start_with(&wanted, Arc::clone(&cancel));
             // During the copy or after its end, depending on the machine.
             cancel.cancel();
-            let ended = world.wait(&[op])[0];
+            let ended = world.wait(&[transfer])[0];
             assert!(
                 !before || ended.complete_pages == 0,
                 "cancelled before it began"

@@ -31,9 +31,9 @@ fn both_ways() {
             pages: (0..6).map(|page| (page, first + page)).collect(),
             pages_a_part: 2,
         };
-        let op = world.start(&copy);
+        let transfer = world.start(&copy);
         world.expect(&copy);
-        assert!(world.wait(&[op])[0].complete);
+        assert!(world.wait(&[transfer])[0].complete);
         world.check("all of it, together or one by one");
     }
 }
@@ -116,8 +116,8 @@ fn the_executed_half_of_a_refused_batch_is_awaited() {
                 pages: (0..pages).map(|page| (page, page)).collect(),
                 pages_a_part: 6,
             };
-            let op = world.start(&refused);
-            let ended = world.wait(&[op])[0];
+            let transfer = world.start(&refused);
+            let ended = world.wait(&[transfer])[0];
             if ended.complete {
                 // The driver accepts all copies of the second world.
                 world.expect(&refused);
@@ -133,9 +133,9 @@ fn the_executed_half_of_a_refused_batch_is_awaited() {
                 pages: vec![(0, 8), (1, 7)],
                 pages_a_part: 2,
             };
-            let op = world.start(&next);
+            let transfer = world.start(&next);
             world.expect(&next);
-            world.wait(&[op]);
+            world.wait(&[transfer]);
             world.check("nothing came late");
         }
     });

@@ -11,7 +11,7 @@ use crate::{
     Driver, PinnedDepot, end_process, threads_in_driver,
 };
 use kvferry_memory::{CopyRange, Depot, SharedBuffer};
-use kvferry_types::{Direction, FragmentPair, OpId, PageList};
+use kvferry_types::{Direction, FragmentPair, PageList, TransferId};
 
 use super::copies::plain;
 use super::engine::Roles;
@@ -72,7 +72,7 @@ fn a_load_is_submitted_after_one_slice_of_a_store_of_small_fragments() {
             }),
         });
         let copier = copier.expect("a copier");
-        let order = |op, direction, pages: std::ops::Range<u32>| {
+        let order = |transfer, direction, pages: std::ops::Range<u32>| {
             // In reverse order, so that neighbours are not merged.
             let list = |pages: std::ops::Range<u32>| pages.rev().collect::<PageList>();
             let pair = FragmentPair {
@@ -80,7 +80,7 @@ fn a_load_is_submitted_after_one_slice_of_a_store_of_small_fragments() {
                 dst: list(pages),
             };
             let given = copier.start_copy(DeviceCopy {
-                op: OpId(op),
+                transfer: TransferId(transfer),
                 direction,
                 parts: vec![vec![pair]],
                 device: world.device.clone(),

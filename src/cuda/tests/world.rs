@@ -12,8 +12,8 @@ use crate::{
 };
 use kvferry_memory::{CancelFlag, Depot, PageLayout, TIMELINE_BYTES, validate};
 use kvferry_types::{
-    Direction, EndedCopy, EngineId, FragmentPair, OpId, PageList, Registration, RequestId,
-    TensorView, Timeline,
+    Direction, EndedCopy, EngineId, FragmentPair, PageList, Registration, RequestId, TensorView,
+    Timeline, TransferId,
 };
 
 use super::engine::addresses;
@@ -181,14 +181,14 @@ impl World {
     }
 
     /// Queues a copy.
-    pub fn start(&mut self, wanted: &Wanted) -> OpId {
+    pub fn start(&mut self, wanted: &Wanted) -> TransferId {
         self.start_with(wanted, Arc::default())
     }
 
     /// Like [`Self::start`], with a flag that stops the copy.
-    pub fn start_with(&mut self, wanted: &Wanted, cancel: Arc<CancelFlag>) -> OpId {
+    pub fn start_with(&mut self, wanted: &Wanted, cancel: Arc<CancelFlag>) -> TransferId {
         assert!(self.try_start(wanted, cancel), "a place");
-        OpId(self.last)
+        TransferId(self.last)
     }
 
     /// Like [`Self::start_with`]; returns false if the queue is full.
@@ -209,7 +209,7 @@ impl World {
             }
         };
         let order = DeviceCopy {
-            op: OpId(self.last),
+            transfer: TransferId(self.last),
             direction: wanted.direction,
             parts: wanted
                 .pages
@@ -376,14 +376,14 @@ impl World {
     }
 
     /// Waits for the end of copies, and returns how each ended, ordered by id.
-    pub fn wait(&self, ops: &[OpId]) -> Vec<EndedCopy> {
+    pub fn wait(&self, transfers: &[TransferId]) -> Vec<EndedCopy> {
         let until = Instant::now() + TEST_TIMEOUT;
         let mut ended: Vec<EndedCopy> = Vec::new();
-        while ended.len() < ops.len() {
+        while ended.len() < transfers.len() {
             assert!(Instant::now() < until, "copies do not end");
             ended.extend(self.ended());
         }
-        ended.sort_by_key(|copy| copy.op);
+        ended.sort_by_key(|copy| copy.transfer);
         ended
     }
 }

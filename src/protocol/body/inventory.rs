@@ -7,8 +7,8 @@ use super::ErrorBody;
 use crate::error::ErrorCode;
 use crate::limits::PAGE_RECORD_BYTES;
 use kvferry_types::{
-    Anchor, DomainId, Epoch, Fingerprint, Generation, NamespaceId, PageRecord, Record, ResetId,
-    Scope, Stored,
+    Anchor, DomainId, Epoch, Fingerprint, NamespaceId, PageRecord, Record, ResetId, Scope, Stored,
+    TransferId,
 };
 
 /// The inventory's record of the pages that a store fills.
@@ -29,7 +29,7 @@ pub struct RecordBody {
     /// Position of the block's first page in its sequence, modulo the ratio.
     pub phase: u16,
     /// Orders the stores of one epoch.
-    pub generation: u64,
+    pub transfer: u64,
     /// Fingerprints, 16 bytes for each page that is filled, big-endian.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
@@ -51,7 +51,7 @@ pub struct Invalidate {
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub fingerprints: Vec<u8>,
-    /// Covers stores of the header's epoch up to this `generation`, and all stores of older epochs.
+    /// Covers stores of the header's epoch up to this transfer, and all stores of older epochs.
     pub through: u64,
 }
 
@@ -93,7 +93,7 @@ pub struct Inventory {
     #[serde(default)]
     pub next: Option<u32>,
     /// 76 bytes for each page in use: arena page (4), first arena page of its block (4), position in the block (2),
-    /// phase of the block (2), epoch (8) and generation (8) of its store, anchor (16), domain (16), fingerprint (16);
+    /// phase of the block (2), epoch (8) and transfer (8) that stored it, anchor (16), domain (16), fingerprint (16);
     /// numbers big-endian.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
@@ -108,7 +108,7 @@ impl From<&Record> for RecordBody {
             block_start: record.block_start,
             first: record.first,
             phase: record.phase,
-            generation: record.stored.generation.0,
+            transfer: record.stored.transfer.0,
             fingerprints: packed(&record.fingerprints),
         }
     }
@@ -124,7 +124,7 @@ impl RecordBody {
             phase: self.phase,
             stored: Stored {
                 epoch,
-                generation: Generation(self.generation),
+                transfer: TransferId(self.transfer),
             },
             fingerprints: unpacked(&self.fingerprints),
         }
@@ -134,7 +134,7 @@ impl RecordBody {
 impl Invalidate {
     /// Builds the order to remove the pages of a scope from the inventory, as far as they were stored at or before
     /// `through`.
-    pub fn new(id: ResetId, scope: &Scope, through: Generation) -> Self {
+    pub fn new(id: ResetId, scope: &Scope, through: TransferId) -> Self {
         let (namespace, fingerprints) = match scope {
             Scope::Everything => (Vec::new(), Vec::new()),
             Scope::Namespace(namespace) => (namespace.0.to_be_bytes().to_vec(), Vec::new()),
@@ -183,7 +183,7 @@ impl Inventory {
             records.extend(page.index.to_be_bytes());
             records.extend(page.phase.to_be_bytes());
             records.extend(page.stored.epoch.0.to_be_bytes());
-            records.extend(page.stored.generation.0.to_be_bytes());
+            records.extend(page.stored.transfer.0.to_be_bytes());
             records.extend(page.anchor.0.to_be_bytes());
             records.extend(page.domain.0.to_be_bytes());
             records.extend(page.fingerprint.0.to_be_bytes());
@@ -217,7 +217,7 @@ fn page_record(bytes: &[u8; PAGE_RECORD_BYTES]) -> PageRecord {
         phase: number::<2>(bytes, 10) as u16,
         stored: Stored {
             epoch: Epoch(number::<8>(bytes, 12) as u64),
-            generation: Generation(number::<8>(bytes, 20) as u64),
+            transfer: TransferId(number::<8>(bytes, 20) as u64),
         },
         anchor: Anchor(number::<16>(bytes, 28)),
         domain: DomainId(number::<16>(bytes, 44)),

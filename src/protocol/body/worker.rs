@@ -63,7 +63,7 @@ pub struct Attached {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CopyOrder {
     /// Number of the copy, unique within the epoch.
-    pub op: u64,
+    pub transfer: u64,
     /// The pages to copy. A store reads device pages and writes arena pages, a load the reverse.
     #[schemars(with = "Vec<PairSchema>")]
     pub pairs: Pairs,
@@ -105,7 +105,7 @@ pub struct Ended {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Cancel {
     /// Numbers of the copies.
-    pub ops: Vec<u64>,
+    pub transfers: Vec<u64>,
 }
 
 /// Progress of a worker that cannot serve yet, and its problem, if any.

@@ -20,8 +20,8 @@ use kvferry_protocol::{
     Message, ReadInventory, Readiness, Transfer,
 };
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, EngineId, Epoch, LogLimit, OpId, PeerId, Replica, Request,
-    RequestId, ResetId, Time, WorkerId,
+    Answer, AttachId, Copy, DepotId, EngineId, Epoch, LogLimit, PeerId, Replica, Request,
+    RequestId, ResetId, Time, TransferId, WorkerId,
 };
 
 use errors::to_error;
@@ -275,9 +275,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     ranks,
                     copy,
                 } => copies.push((replica, ranks, copy)),
-                LeaderEffect::Cancel { worker, ops } => {
-                    let ops = ops.into_iter().map(|op| op.0).collect();
-                    let cancel = Message::Cancel(Cancel { ops });
+                LeaderEffect::Cancel { worker, transfers } => {
+                    let transfers = transfers.into_iter().map(|transfer| transfer.0).collect();
+                    let cancel = Message::Cancel(Cancel { transfers });
                     self.order(host, worker, cancel, Duration::ZERO);
                 }
                 LeaderEffect::Invalidate {
@@ -382,7 +382,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         host: &mut H,
         worker: WorkerId,
         attach: AttachId,
-        verdict: Result<OpId, Refusal>,
+        verdict: Result<TransferId, Refusal>,
     ) {
         let Some(known) = self.workers.get_mut(&worker) else {
             return;

@@ -499,7 +499,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         panic!("a copy was ordered");
     };
     let copies = transfer.copies.iter().map(|copy| EndedCopy {
-        op: OpId(copy.op),
+        transfer: TransferId(copy.transfer),
         complete: true,
         complete_pages: 2,
         bytes: 8192,

@@ -6,8 +6,8 @@ use std::time::Duration;
 use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
-    Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
-    Registration, RequestId, Scope, Stored, Time,
+    Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
+    RequestId, Scope, Stored, Time, TransferId,
 };
 
 /// Why the process of a worker must end.
@@ -126,10 +126,10 @@ pub trait WorkerHost: HolderPeers {
     fn start(&mut self, copies: Vec<Copy>, memory: &Self::Memory) -> Result<(), Fatal>;
 
     /// Stops a copy as soon as possible. Its end is still reported.
-    fn stop(&mut self, op: OpId) -> Result<(), Fatal>;
+    fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal>;
 
     /// Handles a copy that is refused, because its order names pages or sizes that are not valid.
-    fn invalid_copy(&mut self, op: OpId, problem: &str);
+    fn invalid_copy(&mut self, transfer: TransferId, problem: &str);
 
     /// Reports to the leader why this worker serves no engine; an empty text clears the problem.
     fn report_problem(&mut self, why: &str);

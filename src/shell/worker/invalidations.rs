@@ -161,11 +161,11 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_types::{Epoch, Fingerprint, Generation, NamespaceId, PageSet};
+    use kvferry_types::{Epoch, Fingerprint, NamespaceId, PageSet, TransferId};
 
     const THROUGH: Stored = Stored {
         epoch: Epoch(1),
-        generation: Generation(9),
+        transfer: TransferId(9),
     };
 
     fn invalidate(id: u64, scope: Scope, deadline: u64) -> PendingInvalidation {

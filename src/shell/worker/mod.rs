@@ -14,8 +14,8 @@ use std::time::Duration;
 use kvferry_core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_protocol::{Attach, AttachedMemory, Empty, Ended, ErrorBody, ErrorCode, Message};
 use kvferry_types::{
-    AttachId, EndedCopy, EngineId, Epoch, GroupGeometry, LinkId, OpId, RequestId, Sharding, Time,
-    WorkerId,
+    AttachId, EndedCopy, EngineId, Epoch, GroupGeometry, LinkId, RequestId, Sharding, Time,
+    TransferId, WorkerId,
 };
 
 pub use host::{Fatal, Registering, WorkerHost};
@@ -161,7 +161,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         };
         let after = match answer {
-            Ok(Message::Attached(attached)) => Some(OpId(attached.after)),
+            Ok(Message::Attached(attached)) => Some(TransferId(attached.after)),
             Ok(other) => {
                 tracing::warn!(kind = other.kind().name(), "no answer to an attach");
                 return Ok(());
@@ -210,7 +210,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 Some(memory) => host.start(copies, memory)?,
                 None => return Err(WorkerFailure::NoMemory.into()),
             },
-            WorkerEffect::Stop(op) => host.stop(op)?,
+            WorkerEffect::Stop(transfer) => host.stop(transfer)?,
             WorkerEffect::Report { batch, copies } => {
                 let body = Ended {
                     rank: self.worker.rank.0,
@@ -245,9 +245,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             WorkerEffect::Refuse(refusal) => {
                 self.refuse_order(host, self.leader.order, refusal);
             }
-            WorkerEffect::Invalid { op, problem } => {
-                tracing::error!(worker = %self.worker, %op, problem, "copy refused");
-                host.invalid_copy(op, &problem);
+            WorkerEffect::Invalid { transfer, problem } => {
+                tracing::error!(worker = %self.worker, %transfer, problem, "copy refused");
+                host.invalid_copy(transfer, &problem);
             }
             WorkerEffect::ExitProcess => return Err(WorkerFailure::CopyStuck.into()),
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Fatal, WorkerHost, WorkerShell};
 use kvferry_core::{BatchId, OrderRefusal, WorkerEvent};
 use kvferry_protocol::{Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
-use kvferry_types::{Epoch, Generation, LinkId, OpId, RequestId, ResetId};
+use kvferry_types::{Epoch, LinkId, RequestId, ResetId, TransferId};
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Handles an order that the leader sends over this connection.
@@ -39,7 +39,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             Message::Cancel(cancel) => WorkerEvent::Cancel {
                 epoch,
                 batch,
-                ops: cancel.ops.into_iter().map(OpId).collect(),
+                transfers: cancel.transfers.into_iter().map(TransferId).collect(),
             },
             Message::ReadInventory(read) => {
                 return self.read_inventory(host, correlation, epoch, read);
@@ -49,7 +49,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                     epoch,
                     id: ResetId(invalidate.reset),
                     scope,
-                    through: Generation(invalidate.through),
+                    through: TransferId(invalidate.through),
                     deadline,
                 },
                 Err(error) => {

@@ -180,12 +180,12 @@ impl WorkerHost for Process {
         Ok(())
     }
 
-    fn stop(&mut self, _: OpId) -> Result<(), Fatal> {
+    fn stop(&mut self, _: TransferId) -> Result<(), Fatal> {
         Ok(())
     }
 
-    fn invalid_copy(&mut self, op: OpId, problem: &str) {
-        panic!("{op}: {problem}");
+    fn invalid_copy(&mut self, transfer: TransferId, problem: &str) {
+        panic!("{transfer}: {problem}");
     }
 
     fn report_problem(&mut self, why: &str) {

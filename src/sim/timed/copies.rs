@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::links::{BandwidthLinkId, FlowId, FlowSpec, Links, LinksError};
-use kvferry_types::{Copy, Direction, EndedCopy, OpId, Rank, RequestId, Time};
+use kvferry_types::{Copy, Direction, EndedCopy, Rank, RequestId, Time, TransferId};
 
 use super::{DIRECTIONS, Measurements, TimedSettings, pages};
 
@@ -27,8 +27,8 @@ pub(super) struct TimedCopies {
     bytes_per_s: [u64; 2],
     latency: Duration,
     page_bytes: u64,
-    tasks: HashMap<(Rank, OpId), CopyTask>,
-    flows: HashMap<FlowId, (Rank, OpId)>,
+    tasks: HashMap<(Rank, TransferId), CopyTask>,
+    flows: HashMap<FlowId, (Rank, TransferId)>,
     /// Requests up to which everything is written, and when the workers were notified. Both grow.
     written: Vec<(RequestId, Time)>,
     queue_ns: [Vec<u64>; 2],
@@ -83,7 +83,7 @@ impl TimedCopies {
                 started_at: now,
                 flow: None,
             };
-            self.tasks.insert((rank, copy.op), task);
+            self.tasks.insert((rank, copy.transfer), task);
         }
     }
 
@@ -95,7 +95,7 @@ impl TimedCopies {
     /// Starts copies of a worker.
     pub(super) fn start(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
         for copy in copies {
-            let Some(task) = self.tasks.get_mut(&(rank, copy.op)) else {
+            let Some(task) = self.tasks.get_mut(&(rank, copy.transfer)) else {
                 continue;
             };
             if copy.direction == Direction::Store {
@@ -113,20 +113,25 @@ impl TimedCopies {
             task.started_at = now;
             task.flow = self.links.start(now, &flow).ok();
             if let Some(flow) = task.flow {
-                self.flows.insert(flow, (rank, copy.op));
+                self.flows.insert(flow, (rank, copy.transfer));
             }
         }
     }
 
     /// Stops a copy of a worker: no more of its bytes move. Returns `None` when the copy has already ended.
-    pub(super) fn stop(&mut self, now: Time, rank: Rank, op: OpId) -> Option<EndedCopy> {
-        let task = self.tasks.get_mut(&(rank, op))?;
+    pub(super) fn stop(
+        &mut self,
+        now: Time,
+        rank: Rank,
+        transfer: TransferId,
+    ) -> Option<EndedCopy> {
+        let task = self.tasks.get_mut(&(rank, transfer))?;
         let flow = task.flow.take()?;
         // A copy that has ended by now is reported as ended, not as stopped.
         self.links.cancel(now, flow)?;
         self.flows.remove(&flow);
         Some(EndedCopy {
-            op,
+            transfer,
             complete: false,
             complete_pages: 0,
             bytes: 0,
@@ -139,10 +144,10 @@ impl TimedCopies {
         let mut ended = Vec::new();
         self.links.advance(now, &mut self.over);
         for (at, flow) in self.over.drain(..) {
-            let Some((rank, op)) = self.flows.remove(&flow) else {
+            let Some((rank, transfer)) = self.flows.remove(&flow) else {
                 continue;
             };
-            let Some(task) = self.tasks.get_mut(&(rank, op)) else {
+            let Some(task) = self.tasks.get_mut(&(rank, transfer)) else {
                 continue;
             };
             task.flow = None;
@@ -154,7 +159,7 @@ impl TimedCopies {
             let queued = (task.ready_at + alone).until(at).as_nanos();
             self.queue_ns[way].push(u64::try_from(queued).unwrap_or(u64::MAX));
             let copy = EndedCopy {
-                op,
+                transfer,
                 complete: true,
                 complete_pages: 0,
                 bytes: task.bytes,
@@ -169,7 +174,7 @@ impl TimedCopies {
     /// Removes copies that a worker has reported.
     pub(super) fn reported(&mut self, rank: Rank, copies: &[EndedCopy]) {
         for copy in copies {
-            self.tasks.remove(&(rank, copy.op));
+            self.tasks.remove(&(rank, copy.transfer));
         }
     }
 

@@ -27,8 +27,8 @@ use kvferry_core::{
     WorkerEffect, WorkerEvent, WorkerSettings,
 };
 use kvferry_types::{
-    Answer, AttachId, Copy, Direction, EndedCopy, GroupGeometry, OpId, Rank, Replica, Request,
-    RequestId, SlotId, Time, WorkerId,
+    Answer, AttachId, Copy, Direction, EndedCopy, GroupGeometry, Rank, Replica, Request, RequestId,
+    SlotId, Time, TransferId, WorkerId,
 };
 use kvferry_workload::scheduler::{Scheduler, Served};
 
@@ -61,7 +61,7 @@ enum TimedEvent {
         copies: Vec<Copy>,
     },
     /// A cancel of the leader reaches a worker.
-    Cancelled { rank: Rank, op: OpId },
+    Cancelled { rank: Rank, transfer: TransferId },
     /// A report of a worker reaches the leader.
     Reported { rank: Rank, copies: Vec<EndedCopy> },
     /// The prefill of a prompt ended; what the request stores is written.
@@ -112,7 +112,7 @@ impl Timed {
             };
             let admitted = WorkerEvent::Admitted {
                 attach: AttachId(1),
-                after: Some(OpId(0)),
+                after: Some(TransferId(0)),
             };
             for event in [
                 WorkerEvent::DepotReady,
@@ -262,12 +262,12 @@ impl Timed {
                     },
                 );
             }
-            TimedEvent::Cancelled { rank, op } => {
+            TimedEvent::Cancelled { rank, transfer } => {
                 self.batches += 1;
                 let cancel = WorkerEvent::Cancel {
                     epoch: self.leader.epoch(),
                     batch: BatchId(self.batches),
-                    ops: vec![op],
+                    transfers: vec![transfer],
                 };
                 self.work(rank, cancel);
             }
@@ -310,10 +310,10 @@ impl Timed {
                     to = Some(ranks);
                     copies.push(copy);
                 }
-                LeaderEffect::Cancel { worker, ops } => {
+                LeaderEffect::Cancel { worker, transfers } => {
                     let rank = worker.rank;
-                    for op in ops {
-                        self.send(TimedEvent::Cancelled { rank, op });
+                    for transfer in transfers {
+                        self.send(TimedEvent::Cancelled { rank, transfer });
                     }
                 }
                 // Workers attach before the start and stop every cancelled copy, and no engine requests a reset.
@@ -347,8 +347,8 @@ impl Timed {
             for order in orders.drain(..) {
                 match order {
                     WorkerEffect::Start(copies) => self.copies.start(self.now, rank, &copies),
-                    WorkerEffect::Stop(op) => {
-                        stopped.extend(self.copies.stop(self.now, rank, op));
+                    WorkerEffect::Stop(transfer) => {
+                        stopped.extend(self.copies.stop(self.now, rank, transfer));
                     }
                     WorkerEffect::Report { copies, .. } => {
                         self.copies.reported(rank, &copies);

@@ -7,7 +7,7 @@ use super::leader::LeaderProcess;
 use super::storage::Storage;
 use super::{NodeId, SimWorld};
 use kvferry_core::{BlockView, CANCELS_MAX, Contradiction, TierKey};
-use kvferry_types::{Generation, OpId, Shard};
+use kvferry_types::{Shard, TransferId};
 
 /// An arena with fewer pages has its contents checked at every check, one of `n` pages at one of `n / PAGES_AT_ONCE +
 /// 1` checks.
@@ -17,7 +17,7 @@ const PAGES_AT_ONCE: u32 = 192;
 #[derive(Debug, Default)]
 struct Pages {
     readable: Vec<bool>,
-    filling: BTreeMap<u32, OpId>,
+    filling: BTreeMap<u32, TransferId>,
 }
 
 impl SimWorld {
@@ -76,8 +76,8 @@ impl SimWorld {
         // A closing pool serves nothing. Its last copies still touch its pages, and no others.
         let Some(pool) = leader.pool().or(leader.closing_pool()) else {
             return match self.env.oracle.touched.writers().next() {
-                Some((shard, page, op)) if leader.is_reading() => Err(format!(
-                    "{op} writes arena page {page} of shard {shard} while inventories are read"
+                Some((shard, page, transfer)) if leader.is_reading() => Err(format!(
+                    "{transfer} writes arena page {page} of shard {shard} while inventories are read"
                 )
                 .into()),
                 _ => Ok(Pages::default()),
@@ -98,9 +98,9 @@ impl SimWorld {
                 }
             }
             pages.readable[block.start as usize..][..block.ready as usize].fill(true);
-            if let Some((Generation(generation), count)) = block.filling {
+            if let Some((TransferId(transfer), count)) = block.filling {
                 let first = block.start + block.ready;
-                let filled = (first..first + count).map(|page| (page, OpId(generation)));
+                let filled = (first..first + count).map(|page| (page, TransferId(transfer)));
                 pages.filling.extend(filled);
             }
             ready += block.ready;
@@ -123,10 +123,10 @@ impl SimWorld {
             return Err(format!("blocks have {pins} holders, the pool has {}", pool.pins()).into());
         }
         // Every page that is written belongs to the copy that writes it.
-        for (shard, page, op) in self.env.oracle.touched.writers() {
-            if pages.filling.get(&page) != Some(&op) {
+        for (shard, page, transfer) in self.env.oracle.touched.writers() {
+            if pages.filling.get(&page) != Some(&transfer) {
                 return Err(format!(
-                    "{op} writes arena page {page} of shard {shard}, which is not, or no longer, its own"
+                    "{transfer} writes arena page {page} of shard {shard}, which is not, or no longer, its own"
                 ).into());
             }
         }

@@ -258,9 +258,9 @@ impl SimContext {
 
     /// Checks that no copy touches the pages of a load or store that is over: the engine reuses these pages.
     pub(super) fn check_over(&mut self, engine: EngineId, request: RequestId) {
-        if let Some((op, worker)) = self.oracle.touched.copy_of(engine, request) {
+        if let Some((transfer, worker)) = self.oracle.touched.copy_of(engine, request) {
             self.violated(format!(
-                "{request} of engine {engine} is over, and {op} of {worker} still touches its pages"
+                "{request} of engine {engine} is over, and {transfer} of {worker} still touches its pages"
             ));
         }
     }
@@ -354,8 +354,8 @@ impl SimContext {
                 let shape = self.memory(copy.engine).shape;
                 self.decided = true;
                 if !self.depots[depot].write(shape, page, content) {
-                    let op = copy.op;
-                    self.violated(format!("{op} writes page {page}, which no depot has"));
+                    let transfer = copy.transfer;
+                    self.violated(format!("{transfer} writes page {page}, which no depot has"));
                 }
             }
             Direction::Load => {
@@ -365,9 +365,9 @@ impl SimContext {
                 match ranks[usize::from(rank.0)].get_mut(page as usize) {
                     Some(holds) => *holds = content,
                     None => {
-                        let (op, engine) = (copy.op, copy.engine);
+                        let (transfer, engine) = (copy.transfer, copy.engine);
                         self.violated(format!(
-                            "{op} writes page {page}, which engine {engine} does not have"
+                            "{transfer} writes page {page}, which engine {engine} does not have"
                         ));
                     }
                 }
@@ -383,9 +383,9 @@ impl SimContext {
         page: u32,
         content: Content,
     ) {
-        if let Some((op, worker)) = self.oracle.touched.device(engine, rank, page) {
+        if let Some((transfer, worker)) = self.oracle.touched.device(engine, rank, page) {
             self.violated(format!(
-                "engine {engine} writes page {page} of rank {rank} while {op} of {worker} copies it"
+                "engine {engine} writes page {page} of rank {rank} while {transfer} of {worker} copies it"
             ));
         }
         if let Some(ranks) = self.memories.get_mut(&engine) {

@@ -42,7 +42,7 @@ use std::time::Duration;
 use siphasher::sip128::Hasher128;
 
 use kvferry_core::{AnchorKey, TierKey};
-use kvferry_types::{Epoch, OpId, Replica, Time, WorkerId};
+use kvferry_types::{Epoch, Replica, Time, TransferId, WorkerId};
 
 use context::SimContext;
 pub use counts::Counts;
@@ -90,7 +90,7 @@ enum SimEvent {
     CopyStep {
         worker: WorkerId,
         incarnation: u32,
-        op: OpId,
+        transfer: TransferId,
     },
     /// A worker clears the next slots of a depot that it divides.
     Divide { worker: WorkerId, incarnation: u32 },
@@ -266,12 +266,12 @@ impl SimWorld {
             SimEvent::CopyStep {
                 worker,
                 incarnation,
-                op,
+                transfer,
             } => {
                 let event = SimEvent::CopyStep {
                     worker,
                     incarnation,
-                    op,
+                    transfer,
                 };
                 self.to(NodeId::Worker(worker), Some(incarnation), event);
             }
@@ -583,7 +583,7 @@ impl SimWorld {
                 process.armed = Time::NEVER;
                 worker.tick(env);
             }
-            Ok(SimEvent::CopyStep { op, .. }) => worker.copy_step(env, op),
+            Ok(SimEvent::CopyStep { transfer, .. }) => worker.copy_step(env, transfer),
             Ok(SimEvent::Divide { .. }) => worker.divide(env),
             Ok(SimEvent::Invalidate { .. }) => worker.continue_invalidations(env),
             Ok(SimEvent::Opened { opening, .. }) => worker.opened(env, opening),

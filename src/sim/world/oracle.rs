@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::roster::AdmittedWorkers;
 use kvferry_core::Refusal;
 use kvferry_types::{
-    Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, OpId, Request, RequestId,
-    ResetAnswer, ResetScope, Shard, Time, WorkerId,
+    Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, Request, RequestId,
+    ResetAnswer, ResetScope, Shard, Time, TransferId, WorkerId,
 };
 
 /// The pages that a copy touches.
@@ -44,7 +44,7 @@ struct Uses {
 struct PageUser {
     worker: WorkerId,
     incarnation: u32,
-    op: OpId,
+    transfer: TransferId,
     /// The engine's request that the copy serves.
     request: RequestId,
     /// Page of the depot.
@@ -101,7 +101,7 @@ impl PageAccesses {
             let copier = PageUser {
                 worker,
                 incarnation,
-                op: copy.op,
+                transfer: copy.transfer,
                 request: copy.request,
                 page: depot,
             };
@@ -116,7 +116,7 @@ impl PageAccesses {
             if let Some(other) = clashes.last() {
                 self.violation = Some(format!(
                     "depot page {depot} of {shard}: {} of {worker} touches what {} of {} writes or reads",
-                    copy.op, other.op, other.worker
+                    copy.transfer, other.transfer, other.worker
                 ));
             }
             let clash = with(
@@ -127,7 +127,7 @@ impl PageAccesses {
             if let Some(other) = clash {
                 self.violation = Some(format!(
                     "device page {device} of rank {rank}: {} of {worker} touches what {} of {} writes or reads",
-                    copy.op, other.op, other.worker
+                    copy.transfer, other.transfer, other.worker
                 ));
             }
         }
@@ -152,10 +152,10 @@ impl PageAccesses {
     }
 
     /// Depot pages that are being written, one entry for each cell: shard, page and copy.
-    pub(super) fn writers(&self) -> impl Iterator<Item = (u16, u32, OpId)> {
+    pub(super) fn writers(&self) -> impl Iterator<Item = (u16, u32, TransferId)> {
         self.depot.iter().flat_map(|((shard, _), uses)| {
             let copiers = uses.writers.iter();
-            copiers.map(|copier| (*shard, copier.page, copier.op))
+            copiers.map(|copier| (*shard, copier.page, copier.transfer))
         })
     }
 
@@ -170,20 +170,24 @@ impl PageAccesses {
         engine: EngineId,
         rank: u16,
         page: u32,
-    ) -> Option<(OpId, WorkerId)> {
+    ) -> Option<(TransferId, WorkerId)> {
         let uses = self.device.get(&(engine, rank, page))?;
         let copier = uses.writers.first().or(uses.readers.first())?;
-        Some((copier.op, copier.worker))
+        Some((copier.transfer, copier.worker))
     }
 
     /// A copy that touches an engine's pages for this request, and its worker.
-    pub(super) fn copy_of(&self, engine: EngineId, request: RequestId) -> Option<(OpId, WorkerId)> {
+    pub(super) fn copy_of(
+        &self,
+        engine: EngineId,
+        request: RequestId,
+    ) -> Option<(TransferId, WorkerId)> {
         let first = (engine, 0, 0);
         let last = (engine, u16::MAX, u32::MAX);
         let copiers = self.device.range(first..=last);
         let mut copiers = copiers.flat_map(|(_, uses)| uses.writers.iter().chain(&uses.readers));
         let copier = copiers.find(|copier| copier.request == request)?;
-        Some((copier.op, copier.worker))
+        Some((copier.transfer, copier.worker))
     }
 }
 
@@ -225,9 +229,9 @@ pub(super) struct Oracle {
     /// When a store of each page was last ordered.
     stored: BTreeMap<(DomainId, Fingerprint), Time>,
     /// Deadline of each copy of the leader's epoch, by the leader's clock.
-    deadlines: BTreeMap<OpId, Time>,
+    deadlines: BTreeMap<TransferId, Time>,
     /// Arena pages that were filling at the last check, and the copy that fills each.
-    filling: BTreeMap<u32, OpId>,
+    filling: BTreeMap<u32, TransferId>,
     /// Confirmed resets, in the order of the times at which they were requested.
     resets: Vec<ConfirmedReset>,
     /// The workers that the leader has admitted.
@@ -388,7 +392,7 @@ impl Oracle {
 
     /// Notes an ordered copy: its deadline and, for a store, its pages.
     pub(super) fn ordered(&mut self, now: Time, copy: &Copy) {
-        self.deadlines.insert(copy.op, copy.deadline);
+        self.deadlines.insert(copy.transfer, copy.deadline);
         if let Some(record) = &copy.record {
             for page in record.pages() {
                 self.stored.insert((page.domain, page.fingerprint), now);
@@ -401,20 +405,20 @@ impl Oracle {
     pub(super) fn published(
         &mut self,
         now: Time,
-        filling: BTreeMap<u32, OpId>,
+        filling: BTreeMap<u32, TransferId>,
         readable: impl Fn(u32) -> bool,
     ) -> Option<String> {
         let before = std::mem::replace(&mut self.filling, filling);
-        let late = before.iter().find(|(page, op)| {
-            let over = !self.filling.values().any(|other| other == *op);
+        let late = before.iter().find(|(page, transfer)| {
+            let over = !self.filling.values().any(|other| other == *transfer);
             let late = self
                 .deadlines
-                .get(op)
+                .get(transfer)
                 .is_some_and(|deadline| now > *deadline);
             over && late && readable(**page)
         });
-        late.map(|(page, op)| {
-            format!("arena page {page} can be read, and {op} ended after its deadline")
+        late.map(|(page, transfer)| {
+            format!("arena page {page} can be read, and {transfer} ended after its deadline")
         })
     }
 

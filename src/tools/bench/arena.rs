@@ -260,7 +260,7 @@ fn pool_memory(blocks: u32, block_pages: u32) -> Result<Memory, CommandError> {
     let domain = Domain::new(&AnchorKey([5; 32]), &[], &[3; 16], GroupId(0));
     let before = resident_bytes()?;
     let mut pool = Pool::new(pages, ratio);
-    let (mut generation, mut reserved, mut evicted) = (0, Vec::new(), Vec::new());
+    let (mut transfer, mut reserved, mut evicted) = (0, Vec::new(), Vec::new());
     let mut left = pages;
     for prompt in 0.. {
         let prompt_pages = left.min(PROMPT_PAGES);
@@ -278,13 +278,13 @@ fn pool_memory(blocks: u32, block_pages: u32) -> Result<Memory, CommandError> {
                 position,
                 end,
                 None,
-                &mut generation,
+                &mut transfer,
                 &mut reserved,
                 &mut evicted,
             );
             for reserved in reserved.drain(..) {
-                pool.start_filling(reserved.generation, RankSet::first(1));
-                pool.ended(reserved.generation, Rank(0), true);
+                pool.start_filling(reserved.transfer, RankSet::first(1));
+                pool.ended(reserved.transfer, Rank(0), true);
             }
         }
     }

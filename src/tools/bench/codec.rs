@@ -78,7 +78,7 @@ impl Arguments {
             request: 1 << 20,
             after: 0,
             copies: vec![CopyOrder {
-                op: 1 << 20,
+                transfer: 1 << 20,
                 pairs: pairs.into(),
                 record: None,
             }],

@@ -172,7 +172,7 @@ impl PreloadedLeader {
             .iter()
             .filter_map(|effect| match effect {
                 LeaderEffect::Copy { copy, .. } => Some(EndedCopy {
-                    op: copy.op,
+                    transfer: copy.transfer,
                     complete: true,
                     complete_pages: 0,
                     bytes: 0,

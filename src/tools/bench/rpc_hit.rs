@@ -21,7 +21,7 @@ use kvferry_transport::{
     Address, Client, Incoming, Limits, Server, ServerEvent, ServerSettings, Transport,
     ZmqTransport, prepare_directory,
 };
-use kvferry_types::{EndedCopy, Epoch, OpId, PageList};
+use kvferry_types::{EndedCopy, Epoch, PageList, TransferId};
 
 use super::preloaded_leader::{PreloadedLeader, geometry};
 
@@ -269,7 +269,7 @@ fn obey(order: Message) -> Option<Message> {
     match order {
         Message::Transfer(transfer) => {
             let copies = transfer.copies.iter().map(|copy| EndedCopy {
-                op: OpId(copy.op),
+                transfer: TransferId(copy.transfer),
                 complete: true,
                 complete_pages: 0,
                 bytes: 0,

@@ -6,8 +6,8 @@ use kvferry_core::{
     AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, WorkerMemory,
 };
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, LookupAnswer, OpId,
-    PageHashes, Rank, Ratio, Replica, Request, RequestId, Time, WorkerId,
+    Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, LookupAnswer,
+    PageHashes, Rank, Ratio, Replica, Request, RequestId, Time, TransferId, WorkerId,
 };
 
 use super::super::harness::{RANKS, ranks};
@@ -110,31 +110,36 @@ fn looked_up(event: &LeaderEvent) -> Option<usize> {
 /// last lookup.
 #[derive(Default)]
 struct RequestState {
-    began: Vec<OpId>,
-    reading: Vec<(OpId, u32)>,
+    began: Vec<TransferId>,
+    reading: Vec<(TransferId, u32)>,
     found: Option<u32>,
 }
 
 impl RequestState {
     /// The leader's number of the model's n-th copy. The model counts only copies, while the leader numbers inventory
     /// requests in the same sequence.
-    fn number(&self, OpId(nth): OpId) -> OpId {
+    fn number(&self, TransferId(nth): TransferId) -> TransferId {
         let began = self.began.get(nth as usize - 1);
         *began.expect("a copy of the model has begun")
     }
 
     /// Records a copy. Returns a contradiction when a store gets a page that a load still reads.
     fn copy(&mut self, leader: &Leader, copy: &Copy) -> Option<String> {
-        self.began.push(copy.op);
-        let runs = leader.awaited().map(|(op, ..)| op).collect::<Vec<_>>();
-        self.reading.retain(|(op, _)| runs.contains(op));
+        self.began.push(copy.transfer);
+        let runs = leader
+            .awaited()
+            .map(|(transfer, ..)| transfer)
+            .collect::<Vec<_>>();
+        self.reading.retain(|(transfer, _)| runs.contains(transfer));
         let pair = &copy.pairs[0];
         match copy.direction {
-            Direction::Load => self.reading.push((copy.op, pair.src.0[0].start)),
+            Direction::Load => self.reading.push((copy.transfer, pair.src.0[0].start)),
             Direction::Store => {
                 let page = pair.dst.0[0].start;
                 let read = self.reading.iter().find(|(_, read)| *read == page);
-                return read.map(|(op, _)| format!("{} overwrites what {op} reads", copy.op));
+                return read.map(|(transfer, _)| {
+                    format!("{} overwrites what {transfer} reads", copy.transfer)
+                });
             }
         }
         None
@@ -156,7 +161,7 @@ impl Leases {
                 LeaderEvent::Request { id, .. } => *id = RequestId(index),
                 LeaderEvent::Ended { copies, .. } => {
                     for copy in copies {
-                        copy.op = seen.number(copy.op);
+                        copy.transfer = seen.number(copy.transfer);
                     }
                 }
                 _ => {}
@@ -191,14 +196,18 @@ impl Leases {
         let pool = leader.pool().or(leader.closing_pool()).expect("a pool");
         let states = pool.page_states();
         let ready = state.blocks.iter().filter(|block| !block.filling).count();
-        let late = state.ops.iter().filter(|op| op.late && !op.load).count();
+        let late = state
+            .transfers
+            .iter()
+            .filter(|transfer| transfer.late && !transfer.load)
+            .count();
         let expected = [ready, late, PAGES - state.blocks.len()];
         let found = [states.ready, states.quarantined, states.free];
         let pins: i8 = state.blocks.iter().map(|block| block.pins).sum();
         let compared = [
             ("pages", found.map(|pages| pages as usize) == expected),
             ("pins", Ok(pool.pins()) == u64::try_from(pins)),
-            ("copies", leader.copies_under_way() == state.ops.len()),
+            ("copies", leader.copies_under_way() == state.transfers.len()),
             (
                 "slots",
                 leader.slots() == state.slots.iter().flatten().count(),

@@ -10,7 +10,7 @@ fn an_invalidation_of_another_epoch_changes_nothing() {
             epoch: Epoch(epoch),
             id: ResetId(3),
             scope: Scope::Everything,
-            through: Generation(9),
+            through: TransferId(9),
             deadline: Time(100),
         };
         step(&mut worker, 0, invalidate)
@@ -20,7 +20,7 @@ fn an_invalidation_of_another_epoch_changes_nothing() {
     let id = ResetId(3);
     let through = kvferry_types::Stored {
         epoch: Epoch(1),
-        generation: Generation(9),
+        transfer: TransferId(9),
     };
     let scope = Scope::Everything;
     let deadline = Time(100);

@@ -31,23 +31,23 @@ fn a_load_overwrites_nothing_that_its_engine_still_writes() {
 #[test]
 fn a_load_that_waits_for_its_engine_ends_by_its_deadline_and_by_a_cancel() {
     let mut worker = worker();
-    let late = |op| Copy {
+    let late = |transfer| Copy {
         after: RequestId(9),
-        ..load(op)
+        ..load(transfer)
     };
     order(&mut worker, 1, 1, vec![late(1)]);
     order(&mut worker, 1, 2, vec![late(2)]);
-    let reported = |effects: Vec<WorkerEffect>| -> Vec<OpId> {
+    let reported = |effects: Vec<WorkerEffect>| -> Vec<TransferId> {
         let ended = effects.into_iter().flat_map(|effect| match effect {
             WorkerEffect::Report { copies, .. } => copies,
             _ => Vec::new(),
         });
-        ended.map(|copy| copy.op).collect()
+        ended.map(|copy| copy.transfer).collect()
     };
-    assert!(reported(cancel(&mut worker, 3, 1)).contains(&OpId(1)));
+    assert!(reported(cancel(&mut worker, 3, 1)).contains(&TransferId(1)));
     assert_eq!(
         reported(step(&mut worker, 100, WorkerEvent::Tick)),
-        [OpId(2)]
+        [TransferId(2)]
     );
     assert_eq!(worker.open_copies(), 0);
     assert_eq!(written(&mut worker, 9), []);
@@ -57,7 +57,7 @@ fn a_load_that_waits_for_its_engine_ends_by_its_deadline_and_by_a_cancel() {
 fn a_request_that_is_over_does_not_count_as_written() {
     let mut worker = worker();
     register(&mut worker, 0, ENGINE, RequestId(20));
-    let (attach, after) = (AttachId(2), Some(OpId(0)));
+    let (attach, after) = (AttachId(2), Some(TransferId(0)));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
     let late = Copy {
         after: RequestId(15),

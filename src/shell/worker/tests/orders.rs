@@ -2,7 +2,7 @@
 
 use super::*;
 use kvferry_protocol::Invalidate;
-use kvferry_types::{Generation, ResetId};
+use kvferry_types::{ResetId, TransferId};
 
 impl World {
     /// A worker that the leader has admitted with an engine's memory.
@@ -44,7 +44,7 @@ fn an_order_over_an_older_connection_is_not_carried_out() {
     let mut world = World::new();
     world.run(|shell, process| shell.leader_lost(process));
     world.run(|shell, process| shell.leader_found(process, EPOCH, LinkId(2)));
-    let cancel = |id| envelope(id, Message::Cancel(Cancel { ops: vec![1] }));
+    let cancel = |id| envelope(id, Message::Cancel(Cancel { transfers: vec![1] }));
     world.run(|shell, process| shell.order(process, LINK, cancel(8)));
     assert!(world.process.to_leader.is_empty());
     world.run(|shell, process| shell.order(process, LinkId(2), cancel(9)));
@@ -118,7 +118,7 @@ fn resets_take_turns_of_one_slice_with_messages_in_between() {
     let mut world = World::attached();
     let invalidate = |id| {
         let scope = Scope::Everything;
-        Message::Invalidate(Invalidate::new(ResetId(id), &scope, Generation(9)))
+        Message::Invalidate(Invalidate::new(ResetId(id), &scope, TransferId(9)))
     };
     for (order, reset) in [(7, 1), (8, 2), (9, 1)] {
         world.order(order, invalidate(reset));

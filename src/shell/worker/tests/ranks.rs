@@ -30,7 +30,7 @@ impl World {
             request: 4,
             after: 0,
             copies: vec![CopyOrder {
-                op: COPY,
+                transfer: COPY,
                 pairs: vec![pair].into(),
                 record: None,
             }],
@@ -41,7 +41,7 @@ impl World {
 
     fn end_load(&mut self) {
         let ended = EndedCopy {
-            op: OpId(COPY),
+            transfer: TransferId(COPY),
             complete: false,
             complete_pages: 0,
             bytes: 0,

@@ -8,7 +8,7 @@ use super::super::oracle::{PageAccesses, TouchedPages};
 use super::super::saboteur::Lie;
 use super::super::storage::TORN;
 use super::super::{SimContext, SimEvent};
-use kvferry_types::{Copy, Direction, EndedCopy, OpId, WorkerId};
+use kvferry_types::{Copy, Direction, EndedCopy, TransferId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ enum Fate {
 pub(super) struct RunningCopies {
     worker: WorkerId,
     incarnation: u32,
-    running: BTreeMap<OpId, RunningCopy>,
+    running: BTreeMap<TransferId, RunningCopy>,
 }
 
 impl RunningCopies {
@@ -64,8 +64,8 @@ impl RunningCopies {
             .any(|running| running.fate == Fate::Stuck && running.done > 0)
     }
 
-    pub(super) fn stop(&mut self, op: OpId) {
-        if let Some(running) = self.running.get_mut(&op) {
+    pub(super) fn stop(&mut self, transfer: TransferId) {
+        if let Some(running) = self.running.get_mut(&transfer) {
             running.stop = true;
         }
     }
@@ -82,7 +82,7 @@ impl RunningCopies {
             _ => env.setup.page_time,
         };
         self.touch(env, &copy, &pages, PageAccesses::begin);
-        let op = copy.op;
+        let transfer = copy.transfer;
         let running = RunningCopy {
             copy,
             pages,
@@ -94,9 +94,9 @@ impl RunningCopies {
             over: None,
         };
         let complete = pace * u32::try_from(running.pages.len()).unwrap_or(u32::MAX);
-        self.running.insert(op, running);
-        self.tear(env, op);
-        self.go_on(env, op, pace);
+        self.running.insert(transfer, running);
+        self.tear(env, transfer);
+        self.go_on(env, transfer, pace);
         env.leader_may_die(complete);
     }
 
@@ -149,8 +149,8 @@ impl RunningCopies {
     }
 
     /// Marks the next page of a copy as half written.
-    fn tear(&self, env: &mut SimContext, op: OpId) {
-        let Some(running) = self.running.get(&op) else {
+    fn tear(&self, env: &mut SimContext, transfer: TransferId) {
+        let Some(running) = self.running.get(&transfer) else {
             return;
         };
         if let Some((_, destination)) = running.pages.get(running.done) {
@@ -158,7 +158,7 @@ impl RunningCopies {
         }
     }
 
-    fn go_on(&self, env: &mut SimContext, op: OpId, pace: Duration) {
+    fn go_on(&self, env: &mut SimContext, transfer: TransferId, pace: Duration) {
         let late = pace.mul_f64(0.5 + env.rng.f64());
         let (worker, incarnation) = (self.worker, self.incarnation);
         let at = env.now() + late;
@@ -167,7 +167,7 @@ impl RunningCopies {
             SimEvent::CopyStep {
                 worker,
                 incarnation,
-                op,
+                transfer,
             },
         );
     }
@@ -180,12 +180,12 @@ impl RunningCopies {
     }
 
     /// Copies one more page, or ends the copy. Returns the end of a copy one step after its last byte.
-    pub(super) fn step(&mut self, env: &mut SimContext, op: OpId) -> Option<EndedCopy> {
+    pub(super) fn step(&mut self, env: &mut SimContext, transfer: TransferId) -> Option<EndedCopy> {
         let now = env.now();
         let rank = self.worker.rank;
-        let running = self.running.get_mut(&op)?;
+        let running = self.running.get_mut(&transfer)?;
         if let Some(complete) = running.over {
-            return self.ended(env, op, complete);
+            return self.ended(env, transfer, complete);
         }
         let stuck = running.fate == Fate::Stuck && running.done == running.pages.len() / 2;
         if stuck {
@@ -205,8 +205,8 @@ impl RunningCopies {
             env.write(&running.copy, rank, destination, content);
             running.done += 1;
             let pace = running.pace;
-            self.tear(env, op);
-            self.go_on(env, op, pace);
+            self.tear(env, transfer);
+            self.go_on(env, transfer, pace);
             return None;
         }
         let complete = running.done == running.pages.len() && !fails;
@@ -219,16 +219,21 @@ impl RunningCopies {
         }
         running.over = Some(complete);
         let pace = running.pace.min(env.setup.page_time);
-        self.go_on(env, op, pace);
+        self.go_on(env, transfer, pace);
         None
     }
 
     /// Ends a copy: it no longer reads or writes.
-    fn ended(&mut self, env: &mut SimContext, op: OpId, complete: bool) -> Option<EndedCopy> {
-        let running = self.running.remove(&op)?;
+    fn ended(
+        &mut self,
+        env: &mut SimContext,
+        transfer: TransferId,
+        complete: bool,
+    ) -> Option<EndedCopy> {
+        let running = self.running.remove(&transfer)?;
         self.touch(env, &running.copy, &running.pages, PageAccesses::end);
         Some(EndedCopy {
-            op,
+            transfer,
             complete: complete || env.lies(Lie::SwallowError),
             complete_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * env.geometry(running.copy.engine).page_bytes,

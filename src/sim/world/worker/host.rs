@@ -12,8 +12,8 @@ use super::copies::RunningCopies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
 use kvferry_types::{
-    Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
-    Registration, RequestId, Scope, Stored, Time, WorkerId,
+    Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
+    RequestId, Scope, Stored, Time, TransferId, WorkerId,
 };
 
 /// A depot that is being divided for a reading, entry by entry. The process receives nothing meanwhile, and continues
@@ -320,7 +320,7 @@ impl WorkerHost for Host<'_> {
             if copy.engine != *memory {
                 self.env.violated(format!(
                     "{} of engine {} was started with the memory of {memory}",
-                    copy.op, copy.engine
+                    copy.transfer, copy.engine
                 ));
             }
             self.parts.copies.start(self.env, copy);
@@ -328,14 +328,14 @@ impl WorkerHost for Host<'_> {
         Ok(())
     }
 
-    fn stop(&mut self, op: OpId) -> Result<(), Fatal> {
-        self.parts.copies.stop(op);
+    fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal> {
+        self.parts.copies.stop(transfer);
         Ok(())
     }
 
-    fn invalid_copy(&mut self, op: OpId, problem: &str) {
+    fn invalid_copy(&mut self, transfer: TransferId, problem: &str) {
         self.env.violated(format!(
-            "{op} was ordered with what it may not name: {problem}"
+            "{transfer} was ordered with what it may not name: {problem}"
         ));
     }
 

@@ -10,7 +10,7 @@ use super::{NodeId, SimContext};
 use kvferry_core::{Worker, WorkerSettings};
 use kvferry_protocol::{ErrorBody, Message, Role};
 use kvferry_shell::{Fatal, WorkerFailure, WorkerShell};
-use kvferry_types::{EngineId, Epoch, OpId, Time, WorkerId};
+use kvferry_types::{EngineId, Epoch, Time, TransferId, WorkerId};
 
 use host::{Host, Parts};
 
@@ -167,8 +167,8 @@ impl WorkerProcess {
     }
 
     /// Makes the next step of a copy.
-    pub(super) fn copy_step(&mut self, env: &mut SimContext, op: OpId) {
-        if let Some(ended) = self.parts.copies.step(env, op) {
+    pub(super) fn copy_step(&mut self, env: &mut SimContext, transfer: TransferId) {
+        if let Some(ended) = self.parts.copies.step(env, transfer) {
             self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
         }
     }
