@@ -1,10 +1,10 @@
-//! Computes anchors from page hashes. Anchors are keyed, so that only a holder of the key can target a given block.
+//! Computes anchors from fingerprints. Anchors are keyed, so that only a holder of the key can target a given block.
 
 use std::hash::Hasher;
 
 use siphasher::sip128::{Hasher128, SipHasher24};
 
-use kvferry_types::{Anchor, DomainId, GroupId, NamespaceId, PageHashes};
+use kvferry_types::{Anchor, DomainId, Fingerprint, GroupId, NamespaceId};
 
 /// Secret of a depot. Anchors made with another key never match. The caller supplies it, because the core draws no
 /// random bytes.
@@ -26,6 +26,18 @@ impl AnchorKey {
         NamespaceId(u64::from_le_bytes(first))
     }
 
+    /// The domain with this id, for pages whose engine is not there: a block carries its domain's id.
+    pub fn domain(&self, id: DomainId) -> Domain {
+        let derived = blake3::Hasher::new_keyed(&self.0)
+            .update(b"anchor")
+            .finalize();
+        let mut key = [0; 16];
+        key.copy_from_slice(&derived.as_bytes()[..16]);
+        let mut hasher = SipHasher24::new_with_key(&key);
+        hasher.write(&id.0.to_be_bytes());
+        Domain { id, hasher }
+    }
+
     fn derive(&self, namespace: &[u8]) -> blake3::Hasher {
         let mut derive = blake3::Hasher::new_keyed(&self.0);
         derive.update(&(namespace.len() as u64).to_le_bytes());
@@ -34,18 +46,21 @@ impl AnchorKey {
     }
 }
 
-/// Makes the anchors of one domain: `SipHash-2-4-128(k, page hash)`, where `k` is the first half of
-/// `BLAKE3-keyed(anchor key, length and bytes of the namespace, layout fingerprint and group)`. The domain's id is its
-/// namespace's id followed by 8 further bytes of the same hash. Blocks carry their domain's id, which is compared in
-/// addition to the anchor.
+/// Makes the anchors of one domain: `SipHash-2-4-128(k, domain id and fingerprint)`, both big-endian, where `k` is the
+/// first half of `BLAKE3-keyed(anchor key, "anchor")`. A block keeps its domain's id and the fingerprints of its pages, so
+/// that the anchor of any of them can be computed from the block alone, for a block of another tier that begins there.
+///
+/// The id is that of the namespace, followed by the first 8 bytes of `BLAKE3-keyed(anchor key, length and bytes of the
+/// namespace, layout fingerprint and group)`. Blocks carry it, and it is compared in addition to the anchor.
 #[derive(Debug, Clone)]
 pub struct Domain {
     id: DomainId,
+    /// Has absorbed the key and the id.
     hasher: SipHasher24,
 }
 
 impl Domain {
-    /// Derives the domain's key. `layout_fingerprint` covers layout and content: model, revision, dtype.
+    /// Derives the domain's id. `layout_fingerprint` covers layout and content: model, revision, dtype.
     pub fn new(
         key: &AnchorKey,
         namespace: &[u8],
@@ -55,15 +70,12 @@ impl Domain {
         let mut derive = key.derive(namespace);
         derive.update(layout_fingerprint);
         derive.update(&[group.0]);
-        let derived = derive.finalize();
-        let (mut first, mut second) = ([0; 16], [0; 8]);
-        first.copy_from_slice(&derived.as_bytes()[..16]);
-        second.copy_from_slice(&derived.as_bytes()[16..24]);
+        let mut within = [0; 8];
+        within.copy_from_slice(&derive.finalize().as_bytes()[..8]);
         let namespace = u128::from(key.namespace(namespace).0);
-        Self {
-            id: DomainId(namespace << 64 | u128::from(u64::from_le_bytes(second))),
-            hasher: SipHasher24::new_with_key(&first),
-        }
+        key.domain(DomainId(
+            namespace << 64 | u128::from(u64::from_le_bytes(within)),
+        ))
     }
 
     /// The id that blocks of this domain carry.
@@ -71,10 +83,10 @@ impl Domain {
         self.id
     }
 
-    /// The anchor of a block that starts with page `index` of `hashes`.
-    pub fn anchor(&self, hashes: &PageHashes, index: usize) -> Anchor {
+    /// The anchor of a block that starts with this page.
+    pub fn anchor(&self, first: Fingerprint) -> Anchor {
         let mut hasher = self.hasher;
-        hasher.write(hashes.get(index));
+        hasher.write(&first.0.to_be_bytes());
         Anchor(hasher.finish128().as_u128())
     }
 }
@@ -84,8 +96,7 @@ mod tests {
     use super::*;
 
     fn anchor(key: u8, namespace: &[u8], layout: u8, group: u8) -> Anchor {
-        let hashes = PageHashes::packed(16, vec![7; 16]).expect("one page");
-        domain(key, namespace, layout, group).anchor(&hashes, 0)
+        domain(key, namespace, layout, group).anchor(Fingerprint(7))
     }
 
     fn domain(key: u8, namespace: &[u8], layout: u8, group: u8) -> Domain {
@@ -126,6 +137,15 @@ mod tests {
         for other in [of(2, b"a"), of(1, b"b"), of(1, b"")] {
             assert_ne!(of(1, b"a"), other);
         }
+    }
+
+    #[test]
+    fn an_anchor_is_computed_from_what_a_block_keeps() {
+        let domain = domain(1, b"a", 1, 0);
+        let again = AnchorKey([1; 32]).domain(domain.id());
+        assert_eq!(again.id(), domain.id());
+        assert_eq!(again.anchor(Fingerprint(7)), domain.anchor(Fingerprint(7)));
+        assert_ne!(domain.anchor(Fingerprint(7)), domain.anchor(Fingerprint(8)));
     }
 
     #[test]

@@ -219,7 +219,7 @@ impl Pool {
     ) -> Option<Match> {
         let head = self
             .index
-            .head(&self.blocks, domain.anchor(hashes, position))?;
+            .head(&self.blocks, domain.anchor(hashes.fingerprint(position)))?;
         Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
     }
 
@@ -525,10 +525,10 @@ impl Pool {
         wanted: u32,
         evicted: &mut Vec<PageRun>,
     ) -> Vec<PageRun> {
-        if self
-            .index
-            .is_full(&self.blocks, domain.anchor(hashes, position as usize))
-        {
+        if self.index.is_full(
+            &self.blocks,
+            domain.anchor(hashes.fingerprint(position as usize)),
+        ) {
             return Vec::new();
         }
         let mut taken = 0;
@@ -556,7 +556,7 @@ impl Pool {
             let at = position + wanted - left;
             let full = self
                 .index
-                .is_full(&self.blocks, domain.anchor(hashes, at as usize));
+                .is_full(&self.blocks, domain.anchor(hashes.fingerprint(at as usize)));
             let Some(start) = (!full).then(|| self.arena.alloc(count)).flatten() else {
                 break;
             };
@@ -602,7 +602,7 @@ impl Pool {
     ) {
         self.blocks
             .write_fingerprints(run.start, hashes, position as usize, run.count);
-        let anchor = domain.anchor(hashes, position as usize);
+        let anchor = domain.anchor(hashes.fingerprint(position as usize));
         let phase = u16::try_from(position % self.ratio).unwrap_or(0);
         let filling = Filling {
             transfer,

@@ -59,7 +59,7 @@ impl<'a> HeadPrefetcher<'a> {
         }
         match self.found[self.used] {
             (at, head) if at == position => head,
-            _ => self.look(self.domain.anchor(self.hashes, position)),
+            _ => self.look(self.domain.anchor(self.hashes.fingerprint(position))),
         }
     }
 
@@ -70,7 +70,7 @@ impl<'a> HeadPrefetcher<'a> {
         (self.used, self.filled) = (0, 0);
         while self.filled < self.next_fill && at < self.hashes.len() {
             self.found[self.filled].0 = at;
-            anchors[self.filled] = self.domain.anchor(self.hashes, at);
+            anchors[self.filled] = self.domain.anchor(self.hashes.fingerprint(at));
             at = (at / ratio + 1) * ratio;
             self.filled += 1;
         }
@@ -107,7 +107,10 @@ mod tests {
         let pool = stored(&hashes, 400);
         let domain = domain();
         let mut ahead = pool.prefetcher(&domain, &hashes);
-        let head = |at| pool.index.head(&pool.blocks, domain.anchor(&hashes, at));
+        let head = |at| {
+            pool.index
+                .head(&pool.blocks, domain.anchor(hashes.fingerprint(at)))
+        };
         let blocks = |range: std::ops::Range<usize>| range.map(|block| block * 4).collect();
         for (position, tables) in [
             (0, (blocks(0..4), 0)),

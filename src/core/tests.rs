@@ -431,7 +431,7 @@ fn the_record_of_a_growth_lists_the_pages_after_those_before() {
         transfer,
     };
     let expected = Record {
-        anchor: domain.anchor(&hashes, 0),
+        anchor: domain.anchor(hashes.fingerprint(0)),
         domain: domain.id(),
         block_start: 0,
         first: 2,

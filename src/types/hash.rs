@@ -7,7 +7,8 @@ pub const HASH_BYTES_MIN: usize = 16;
 /// Longest accepted page hash, in bytes.
 pub const HASH_BYTES_MAX: usize = 64;
 
-/// First 128 bits of a page hash, by which pages inside a block are compared.
+/// Last 128 bits of a page hash, by which pages are found and compared. Engines publish the last 64 bits of a hash in
+/// their KV events, so that a removal can be reported by the fingerprint alone.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint(pub u128);
 
@@ -17,8 +18,7 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// Keyed 128-bit hash of namespace, model and layout fingerprint, group, and the hash of a block's first page, by which
-/// a block is found.
+/// Keyed 128-bit hash of domain and fingerprint of a block's first page, by which a block is found.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Anchor(pub u128);
 
@@ -83,17 +83,17 @@ impl PageHashes {
 
     /// The fingerprint of page `index`. Panics if `index` is out of bounds, as a slice does.
     pub fn fingerprint(&self, index: usize) -> Fingerprint {
-        let mut first = [0; HASH_BYTES_MIN];
-        first.copy_from_slice(&self.get(index)[..HASH_BYTES_MIN]);
-        Fingerprint(u128::from_be_bytes(first))
+        let mut last = [0; HASH_BYTES_MIN];
+        last.copy_from_slice(&self.get(index)[self.width - HASH_BYTES_MIN..]);
+        Fingerprint(u128::from_be_bytes(last))
     }
 
     /// The fingerprints of the pages from `first` on. Panics if `first` is out of bounds, as a slice does.
     pub fn fingerprints(&self, first: usize) -> impl Iterator<Item = Fingerprint> + '_ {
         let pages = self.bytes[first * self.width..].chunks_exact(self.width);
         pages
-            .filter_map(|page| page.first_chunk())
-            .map(|first| Fingerprint(u128::from_be_bytes(*first)))
+            .filter_map(|page| page.last_chunk())
+            .map(|last| Fingerprint(u128::from_be_bytes(*last)))
     }
 
     /// Keeps the first `pages` pages.
@@ -118,12 +118,6 @@ impl PageHashes {
         }
         self.bytes.extend_from_slice(&more.bytes[shared..]);
         Ok(())
-    }
-
-    /// True when one of the two sequences is a prefix of the other: one sequence at two moments.
-    pub fn agrees_with(&self, other: &Self) -> bool {
-        let shared = self.bytes.len().min(other.bytes.len());
-        self.width == other.width && self.bytes[..shared] == other.bytes[..shared]
     }
 }
 
@@ -163,11 +157,11 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_is_the_first_128_bits_big_endian() {
+    fn a_fingerprint_is_the_last_128_bits_big_endian() {
         let mut bytes = vec![0; 20];
-        bytes[0] = 0x80;
-        bytes[15] = 1;
-        bytes[16] = 0xff;
+        bytes[3] = 0xff;
+        bytes[4] = 0x80;
+        bytes[19] = 1;
         let hashes = PageHashes::packed(20, bytes).expect("fits");
         assert_eq!(hashes.fingerprint(0), Fingerprint((1 << 127) | 1));
     }
