@@ -117,10 +117,10 @@ fn pages(message: &Message) -> Vec<(u64, u32, u32)> {
             .map(|page| (0, page, 0))
             .collect(),
         Message::Transfer(transfer) => {
-            let pairs = transfer.copies.iter().flat_map(|copy| {
-                copy.pairs.list.iter().flat_map(|pair| {
+            let pairs = transfer.transfers.iter().flat_map(|transfer| {
+                transfer.pairs.list.iter().flat_map(|pair| {
                     let both = pair.src.iter_pages().zip(pair.dst.iter_pages());
-                    both.map(|(from, to)| (copy.transfer, from, to))
+                    both.map(|(from, to)| (transfer.id, from, to))
                 })
             });
             pairs.collect()

@@ -2,8 +2,8 @@
 //! length.
 
 use kvferry_protocol::{
-    CopyOrder, DecodeError, Envelope, ErrorCode, Header, Load, Message, MessageKind, RecordBody,
-    Transfer, VERSION, VERSION_MIN, decode, encode, examples, limits,
+    DecodeError, Envelope, ErrorCode, Header, Load, Message, MessageKind, RecordBody, TransferBody,
+    TransferOrder, VERSION, VERSION_MIN, decode, encode, examples, limits,
 };
 use kvferry_types::{Epoch, FragmentPair, PageList, PageRun, RequestId};
 use proptest::prelude::*;
@@ -31,10 +31,10 @@ fn envelope(version: u16, message: Message) -> Envelope {
 
 /// The body of a transfer with these bytes as its pairs.
 fn transfer_with_pairs(pairs: &[u8]) -> Vec<u8> {
-    let mut body = vec![0x84];
-    body.extend_from_slice(b"\xa6engine\xc4\x10");
+    let mut body = vec![0x85];
+    body.extend_from_slice(b"\xa4from\x01\xa2to\x02\xa6engine\xc4\x10");
     body.extend_from_slice(&[1; 16]);
-    body.extend_from_slice(b"\xa5store\xc3\xa5after\x01\xa6copies\x91\x82\xa2op\x01\xa5pairs");
+    body.extend_from_slice(b"\xa5after\x01\xa9transfers\x91\x82\xa2id\x01\xa5pairs");
     body.extend_from_slice(pairs);
     body
 }
@@ -42,7 +42,7 @@ fn transfer_with_pairs(pairs: &[u8]) -> Vec<u8> {
 fn read_pairs(pairs: &[u8]) -> Result<Vec<FragmentPair>, DecodeError> {
     let body = transfer_with_pairs(pairs);
     match decode(header(2, MessageKind::Transfer.number()), &body)?.message {
-        Message::Transfer(transfer) => Ok(transfer.copies[0].pairs.list.clone()),
+        Message::Transfer(transfer) => Ok(transfer.transfers[0].pairs.list.clone()),
         other => panic_kind(&other),
     }
 }
@@ -115,8 +115,8 @@ proptest! {
 
     #[test]
     fn pairs_survive_both_versions(pairs in prop::collection::vec(pair(), 1..30)) {
-        let order = CopyOrder { transfer: 9, pairs: pairs.clone().into(), record: None };
-        let transfer = Transfer { engine: [1; 16], store: true, request: 3, after: 3, copies: vec![order] };
+        let transfers = vec![TransferBody { id: 9, pairs: pairs.clone().into(), record: None }];
+        let transfer = TransferOrder { from: 1, to: 2, engine: Some([1; 16]), request: 3, after: 3, transfers };
         let page_by_page = |pairs: &[FragmentPair]| -> Vec<(u32, u32)> {
             pairs.iter().flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages())).collect()
         };
@@ -125,7 +125,7 @@ proptest! {
             let (head, body) = encode(&said).expect("it can be said");
             let received = decode(Header::from_bytes(&head).expect("a header"), &body).expect("it is received");
             let Message::Transfer(received) = received.message else { return Err(TestCaseError::fail("a transfer")) };
-            let received = &received.copies[0].pairs.list;
+            let received = &received.transfers[0].pairs.list;
             prop_assert_eq!(page_by_page(received), page_by_page(&pairs));
             if version == 2 {
                 prop_assert_eq!(received, &pairs);
@@ -283,11 +283,11 @@ fn limits_hold_on_both_sides() {
 fn a_struct_is_a_map_and_no_list() {
     let ended = MessageKind::Ended.number();
     // {rank: 0, copies: [{transfer: 1, complete: true}]}
-    let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa2op\x01\xa8complete\xc3";
+    let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa8transfer\x01\xa8complete\xc3";
     assert!(decode(header(2, ended), named).is_ok());
     // {rank: 0, copies: [[1, true]]}, and the whole body without names.
     let inner = b"\x82\xa4rank\x00\xa6copies\x91\x92\x01\xc3";
-    let outer = b"\x92\x00\x91\x82\xa2op\x01\xa8complete\xc3";
+    let outer = b"\x92\x00\x91\x82\xa8transfer\x01\xa8complete\xc3";
     for body in [inner.as_slice(), outer] {
         let error = decode(header(2, ended), body).expect_err("a list");
         assert_eq!(error.code(), ErrorCode::Malformed, "{error}");
@@ -311,19 +311,20 @@ fn a_struct_is_a_map_and_no_list() {
         src: PageList::run(0, 1),
         dst: PageList::run(0, 1),
     };
-    let copy = CopyOrder {
-        transfer: 1,
+    let transfer = TransferBody {
+        id: 1,
         pairs: vec![pair].into(),
         record: Some(record.clone()),
     };
-    let transfer = Message::Transfer(Transfer {
-        engine: [1; 16],
-        store: true,
+    let order = Message::Transfer(TransferOrder {
+        from: 1,
+        to: 2,
+        engine: Some([1; 16]),
         request: 1,
         after: 1,
-        copies: vec![copy],
+        transfers: vec![transfer],
     });
-    let (_, mut body) = encode(&envelope(2, transfer)).expect("it can be said");
+    let (_, mut body) = encode(&envelope(2, order)).expect("it can be said");
     let named = rmp_serde::to_vec_named(&record).expect("it can be said");
     assert!(body.ends_with(&named), "the record is last");
     assert!(decode(header(2, MessageKind::Transfer.number()), &body).is_ok());

@@ -10,7 +10,7 @@ use kvferry_cuda::{
 use kvferry_memory::{BatchMark, CancelFlag, Depot, DropWaiter, NumaNode, RegisteredMemory};
 use kvferry_transport::FdReceiver;
 use kvferry_types::{
-    Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline,
+    Direction, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline, TransferId,
 };
 
 /// The device attribute `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
@@ -195,14 +195,14 @@ impl Gpu {
     /// Submits a copy. Returns false when there is no room for it, or the GPU is lost.
     pub(super) fn copy(
         &self,
-        copy: &Copy,
+        (transfer, direction): (TransferId, Direction),
         parts: Vec<Vec<FragmentPair>>,
         memory: &RegisteredDevice,
         cancel: Arc<CancelFlag>,
     ) -> bool {
         let order = DeviceCopy {
-            transfer: copy.transfer,
-            direction: copy.direction,
+            transfer,
+            direction,
             parts,
             device: memory.clone(),
             depot: Arc::clone(&self.depot),

@@ -13,7 +13,7 @@ use kvferry_cuda::RegisteredDevice;
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory,
 };
-use kvferry_types::{Copy, Direction, EndedCopy, FragmentPair, TransferId};
+use kvferry_types::{Direction, EndedCopy, FragmentPair, TierId, Transfer, TransferId};
 
 pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 
@@ -22,7 +22,7 @@ pub enum TransferMessage {
     /// Run these copies, in order within each direction.
     Start {
         /// The copies.
-        copies: Vec<Copy>,
+        copies: Vec<Transfer>,
         /// The engine's memory.
         memory: EngineSide,
         /// The depot.
@@ -44,7 +44,8 @@ pub struct TransferArguments {
 
 /// A batch of copies for a copying thread.
 struct CopyBatch {
-    copies: Vec<(Copy, Arc<CancelFlag>)>,
+    direction: Direction,
+    copies: Vec<(Transfer, Arc<CancelFlag>)>,
     memory: RegisteredMemory,
     depot: Arc<Depot>,
 }
@@ -110,9 +111,9 @@ impl Actor for TransferActor {
                         return state.start_on(&gpu, copies, &memory);
                     }
                 };
-                let (stores, loads): (Vec<Copy>, Vec<Copy>) = copies
+                let (stores, loads): (Vec<Transfer>, Vec<Transfer>) = copies
                     .into_iter()
-                    .partition(|copy| copy.direction == Direction::Store);
+                    .partition(|transfer| transfer.edge.to != TierId::Device);
                 state.start(stores, Direction::Store, &memory, &depot)?;
                 state.start(loads, Direction::Load, &memory, &depot)?;
             }
@@ -154,15 +155,17 @@ impl State {
     fn start_on(
         &mut self,
         gpu: &Gpu,
-        copies: Vec<Copy>,
+        copies: Vec<Transfer>,
         memory: &RegisteredDevice,
     ) -> Result<(), ActorProcessingErr> {
-        for mut copy in copies {
+        for copy in copies {
+            let Some(direction) = copy.edge.direction() else {
+                return Err(format!("{} from {} is not for a GPU", copy.id, copy.edge).into());
+            };
             let flag = Arc::new(CancelFlag::default());
-            self.flags.insert(copy.transfer, Arc::clone(&flag));
-            let pairs = std::mem::take(&mut copy.pairs);
-            let parts = FragmentPair::parts(pairs, memory.layout.page_bytes, COPY_PART_BYTES);
-            if !gpu.copy(&copy, parts, memory, flag) {
+            self.flags.insert(copy.id, Arc::clone(&flag));
+            let parts = FragmentPair::parts(copy.pairs, memory.layout.page_bytes, COPY_PART_BYTES);
+            if !gpu.copy((copy.id, direction), parts, memory, flag) {
                 return Err("the GPU's thread takes no copies".into());
             }
         }
@@ -171,7 +174,7 @@ impl State {
 
     fn start(
         &mut self,
-        copies: Vec<Copy>,
+        copies: Vec<Transfer>,
         direction: Direction,
         memory: &RegisteredMemory,
         depot: &Arc<Depot>,
@@ -181,10 +184,11 @@ impl State {
         }
         let flagged = copies.into_iter().map(|copy| {
             let flag = Arc::new(CancelFlag::default());
-            self.flags.insert(copy.transfer, Arc::clone(&flag));
+            self.flags.insert(copy.id, Arc::clone(&flag));
             (copy, flag)
         });
         let work = CopyBatch {
+            direction,
             copies: flagged.collect(),
             memory: memory.clone(),
             depot: Arc::clone(depot),
@@ -202,6 +206,7 @@ impl State {
 
 fn run(work: &Receiver<CopyBatch>, engine: &CopyEngine, actor: &ActorRef<TransferMessage>) {
     while let Ok(CopyBatch {
+        direction,
         copies,
         memory,
         depot,
@@ -211,6 +216,7 @@ fn run(work: &Receiver<CopyBatch>, engine: &CopyEngine, actor: &ActorRef<Transfe
         // last end is reported after the memory is released.
         let mut last = None;
         for (copy, cancel) in copies {
+            let copy = (copy, direction);
             let ended = copied(copy, &cancel, engine, &memory, &depot, COPY_PART_BYTES);
             let before = last.replace(ended);
             if let Some(ended) = before
@@ -229,26 +235,26 @@ fn run(work: &Receiver<CopyBatch>, engine: &CopyEngine, actor: &ActorRef<Transfe
 
 /// Runs one copy. A load runs in parts, so that the pages copied before it was stopped can be used.
 fn copied(
-    copy: Copy,
+    (transfer, direction): (Transfer, Direction),
     cancel: &Arc<CancelFlag>,
     engine: &CopyEngine,
     memory: &RegisteredMemory,
     depot: &Arc<Depot>,
     load_part_bytes: u64,
 ) -> EndedCopy {
-    let (begun, transfer, direction) = (Instant::now(), copy.transfer, copy.direction);
+    let (begun, id) = (Instant::now(), transfer.id);
     let part_bytes = match direction {
         Direction::Store => u64::MAX,
         Direction::Load => load_part_bytes,
     };
     let mut ended = EndedCopy {
-        transfer,
+        transfer: id,
         complete: true,
         complete_pages: 0,
         bytes: 0,
         copy_us: 0,
     };
-    for pairs in FragmentPair::parts(copy.pairs, memory.layout.page_bytes, part_bytes) {
+    for pairs in FragmentPair::parts(transfer.pairs, memory.layout.page_bytes, part_bytes) {
         let pages: u64 = pairs.iter().map(|pair| pair.dst.pages()).sum();
         let job = CopyJob {
             direction,
@@ -265,8 +271,8 @@ fn copied(
             }
             Err(error) => {
                 match error {
-                    CopyError::Cancelled { .. } => tracing::info!(%transfer, "copy cancelled"),
-                    _ => tracing::error!(%transfer, %error, "copy refused"),
+                    CopyError::Cancelled { .. } => tracing::info!(transfer = %id, "copy cancelled"),
+                    _ => tracing::error!(transfer = %id, %error, "copy refused"),
                 }
                 ended.complete = false;
                 break;
@@ -282,8 +288,8 @@ mod tests {
     use super::*;
     use kvferry_memory::{EngineMemory, SharedBuffer, validate};
     use kvferry_types::{
-        Allocation, AllocationHandle, AllocationKind, Attention, EngineId, GroupId, Nonce,
-        PageList, Rank, Registration, RequestId, TensorRole, TensorView, Time,
+        Allocation, AllocationHandle, AllocationKind, Attention, Edge, GroupId, Nonce, PageList,
+        Rank, Registration, TensorRole, TensorView, Time,
     };
 
     const PAGES: u32 = 8;
@@ -349,19 +355,18 @@ mod tests {
         let (memory, depot) = memories();
         let engine = CopyEngine::new(1).expect("threads");
         let run = |direction| {
-            let copy = Copy {
-                transfer: TransferId(7),
-                engine: EngineId([1; 16]),
-                direction,
+            let transfer = Transfer {
+                id: TransferId(7),
+                edge: Edge::STORE,
+                device: None,
                 pairs: vec![FragmentPair {
                     src: PageList::run(0, 2),
                     dst: PageList::run(0, 2),
                 }],
-                request: RequestId(1),
-                after: RequestId(0),
                 record: None,
                 deadline: Time::NEVER,
             };
+            let copy = (transfer, direction);
             let ended = copied(copy, &Arc::default(), &engine, &memory, &depot, PAGE_BYTES);
             (
                 ended.transfer,
@@ -388,16 +393,15 @@ mod tests {
                 src: PageList::run(start, count),
                 dst: PageList::run(start, count),
             };
-            let copy = Copy {
-                transfer: TransferId(1),
-                engine: EngineId([1; 16]),
-                direction,
+            let transfer = Transfer {
+                id: TransferId(1),
+                edge: Edge::STORE,
+                device: None,
                 pairs: vec![pages(0, 2), pages(2, 1), pages(last, 2)],
-                request: RequestId(1),
-                after: RequestId(0),
                 record: None,
                 deadline: Time::NEVER,
             };
+            let copy = (transfer, direction);
             let ended = copied(copy, &Arc::default(), &engine, &memory, &depot, PAGE_BYTES);
             (
                 ended.complete,

@@ -3,8 +3,8 @@
 use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord,
-    Replica, Request, RequestId, ResetId, Scope, Time, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord, Replica,
+    Request, RequestId, ResetId, Scope, Time, Transfer, TransferId, WorkerId,
 };
 
 /// Copies that one [`LeaderEffect::Cancel`] names, at most.
@@ -123,14 +123,14 @@ pub enum LeaderEffect {
         /// refusal that names the field.
         verdict: Result<TransferId, Refusal>,
     },
-    /// Order a copy from these ranks of a replica.
-    Copy {
+    /// Order a transfer from these ranks of a replica.
+    Transfer {
         /// The replica whose engine memory is read or written.
         replica: Replica,
         /// The ranks that copy.
         ranks: RankSet,
-        /// The copy that each of them runs.
-        copy: Copy,
+        /// The transfer that each of them carries out.
+        transfer: Transfer,
     },
     /// Stop copies on a worker as soon as possible; their ends are still reported. One effect for all copies of a step,
     /// unless there are more than [`CANCELLED_MAX`].

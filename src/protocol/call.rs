@@ -3,7 +3,7 @@
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Finish, Hello, Invalidate,
     Invalidated, Inventory, Load, Lookup, ReadInventory, Readiness, Register, Registered, Reset,
-    Status, StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
+    Status, StatusAnswer, Store, TransferOrder as Transfer, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;

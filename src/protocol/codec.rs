@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Hello,
     Invalidate, Invalidated, Inventory, Load, Lookup, ReadInventory, Readiness, Register,
-    Registered, Reset, Status, StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
+    Registered, Reset, Status, StatusAnswer, Store, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -117,7 +117,7 @@ messages! {
     /// See [`MessageKind::Attached`].
     Attached(Attached);
     /// See [`MessageKind::Transfer`].
-    Transfer(Transfer);
+    Transfer(TransferOrder);
     /// See [`MessageKind::Ended`].
     Ended(Ended);
     /// See [`MessageKind::Cancel`].
@@ -331,11 +331,15 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             hashes(&store.more_hashes, store.hash_bytes)
         }
         Message::Transfer(transfer) => {
-            within("copies", transfer.copies.len() as u64, COPIES_MAX as u64)?;
-            let pairs = transfer.copies.iter().flat_map(|copy| &copy.pairs.list);
+            within(
+                "transfers",
+                transfer.transfers.len() as u64,
+                COPIES_MAX as u64,
+            )?;
+            let pairs = transfer.transfers.iter().flat_map(|copy| &copy.pairs.list);
             within("pages", pairs.map(|pair| pair.src.pages()).sum(), PAGES_MAX)?;
             let records = transfer
-                .copies
+                .transfers
                 .iter()
                 .filter_map(|copy| copy.record.as_ref());
             let pages: u64 = records
@@ -382,7 +386,7 @@ fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
     match message {
         Message::Load(load) => within("page items", items(&load.destination.list), PAGE_ITEMS_MAX),
         Message::Store(store) => within("page items", items(&store.source.list), PAGE_ITEMS_MAX),
-        Message::Transfer(transfer) => transfer.copies.iter().try_for_each(|copy| {
+        Message::Transfer(transfer) => transfer.transfers.iter().try_for_each(|copy| {
             let pairs = &copy.pairs.list;
             let count = match version {
                 1 => pairs.iter().map(|pair| pair.src.pages()).sum(),
@@ -404,7 +408,7 @@ fn flat(message: &Message) -> Message {
         Message::Store(store) => store.source.flat = true,
         Message::Transfer(transfer) => {
             transfer
-                .copies
+                .transfers
                 .iter_mut()
                 .for_each(|copy| copy.pairs.flat = true);
         }

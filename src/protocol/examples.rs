@@ -1,10 +1,10 @@
 //! Example messages of every kind: the source of the golden vectors.
 
 use crate::body::{
-    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CopyOrder, Empty, Ended,
-    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status,
-    StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
+    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, Empty, Ended, ErrorBody,
+    FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, RankStatus,
+    ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status, StatusAnswer, Store,
+    TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -255,14 +255,15 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         ),
         (
             "transfer",
-            Message::Transfer(Transfer {
-                engine: [1; 16],
-                store: true,
+            Message::Transfer(TransferOrder {
+                from: 1,
+                to: 2,
+                engine: Some([1; 16]),
                 request: 11,
                 after: 11,
-                copies: vec![
-                    CopyOrder {
-                        transfer: 40,
+                transfers: vec![
+                    TransferBody {
+                        id: 40,
                         pairs: vec![gather].into(),
                         record: Some(RecordBody {
                             anchor: [2; 16],
@@ -274,8 +275,8 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                             fingerprints: vec![6; 64],
                         }),
                     },
-                    CopyOrder {
-                        transfer: 41,
+                    TransferBody {
+                        id: 41,
                         pairs: vec![single].into(),
                         record: None,
                     },

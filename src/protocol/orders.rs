@@ -1,129 +1,161 @@
-//! Copy orders: grouping of copies into transfer messages, and back.
+//! Transfer orders: grouping of transfers into messages, and back.
 
-use crate::body::{CopyOrder, RecordBody, Transfer};
+use crate::body::{ErrorBody, RecordBody, TransferBody, TransferOrder};
+use crate::error::ErrorCode;
 use crate::limits::{BODY_BYTES_MAX, COPIES_MAX};
-use kvferry_types::{Copy, Direction, EndedCopy, EngineId, Epoch, RequestId, Time, TransferId};
+use kvferry_types::{
+    DeviceEnd, Direction, Edge, EndedCopy, EngineId, Epoch, RequestId, TierId, Time, Transfer,
+    TransferId,
+};
 
 /// How full a transfer message is.
 #[derive(Debug, Default)]
 struct MessageFill {
-    copies: usize,
+    transfers: usize,
     pages: u64,
     bytes: usize,
 }
 
 impl MessageFill {
-    /// Most bytes of a copy beside its pairs and fingerprints: field names and numbers.
-    const COPY_BYTES: usize = 256;
+    /// Most bytes of a transfer beside its pairs and fingerprints: field names and numbers.
+    const TRANSFER_BYTES: usize = 256;
     /// Most bytes of a pair, and of an item in it: a run of two numbers of 5 bytes.
     const PAIR_BYTES: usize = 11;
     const ITEM_BYTES: usize = 11;
     /// Most pages of a message: as many as also fit when encoded page by page, as version 1 does.
     const PAGES_MAX: u64 = (BODY_BYTES_MAX / 2 / Self::ITEM_BYTES) as u64;
 
-    /// Adds a copy. Returns false when it does not fit beside those before it. The first copy always fits.
-    fn take(&mut self, copy: &Copy) -> bool {
-        let mut bytes = Self::COPY_BYTES;
+    /// Adds a transfer. Returns false when it does not fit beside those before it. The first one always fits.
+    fn take(&mut self, transfer: &Transfer) -> bool {
+        let mut bytes = Self::TRANSFER_BYTES;
         let mut pages = 0;
-        for pair in &copy.pairs {
+        for pair in &transfer.pairs {
             let items = pair.src.0.len() + pair.dst.0.len();
             bytes += Self::PAIR_BYTES + items * Self::ITEM_BYTES;
             pages += pair.src.pages();
         }
-        let record = copy.record.as_ref();
+        let record = transfer.record.as_ref();
         bytes += record.map_or(0, |record| record.fingerprints.len() * 16);
-        let fits = self.copies < COPIES_MAX
+        let fits = self.transfers < COPIES_MAX
             && self.pages + pages <= Self::PAGES_MAX
             && self.bytes + bytes <= BODY_BYTES_MAX / 2;
-        if self.copies > 0 && !fits {
+        if self.transfers > 0 && !fits {
             return false;
         }
-        self.copies += 1;
+        self.transfers += 1;
         self.pages += pages;
         self.bytes += bytes;
         true
     }
 }
 
-impl Transfer {
-    /// Groups copies into transfers, each with its deadline: one transfer for consecutive copies of one request, or
-    /// several where they do not fit into one message. A single copy that is too large for a message gets a transfer of
-    /// its own, which cannot be encoded.
-    pub fn all_of(copies: &[&Copy]) -> Vec<(Time, Self)> {
-        let one_request = |one: &&Copy, other: &&Copy| {
-            (one.engine, one.direction, one.deadline)
-                == (other.engine, other.direction, other.deadline)
-                && (one.request, one.after) == (other.request, other.after)
+impl TransferOrder {
+    /// Groups transfers into orders, each with its deadline: one order for consecutive transfers of one request, or
+    /// several where they do not fit into one message. A single transfer that is too large for a message gets an order
+    /// of its own, which cannot be encoded.
+    pub fn all_of(transfers: &[&Transfer]) -> Vec<(Time, Self)> {
+        let alike = |one: &&Transfer, other: &&Transfer| {
+            (one.edge, one.device, one.deadline) == (other.edge, other.device, other.deadline)
         };
-        let mut transfers = Vec::new();
-        for mut rest in copies.chunk_by(one_request) {
+        let mut orders = Vec::new();
+        for mut rest in transfers.chunk_by(alike) {
             while let Some(first) = rest.first() {
                 let mut room = MessageFill::default();
-                let fit = rest.iter().take_while(|copy| room.take(copy)).count();
+                let fit = rest
+                    .iter()
+                    .take_while(|transfer| room.take(transfer))
+                    .count();
                 let (part, behind) = rest.split_at(fit);
                 rest = behind;
-                transfers.push((first.deadline, Self::one_of(first, part)));
+                orders.push((first.deadline, Self::one_of(first, part)));
             }
         }
-        transfers
+        orders
     }
 
-    fn one_of(first: &Copy, copies: &[&Copy]) -> Self {
-        let orders = copies.iter().map(|copy| CopyOrder {
-            transfer: copy.transfer.0,
-            pairs: copy.pairs.clone().into(),
-            record: copy.record.as_ref().map(RecordBody::from),
+    fn one_of(first: &Transfer, transfers: &[&Transfer]) -> Self {
+        let bodies = transfers.iter().map(|transfer| TransferBody {
+            id: transfer.id.0,
+            pairs: transfer.pairs.clone().into(),
+            record: transfer.record.as_ref().map(RecordBody::from),
         });
+        let device = first.device.as_ref();
         Self {
-            engine: first.engine.0,
-            store: first.direction == Direction::Store,
-            request: first.request.0,
-            after: first.after.0,
-            copies: orders.collect(),
+            from: first.edge.from.number(),
+            to: first.edge.to.number(),
+            engine: device.map(|device| device.engine.0),
+            request: device.map_or(0, |device| device.request.0),
+            after: device.map_or(0, |device| device.after.0),
+            transfers: bodies.collect(),
         }
     }
 
-    /// The results of the copies of a transfer that was never sent: none has started.
+    /// The results of the transfers of an order that was never sent: none has started.
     pub fn unsent(&self) -> Vec<EndedCopy> {
-        let copies = self.copies.iter().map(|copy| EndedCopy {
-            transfer: TransferId(copy.transfer),
+        let ended = self.transfers.iter().map(|transfer| EndedCopy {
+            transfer: TransferId(transfer.id),
             complete: false,
             complete_pages: 0,
             bytes: 0,
             copy_us: 0,
         });
-        copies.collect()
+        ended.collect()
     }
 
-    /// Returns the copies, as ordered by the leader of `epoch` and due at `deadline`.
-    pub fn into_copies(self, epoch: Epoch, deadline: Time) -> impl Iterator<Item = Copy> {
-        let Self {
-            engine,
-            store,
-            request,
-            after,
-            copies,
-        } = self;
+    /// The tiers that are read and written, and the engine's memory if it is one of them.
+    fn ends(&self) -> Result<(Edge, Option<DeviceEnd>), ErrorBody> {
+        let invalid = |text: String| ErrorBody::new(ErrorCode::Invalid, text);
+        let tier = |field: &str, number: u8| {
+            let tier = TierId::of_number(number);
+            tier.ok_or_else(|| invalid(format!("{field} is {number}: name a tier from 1 to 4")))
+        };
+        let edge = Edge {
+            from: tier("from", self.from)?,
+            to: tier("to", self.to)?,
+        };
+        if edge.from == edge.to {
+            return Err(invalid(format!(
+                "from and to are {}: name two tiers",
+                self.from
+            )));
+        }
+        let direction = edge.direction();
+        if direction.is_some() != self.engine.is_some() {
+            let text = "engine: name it if from or to is 1, and leave it out if not";
+            return Err(invalid(text.to_owned()));
+        }
         // A store also waits for its own request, whatever `after` is.
-        let after = match store {
-            true => after.max(request),
-            false => after,
+        let after = match direction {
+            Some(Direction::Store) => self.after.max(self.request),
+            _ => self.after,
         };
-        let direction = if store {
-            Direction::Store
-        } else {
-            Direction::Load
-        };
-        copies.into_iter().map(move |order| Copy {
-            transfer: TransferId(order.transfer),
+        let device = self.engine.map(|engine| DeviceEnd {
             engine: EngineId(engine),
-            direction,
-            pairs: order.pairs.list,
-            request: RequestId(request),
+            request: RequestId(self.request),
             after: RequestId(after),
-            record: order.record.map(|record| record.into_record(epoch)),
+        });
+        Ok((edge, device))
+    }
+
+    /// Returns the transfers, as ordered by the leader of `epoch` and due at `deadline`.
+    ///
+    /// # Errors
+    /// `invalid` if the order names no transfer, or tiers between which none is possible.
+    pub fn into_transfers(self, epoch: Epoch, deadline: Time) -> Result<Vec<Transfer>, ErrorBody> {
+        let (edge, device) = self.ends()?;
+        if self.transfers.is_empty() {
+            let text = "an order without transfers";
+            return Err(ErrorBody::new(ErrorCode::Invalid, text));
+        }
+        let transfers = self.transfers.into_iter().map(|transfer| Transfer {
+            id: TransferId(transfer.id),
+            edge,
+            device,
+            pairs: transfer.pairs.list,
+            record: transfer.record.map(|record| record.into_record(epoch)),
             deadline,
-        })
+        });
+        Ok(transfers.collect())
     }
 }
 
@@ -136,7 +168,7 @@ mod tests {
         Anchor, DomainId, Fingerprint, FragmentPair, PageList, PageRun, Record, Stored, TransferId,
     };
 
-    fn copy(transfer: u64, request: u64, pages: u32) -> Copy {
+    fn transfer(id: u64, request: u64, pages: u32) -> Transfer {
         let record = Record {
             anchor: Anchor(u128::MAX),
             domain: DomainId(u128::MAX),
@@ -157,82 +189,97 @@ mod tests {
             ),
             dst: PageList::run(u32::MAX / 2, pages),
         };
-        Copy {
-            transfer: TransferId(u64::MAX / 2 + transfer),
+        let device = DeviceEnd {
             engine: EngineId([9; 16]),
-            direction: Direction::Store,
-            pairs: vec![pair],
             request: RequestId(request),
             after: RequestId(0),
+        };
+        Transfer {
+            id: TransferId(u64::MAX / 2 + id),
+            edge: Edge::STORE,
+            device: Some(device),
+            pairs: vec![pair],
             record: Some(record),
             deadline: Time(5),
         }
     }
 
-    fn can_be_said(transfer: &Transfer, version: u16) -> bool {
+    fn can_be_said(order: &TransferOrder, version: u16) -> bool {
         encode(&Envelope {
             version,
             correlation: RequestId(1),
             deadline_ms: 1,
             epoch: Epoch(1),
-            message: Message::Transfer(transfer.clone()),
+            message: Message::Transfer(order.clone()),
         })
         .is_ok()
     }
 
-    fn ids_of(transfers: &[(Time, Transfer)]) -> Vec<u64> {
-        let copies = transfers.iter().flat_map(|(_, transfer)| &transfer.copies);
-        copies.map(|copy| copy.transfer).collect()
+    fn ids_of(orders: &[(Time, TransferOrder)]) -> Vec<u64> {
+        let transfers = orders.iter().flat_map(|(_, order)| &order.transfers);
+        transfers.map(|transfer| transfer.id).collect()
     }
 
     #[test]
     fn copies_of_several_requests_are_all_ordered() {
-        let copies = [copy(1, 7, 1), copy(2, 7, 1), copy(3, 8, 1), copy(4, 7, 1)];
-        let later = Copy {
+        let first = [
+            transfer(1, 7, 1),
+            transfer(2, 7, 1),
+            transfer(3, 8, 1),
+            transfer(4, 7, 1),
+        ];
+        let later = Transfer {
             deadline: Time(6),
-            ..copy(5, 7, 1)
+            ..transfer(5, 7, 1)
         };
-        let load = Copy {
-            direction: Direction::Load,
-            ..copy(6, 7, 1)
+        let load = Transfer {
+            edge: Edge::LOAD,
+            ..transfer(6, 7, 1)
         };
-        let mut list: Vec<&Copy> = copies.iter().collect();
-        list.extend([&later, &load]);
-        let transfers = Transfer::all_of(&list);
-        let said: Vec<(u64, u64, bool, usize)> = transfers
+        let moved = Transfer {
+            edge: Edge {
+                from: TierId::Host,
+                to: TierId::Disk,
+            },
+            device: None,
+            ..transfer(7, 0, 1)
+        };
+        let mut list: Vec<&Transfer> = first.iter().collect();
+        list.extend([&later, &load, &moved]);
+        let orders = TransferOrder::all_of(&list);
+        let said: Vec<(u64, u64, u8, usize)> = orders
             .iter()
-            .map(|(at, it)| (at.0, it.request, it.store, it.copies.len()))
+            .map(|(at, order)| (at.0, order.request, order.to, order.transfers.len()))
             .collect();
         let expected = [
-            (5, 7, true, 2),
-            (5, 8, true, 1),
-            (5, 7, true, 1),
-            (6, 7, true, 1),
+            (5, 7, 2, 2),
+            (5, 8, 2, 1),
+            (5, 7, 2, 1),
+            (6, 7, 2, 1),
+            (5, 7, 1, 1),
+            (5, 0, 3, 1),
         ];
-        assert_eq!(said[..4], expected);
-        assert_eq!(said[4..], [(5, 7, false, 1)]);
-        let all: Vec<u64> = list.iter().map(|copy| copy.transfer.0).collect();
-        assert_eq!(ids_of(&transfers), all);
-        assert!(Transfer::all_of(&[]).is_empty());
+        assert_eq!(said, expected);
+        let all: Vec<u64> = list.iter().map(|transfer| transfer.id.0).collect();
+        assert_eq!(ids_of(&orders), all);
+        assert!(TransferOrder::all_of(&[]).is_empty());
     }
 
     #[test]
     fn copies_that_exceed_one_message_are_ordered_by_several() {
         for (count, pages) in [(70_000, 1), (2_000, 256)] {
-            let copies: Vec<Copy> = (0..count)
-                .map(|transfer| copy(transfer, 7, pages))
-                .collect();
-            let list: Vec<&Copy> = copies.iter().collect();
-            let transfers = Transfer::all_of(&list);
-            assert!(transfers.len() > 1, "{count} of {pages} pages in one");
-            let all: Vec<u64> = list.iter().map(|copy| copy.transfer.0).collect();
-            assert_eq!(ids_of(&transfers), all);
+            let transfers: Vec<Transfer> = (0..count).map(|id| transfer(id, 7, pages)).collect();
+            let list: Vec<&Transfer> = transfers.iter().collect();
+            let orders = TransferOrder::all_of(&list);
+            assert!(orders.len() > 1, "{count} of {pages} pages in one");
+            let all: Vec<u64> = list.iter().map(|transfer| transfer.id.0).collect();
+            assert_eq!(ids_of(&orders), all);
             for version in VERSION_MIN..=VERSION {
-                for (_, transfer) in &transfers {
-                    let copies = transfer.copies.len();
+                for (_, order) in &orders {
+                    let transfers = order.transfers.len();
                     assert!(
-                        can_be_said(transfer, version),
-                        "{copies} in version {version}"
+                        can_be_said(order, version),
+                        "{transfers} in version {version}"
                     );
                 }
             }
@@ -251,14 +298,14 @@ mod tests {
                 src: side.clone(),
                 dst: side,
             };
-            let copy = Copy {
+            let transfer = Transfer {
                 pairs: vec![pair; pairs],
                 record: None,
-                ..copy(1, 7, 1)
+                ..transfer(1, 7, 1)
             };
-            let transfers = Transfer::all_of(&[&copy]);
-            assert_eq!(transfers.len(), 1);
-            let can = |version| can_be_said(&transfers[0].1, version);
+            let orders = TransferOrder::all_of(&[&transfer]);
+            assert_eq!(orders.len(), 1);
+            let can = |version| can_be_said(&orders[0].1, version);
             (can(1), can(2))
         };
         assert_eq!(with(PAIRS_MAX, 1), (true, true));
@@ -267,5 +314,44 @@ mod tests {
         assert_eq!(with(PAIRS_MAX / 2 + 1, 2), (false, true), "page by page");
         assert_eq!(with(1, PAGE_ITEMS_MAX), (false, true));
         assert_eq!(with(1, PAGE_ITEMS_MAX + 1), (false, false));
+    }
+
+    #[test]
+    fn an_order_comes_back_as_its_transfers_and_impossible_ends_are_refused() {
+        let store = transfer(1, 7, 2);
+        let [(deadline, order)] = &TransferOrder::all_of(&[&store])[..] else {
+            panic!("one order");
+        };
+        let again = order.clone().into_transfers(Epoch(1), *deadline);
+        let waits = store.device.map(|device| DeviceEnd {
+            after: device.request,
+            ..device
+        });
+        let expected = Transfer {
+            device: waits,
+            ..store
+        };
+        assert_eq!(again, Ok(vec![expected]));
+        let refused = |change: fn(&mut TransferOrder)| {
+            let mut order = order.clone();
+            change(&mut order);
+            let refused = order.into_transfers(Epoch(1), Time(5));
+            refused.expect_err("it is impossible").message
+        };
+        let zero = refused(|order| order.from = 0);
+        assert!(zero.starts_with("from is 0:"), "{zero}");
+        let five = refused(|order| order.to = 5);
+        assert!(five.starts_with("to is 5:"), "{five}");
+        let same = refused(|order| order.to = 1);
+        assert!(same.starts_with("from and to are 1:"), "{same}");
+        for change in [
+            |order: &mut TransferOrder| order.engine = None,
+            |order: &mut TransferOrder| (order.from, order.to) = (3, 2),
+        ] {
+            let text = refused(change);
+            assert!(text.starts_with("engine:"), "{text}");
+        }
+        let empty = refused(|order| order.transfers.clear());
+        assert_eq!(empty, "an order without transfers");
     }
 }

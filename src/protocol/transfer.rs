@@ -1,25 +1,23 @@
-//! A fast encoder and decoder for [`Transfer`], without serde's dispatch for each page.
+//! A fast encoder and decoder for [`TransferOrder`], without serde's dispatch for each page.
 //!
 //! Transfers are the largest messages by far: thousands of page numbers, of one, two, three or five bytes each, and a
 //! decoder that branches on the length mispredicts often. [`write()`] produces the bytes that serde produces. [`read`]
 //! accepts exactly that layout and returns `None` for anything else, which serde then decodes, errors included. So
 //! there is one format, and one decoder that decides what is wrong.
 
-use rmp::decode::{read_array_len, read_bin_len, read_bool, read_int, read_map_len};
-use rmp::encode::{
-    write_array_len, write_bin, write_bool, write_map_len, write_nil, write_str, write_uint,
-};
+use rmp::decode::{read_array_len, read_bin_len, read_int, read_map_len};
+use rmp::encode::{write_array_len, write_bin, write_map_len, write_nil, write_str, write_uint};
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-use crate::body::{CopyOrder, RecordBody, Transfer};
+use crate::body::{RecordBody, TransferBody, TransferOrder};
 use crate::limits::{DEPTH_MAX, PAGE_ITEMS_MAX, PAIRS_MAX};
 use crate::named::Named;
 use kvferry_types::{FragmentPair, PageList, PageRun};
 
 /// Most list items for which capacity is reserved before they are decoded.
 const EXPECTED_MAX: usize = 256;
-/// Nesting depth around a record: the body, the list of copies, the copy.
+/// Nesting depth around a record: the body, the list of transfers, the transfer.
 const RECORD_DEPTH: usize = 3;
 /// The nil marker: "MessagePack specification", formats nil.
 const NIL: u8 = 0xc0;
@@ -65,24 +63,29 @@ const NUMBERS: [Number; 256] = {
 
 /// Appends the encoded body. Serializing into memory fails only for values that MessagePack cannot express.
 pub(super) fn write(
-    transfer: &Transfer,
+    transfer: &TransferOrder,
     out: &mut Vec<u8>,
 ) -> Result<(), rmp_serde::encode::Error> {
-    write_map_len(out, 5)?;
+    write_map_len(out, 6)?;
+    write_str(out, "from")?;
+    write_uint(out, transfer.from.into())?;
+    write_str(out, "to")?;
+    write_uint(out, transfer.to.into())?;
     write_str(out, "engine")?;
-    write_bin(out, &transfer.engine)?;
-    write_str(out, "store")?;
-    write_bool(out, transfer.store).map_err(rmp::encode::ValueWriteError::InvalidMarkerWrite)?;
+    match &transfer.engine {
+        Some(engine) => write_bin(out, engine)?,
+        None => write_nil(out).map_err(rmp::encode::ValueWriteError::InvalidMarkerWrite)?,
+    }
     write_str(out, "request")?;
     write_uint(out, transfer.request)?;
     write_str(out, "after")?;
     write_uint(out, transfer.after)?;
-    write_str(out, "copies")?;
-    write_array_len(out, length(transfer.copies.len()))?;
-    for copy in &transfer.copies {
+    write_str(out, "transfers")?;
+    write_array_len(out, length(transfer.transfers.len()))?;
+    for copy in &transfer.transfers {
         write_map_len(out, 3)?;
-        write_str(out, "transfer")?;
-        write_uint(out, copy.transfer)?;
+        write_str(out, "id")?;
+        write_uint(out, copy.id)?;
         write_str(out, "pairs")?;
         write_array_len(out, length(copy.pairs.list.len()))?;
         for pair in &copy.pairs.list {
@@ -133,40 +136,52 @@ fn write_page(page: u32, out: &mut Vec<u8>) {
 }
 
 /// Decodes a body that [`write()`] produced. `None` for everything else, including bodies beyond a limit.
-pub(super) fn read(body: &[u8]) -> Option<Transfer> {
+pub(super) fn read(body: &[u8]) -> Option<TransferOrder> {
     let mut rest = body;
     let from = &mut rest;
-    (read_map_len(from).ok()? == 5).then_some(())?;
+    (read_map_len(from).ok()? == 6).then_some(())?;
+    key(from, "from")?;
+    let from_tier = read_int(from).ok()?;
+    key(from, "to")?;
+    let to = read_int(from).ok()?;
     key(from, "engine")?;
-    (read_bin_len(from).ok()? == 16).then_some(())?;
-    let (engine, behind) = from.split_first_chunk::<16>()?;
-    *from = behind;
-    key(from, "store")?;
-    let store = read_bool(from).ok()?;
+    let engine = read_engine(from)?;
     key(from, "request")?;
     let request = read_int(from).ok()?;
     key(from, "after")?;
     let after = read_int(from).ok()?;
-    key(from, "copies")?;
+    key(from, "transfers")?;
     let expected = read_array_len(from).ok()? as usize;
-    let mut copies = Vec::with_capacity(expected.min(EXPECTED_MAX));
+    let mut transfers = Vec::with_capacity(expected.min(EXPECTED_MAX));
     for _ in 0..expected {
-        copies.push(read_copy(from)?);
+        transfers.push(read_transfer(from)?);
     }
-    let transfer = Transfer {
-        engine: *engine,
-        store,
+    let transfer = TransferOrder {
+        from: from_tier,
+        to,
+        engine,
         request,
         after,
-        copies,
+        transfers,
     };
     rest.is_empty().then_some(transfer)
 }
 
-fn read_copy(from: &mut &[u8]) -> Option<CopyOrder> {
+fn read_engine(from: &mut &[u8]) -> Option<Option<[u8; 16]>> {
+    if let [NIL, behind @ ..] = *from {
+        *from = behind;
+        return Some(None);
+    }
+    (read_bin_len(from).ok()? == 16).then_some(())?;
+    let (engine, behind) = from.split_first_chunk::<16>()?;
+    *from = behind;
+    Some(Some(*engine))
+}
+
+fn read_transfer(from: &mut &[u8]) -> Option<TransferBody> {
     (read_map_len(from).ok()? == 3).then_some(())?;
-    key(from, "transfer")?;
-    let transfer = read_int(from).ok()?;
+    key(from, "id")?;
+    let id = read_int(from).ok()?;
     key(from, "pairs")?;
     let pairs = read_array_len(from).ok()? as usize;
     if pairs > PAIRS_MAX {
@@ -182,8 +197,8 @@ fn read_copy(from: &mut &[u8]) -> Option<CopyOrder> {
         list.push(FragmentPair { src, dst });
     }
     key(from, "record")?;
-    Some(CopyOrder {
-        transfer,
+    Some(TransferBody {
+        id,
         pairs: list.into(),
         record: read_record(from)?,
     })
@@ -259,23 +274,23 @@ mod tests {
 
     use super::*;
 
-    fn written(transfer: &Transfer) -> Vec<u8> {
+    fn written(transfer: &TransferOrder) -> Vec<u8> {
         let mut bytes = Vec::new();
         write(transfer, &mut bytes).expect("memory");
         bytes
     }
 
-    fn by_serde(transfer: &Transfer) -> Vec<u8> {
+    fn by_serde(transfer: &TransferOrder) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut serializer = rmp_serde::Serializer::new(&mut bytes).with_struct_map();
         transfer.serialize(&mut serializer).expect("memory");
         bytes
     }
 
-    fn read_by_serde(bytes: &[u8]) -> Option<Transfer> {
+    fn read_by_serde(bytes: &[u8]) -> Option<TransferOrder> {
         let mut reader = rmp_serde::Deserializer::new(bytes);
         reader.set_max_depth(DEPTH_MAX);
-        let transfer = Transfer::deserialize(&mut reader).ok()?;
+        let transfer = TransferOrder::deserialize(&mut reader).ok()?;
         reader.get_ref().is_empty().then_some(transfer)
     }
 
@@ -325,23 +340,24 @@ mod tests {
 
     prop_compose! {
         fn copy()(
-            transfer: u64,
+            id: u64,
             pairs in prop::collection::vec(pair(), 0..6),
             record in prop::option::of(record()),
-        ) -> CopyOrder {
-            CopyOrder { transfer, pairs: pairs.into(), record }
+        ) -> TransferBody {
+            TransferBody { id, pairs: pairs.into(), record }
         }
     }
 
     prop_compose! {
         fn transfer()(
-            engine: [u8; 16],
-            store: bool,
+            from: u8,
+            to: u8,
+            engine: Option<[u8; 16]>,
             request: u64,
             after: u64,
-            copies in prop::collection::vec(copy(), 0..20),
-        ) -> Transfer {
-            Transfer { engine, store, request, after, copies }
+            transfers in prop::collection::vec(copy(), 0..20),
+        ) -> TransferOrder {
+            TransferOrder { from, to, engine, request, after, transfers }
         }
     }
 
@@ -375,13 +391,14 @@ mod tests {
 
     /// A load with one pair whose two lists are replaced by these bytes.
     fn with_lists(lists: &[u8]) -> Vec<u8> {
-        let transfer = Transfer {
-            engine: [1; 16],
-            store: false,
+        let transfer = TransferOrder {
+            from: 2,
+            to: 1,
+            engine: Some([1; 16]),
             request: 3,
             after: 2,
-            copies: vec![CopyOrder {
-                transfer: 4,
+            transfers: vec![TransferBody {
+                id: 4,
                 pairs: vec![FragmentPair {
                     src: PageList::run(5, 1),
                     dst: PageList::run(6, 1),
@@ -435,13 +452,14 @@ mod tests {
                 transfer: 4,
                 fingerprints: Vec::new(),
             };
-            let transfer = Transfer {
-                engine: [1; 16],
-                store: true,
+            let transfer = TransferOrder {
+                from: 1,
+                to: 2,
+                engine: Some([1; 16]),
                 request: 3,
                 after: 2,
-                copies: vec![CopyOrder {
-                    transfer: 4,
+                transfers: vec![TransferBody {
+                    id: 4,
                     pairs: Vec::new().into(),
                     record: Some(record),
                 }],
@@ -471,17 +489,18 @@ mod tests {
                 src: list(0),
                 dst: list(1),
             };
-            let copies = vec![CopyOrder {
-                transfer: 1,
+            let transfers = vec![TransferBody {
+                id: 1,
                 pairs: vec![pair].into(),
                 record: None,
             }];
-            written(&Transfer {
-                engine: [0; 16],
-                store: true,
+            written(&TransferOrder {
+                from: 2,
+                to: 3,
+                engine: None,
                 request: 0,
                 after: 2,
-                copies,
+                transfers,
             })
         };
         assert!(read(&full(PAGE_ITEMS_MAX)).is_some());

@@ -143,13 +143,13 @@ impl Sequential {
                 LeaderEffect::Answer { id, answer, .. } => {
                     self.scheduler.answered(id, answer.ok(), actions);
                 }
-                LeaderEffect::Copy {
+                LeaderEffect::Transfer {
                     replica,
                     ranks,
-                    copy,
+                    transfer: copy,
                 } => {
                     let ended = EndedCopy {
-                        transfer: copy.transfer,
+                        transfer: copy.id,
                         complete: true,
                         complete_pages: 0,
                         bytes: 0,

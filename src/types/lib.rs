@@ -18,6 +18,7 @@ mod registration;
 mod request;
 mod sharding;
 mod time;
+mod transfer;
 mod units;
 
 pub use answer::{Answer, CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
@@ -37,7 +38,8 @@ pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
     Nonce, Registration, TensorRole, TensorView, Timeline,
 };
-pub use request::{Copy, Direction, EndedCopy, Request, ResetScope};
+pub use request::{Request, ResetScope};
 pub use sharding::Sharding;
 pub use time::Time;
+pub use transfer::{DeviceEnd, Direction, Edge, EndedCopy, TierId, Transfer};
 pub use units::{ByteSize, ParseByteSizeError};

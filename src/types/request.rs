@@ -1,12 +1,6 @@
-//! Requests of engines to a leader, its answers, and its copy orders to workers: the types that the protocol encodes,
-//! the core decides about and engines use.
+//! Requests of engines to a leader: the types that the protocol encodes, the core decides about and engines use.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
-use super::{
-    EngineId, FragmentPair, PageHashes, PageList, Record, RequestId, SlotId, Time, TransferId,
-};
+use super::{PageHashes, PageList, RequestId, SlotId};
 
 /// A request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,53 +68,4 @@ pub enum ResetScope {
     Namespace(Vec<u8>),
     /// These pages of a namespace, with the other pages of their blocks.
     Pages(Vec<u8>, PageHashes),
-}
-
-/// Direction of a copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// From the engine's memory to a depot: a gather.
-    Store,
-    /// From a depot to the engine's memory: a scatter.
-    Load,
-}
-
-/// One copy, equal on every rank.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Copy {
-    /// Id of the transfer; for a store also that of its reservation.
-    pub transfer: TransferId,
-    /// The engine whose memory is read or written.
-    pub engine: EngineId,
-    /// From the engine's memory, or to it.
-    pub direction: Direction,
-    /// The pages: device pages on the engine's side, arena pages on the depot's.
-    pub pairs: Vec<FragmentPair>,
-    /// The request that the copy belongs to. A copy for a request that the engine has abandoned never starts.
-    pub request: RequestId,
-    /// The copy starts once the rank has reported everything up to this number as written: for a store its own request,
-    /// for a load the last work that may write into the destination pages.
-    pub after: RequestId,
-    /// For a store, the record that is added to the inventory after its last byte; `None` for a load.
-    pub record: Option<Record>,
-    /// Time at which the copy is cancelled.
-    pub deadline: Time,
-}
-
-/// The end of one copy on one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct EndedCopy {
-    /// Number of the copy.
-    pub transfer: TransferId,
-    /// True when every byte was copied.
-    pub complete: bool,
-    /// If not: number of pages, from the first one on and in the order of the pairs, of which every byte was copied.
-    #[serde(default)]
-    pub complete_pages: u32,
-    /// Bytes that were copied.
-    #[serde(default)]
-    pub bytes: u64,
-    /// Duration of the copy, in microseconds.
-    #[serde(default)]
-    pub copy_us: u64,
 }

@@ -66,7 +66,7 @@ async fn a_load_is_answered_only_after_the_silent_worker_is_fenced() {
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
     let (requested, [first, second]) = loading(&engine, &mut workers).await;
-    let transfer = second.transfer.copies[0].transfer;
+    let transfer = second.transfer.transfers[0].id;
     let begun = Instant::now();
     workers[0].ended(&first, true);
 

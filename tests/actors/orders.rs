@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Attached, Cancel, CopyOrder, Ended, ErrorCode, Invalidate, Message, ReadInventory, RecordBody,
-    Transfer,
+    Attached, Cancel, Ended, ErrorCode, Invalidate, Message, ReadInventory, RecordBody,
+    TransferBody, TransferOrder,
 };
 use kvferry_transport::{Limits, MemoryTransport, PeerId, Server, ServerEvent};
 use kvferry_types::{FragmentPair, PageList, PageRun, RequestId};
@@ -170,19 +170,18 @@ fn store(src: u32, block: u32, count: u32) -> (FragmentPair, Option<RecordBody>)
 }
 
 fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
-    let copies = copies
-        .into_iter()
-        .map(|(transfer, (pair, record))| CopyOrder {
-            transfer,
-            pairs: vec![pair].into(),
-            record,
-        });
-    Message::Transfer(Transfer {
-        engine: [1; 16],
-        store: true,
+    let transfers = copies.into_iter().map(|(id, (pair, record))| TransferBody {
+        id,
+        pairs: vec![pair].into(),
+        record,
+    });
+    Message::Transfer(TransferOrder {
+        from: 1,
+        to: 2,
+        engine: Some([1; 16]),
         request: 1,
         after: 0,
-        copies: copies.collect(),
+        transfers: transfers.collect(),
     })
 }
 

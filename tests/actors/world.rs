@@ -8,7 +8,7 @@ use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_protocol::{
     Attach, Attached, AttachedMemory, Call, Ended, Envelope, ErrorCode, Header, Hello, Invalidated,
     Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Message, Role, Status, StatusAnswer, Store,
-    StoreAnswer, Transfer, VERSION, decode, encode,
+    StoreAnswer, TransferOrder, VERSION, decode, encode,
 };
 use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
@@ -204,7 +204,7 @@ pub fn store(slot: u64, pages: u32) -> Store {
 pub struct Order {
     link: LinkId,
     id: RequestId,
-    pub transfer: Transfer,
+    pub transfer: TransferOrder,
 }
 
 /// An event that a worker received from its leader.
@@ -351,8 +351,8 @@ impl Puppet {
 
     /// Reports that the copies of an order have ended.
     pub fn ended(&self, order: &Order, complete: bool) {
-        let results = order.transfer.copies.iter().map(|copy| EndedCopy {
-            transfer: TransferId(copy.transfer),
+        let results = order.transfer.transfers.iter().map(|transfer| EndedCopy {
+            transfer: TransferId(transfer.id),
             complete,
             complete_pages: 0,
             bytes: 64,

@@ -415,12 +415,12 @@ fn a_late_copy_is_cancelled_repeatedly_and_its_workers_are_fenced_after_the_fenc
         source: PageList::run(0, 8),
     };
     let copies = send_request(2, store);
-    let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
+    let [LeaderEffect::Transfer { transfer: copy, .. }] = &copies[..] else {
         unreachable!("{copies:?}")
     };
     let cancel = |rank| LeaderEffect::Cancel {
         worker: worker(0, rank),
-        transfers: vec![copy.transfer],
+        transfers: vec![copy.id],
     };
     let cancels = [cancel(0), cancel(1), cancel(2)];
     reader.now = Time(deadline.0 - 1);
@@ -472,7 +472,7 @@ fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<LeaderEffect> {
 
 fn copies_of(effects: &[LeaderEffect]) -> Vec<TransferId> {
     let transfer = |effect: &LeaderEffect| match effect {
-        LeaderEffect::Copy { copy, .. } => Some(copy.transfer),
+        LeaderEffect::Transfer { transfer, .. } => Some(transfer.id),
         _ => None,
     };
     effects.iter().filter_map(transfer).collect()
@@ -659,11 +659,11 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             source,
         };
         let copies = send_request(reader, id + 1, store);
-        let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
+        let [LeaderEffect::Transfer { transfer: copy, .. }] = &copies[..] else {
             unreachable!("{copies:?}")
         };
         let record = copy.record.as_ref().expect("a store lists its pages");
-        (copy.transfer, record.stored.transfer)
+        (copy.id, record.stored.transfer)
     };
     let invalidations = |effects: Vec<LeaderEffect>| -> Vec<TransferId> {
         let through = |effect| match effect {

@@ -231,24 +231,26 @@ impl World {
                 LeaderEffect::Answer { engine, id, answer } => {
                     self.answered(engine.0[0], id, answer)
                 }
-                LeaderEffect::Copy {
+                LeaderEffect::Transfer {
                     replica,
                     ranks,
-                    copy,
+                    transfer,
                 } => {
+                    let device = transfer.device.expect("an end is the device");
                     assert_eq!(
-                        copy.engine,
+                        device.engine,
                         engine_id(replica.0 as u8),
                         "another engine's workers"
                     );
-                    for pair in &copy.pairs {
+                    for pair in &transfer.pairs {
                         assert_eq!(pair.src.pages(), pair.dst.pages());
                         assert!(pair.src.pages() > 0, "nothing is copied");
                     }
                     let ranks = ranks.iter().map(|rank| rank.0).collect();
-                    let open = (copy.direction, replica.0 as u8, ranks);
-                    let before = self.open.insert(copy.transfer, open);
-                    assert!(before.is_none(), "{} was given twice", copy.transfer);
+                    let direction = transfer.edge.direction().expect("an end is the device");
+                    let open = (direction, replica.0 as u8, ranks);
+                    let before = self.open.insert(transfer.id, open);
+                    assert!(before.is_none(), "{} was given twice", transfer.id);
                 }
                 LeaderEffect::Cancel { transfers, .. } => {
                     for transfer in transfers {

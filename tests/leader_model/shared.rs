@@ -107,10 +107,17 @@ impl Shared {
             device_pages: 0,
         });
         let effects = self.request(request);
-        let [LeaderEffect::Copy { ranks, copy, .. }] = &effects[..] else {
+        let [
+            LeaderEffect::Transfer {
+                ranks,
+                transfer: copy,
+                ..
+            },
+        ] = &effects[..]
+        else {
             unreachable!("{effects:?}")
         };
-        (ranks.iter().map(|rank| rank.0).collect(), copy.transfer)
+        (ranks.iter().map(|rank| rank.0).collect(), copy.id)
     }
 
     fn store(&mut self, slot: u64, name: u8) -> (Vec<u16>, TransferId) {

@@ -205,7 +205,7 @@ fn answer(effects: &[LeaderEffect]) -> Option<Reply> {
 
 fn copy(effects: &[LeaderEffect]) -> Option<TransferId> {
     effects.iter().find_map(|effect| match effect {
-        LeaderEffect::Copy { copy, .. } => Some(copy.transfer),
+        LeaderEffect::Transfer { transfer, .. } => Some(transfer.id),
         _ => None,
     })
 }
@@ -520,7 +520,7 @@ fn a_reset_of_a_namespace_covers_the_pages_of_every_layout() {
         site.read(&requested);
         let stored = site.store_from(1, 0);
         let record = stored.iter().find_map(|effect| match effect {
-            LeaderEffect::Copy { copy, .. } => copy.record.clone(),
+            LeaderEffect::Transfer { transfer: copy, .. } => copy.record.clone(),
             _ => None,
         });
         let mut listed: Vec<PageRecord> =

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use kvferry_core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, FragmentPair, PageList, Rank, RequestId,
-    Time, TransferId,
+    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, PageList, Rank, RequestId,
+    Time, Transfer, TransferId,
 };
 use stateright::{Model, Property};
 
@@ -190,27 +190,30 @@ fn rebuild(past: Vec<WorkerEvent>) -> Stepped {
 }
 
 /// The order of a copy. Its source page identifies it over all epochs.
-fn copy((epoch, transfer): CopyId) -> Copy {
+fn copy((epoch, transfer): CopyId) -> Transfer {
     let source = u32::try_from(epoch.0 * 100 + transfer.0).expect("small numbers");
     let pair = FragmentPair {
         src: PageList::run(source, 1),
         dst: PageList::run(0, 1),
     };
-    Copy {
-        transfer,
+    let device = DeviceEnd {
         engine: ENGINE,
-        direction: Direction::Store,
-        pairs: vec![pair],
         request: RequestId(1),
         after: RequestId(1),
+    };
+    Transfer {
+        id: transfer,
+        edge: Edge::STORE,
+        device: Some(device),
+        pairs: vec![pair],
         record: None,
         deadline: Time(1),
     }
 }
 
-fn id(copy: &Copy) -> CopyId {
+fn id(copy: &Transfer) -> CopyId {
     let source = u64::from(copy.pairs[0].src.0[0].start);
-    (Epoch(source / 100), copy.transfer)
+    (Epoch(source / 100), copy.id)
 }
 
 impl State {
@@ -326,11 +329,10 @@ impl State {
                     _ => order.0,
                 };
                 let batch = BatchId(order.1.0);
-                let copies = vec![copy(order)];
                 let event = WorkerEvent::Ordered {
                     epoch,
                     batch,
-                    copies,
+                    transfers: vec![copy(order)],
                 };
                 self.step(rule, rank, event);
                 let place = &mut self.places[at(rank)];

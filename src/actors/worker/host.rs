@@ -19,8 +19,8 @@ use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
-    Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, Record, Registration,
-    RequestId, Scope, Stored, Time, TransferId, WorkerId,
+    DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, Record, Registration, RequestId,
+    Scope, Stored, Time, Transfer, TransferId, WorkerId,
 };
 
 /// The live implementation of [`WorkerHost`].
@@ -236,7 +236,7 @@ impl WorkerHost for Host {
         }
     }
 
-    fn start(&mut self, copies: Vec<Copy>, memory: &EngineSide) -> Result<(), Fatal> {
+    fn start(&mut self, copies: Vec<Transfer>, memory: &EngineSide) -> Result<(), Fatal> {
         let Some(depot) = &self.depot else {
             return Err("copies started without a depot".into());
         };

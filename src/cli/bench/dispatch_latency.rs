@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use crate::error::CommandError;
 use kvferry_actors::{EngineSide, TransferActor, TransferArguments, TransferMessage};
 use kvferry_memory::{CopyEngine, CopyJob, RegisteredMemory};
-use kvferry_types::{Copy, Direction, EndedCopy, EngineId, RequestId, Time, TransferId};
+use kvferry_types::{DeviceEnd, Edge, EndedCopy, Time, Transfer, TransferId};
 
 use super::percentiles;
 
@@ -85,13 +85,11 @@ pub(super) async fn measure(
         let begun = Instant::now();
         engine.run(&job).map_err(CommandError::failed)?;
         let on_the_spot = begun.elapsed();
-        let copy = Copy {
-            transfer: TransferId(u64::from(round)),
-            engine: EngineId::default(),
-            direction: Direction::Load,
+        let copy = Transfer {
+            id: TransferId(u64::from(round)),
+            edge: Edge::LOAD,
+            device: Some(DeviceEnd::default()),
             pairs: job.pairs.clone(),
-            request: RequestId(u64::from(round)),
-            after: RequestId(0),
             record: None,
             deadline: Time(u64::MAX),
         };

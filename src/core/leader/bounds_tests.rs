@@ -92,8 +92,8 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
         },
     );
     let copies = effects.iter().filter_map(|effect| match effect {
-        LeaderEffect::Copy { copy, .. } => Some(EndedCopy {
-            transfer: copy.transfer,
+        LeaderEffect::Transfer { transfer: copy, .. } => Some(EndedCopy {
+            transfer: copy.id,
             complete: true,
             complete_pages: 0,
             bytes: 0,
@@ -530,7 +530,7 @@ fn the_hashes_of_stores_under_way_are_bounded() {
     let transfers: Vec<_> = (0..fits as u64)
         .flat_map(|store| begin(&mut leader, 1 + 3 * store))
         .filter_map(|effect| match effect {
-            LeaderEffect::Copy { copy, .. } => Some(copy.transfer),
+            LeaderEffect::Transfer { transfer, .. } => Some(transfer.id),
             _ => None,
         })
         .collect();

@@ -7,7 +7,9 @@ use crate::event::LeaderEffect;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
 use crate::session::PinnedRun;
-use kvferry_types::{Answer, Copy, Direction, EngineId, GroupGeometry, LoadAnswer, Replica};
+use kvferry_types::{
+    Answer, DeviceEnd, Direction, Edge, EngineId, GroupGeometry, LoadAnswer, Replica, Transfer,
+};
 use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TransferId};
 
 use super::transfers::{Begun, TransferOutcome};
@@ -117,20 +119,23 @@ impl Leader {
         self.loads
             .0
             .insert(transfer, PendingLoad { reply_to, lease });
-        let copy = Copy {
-            transfer,
+        let device = DeviceEnd {
             engine: reply_to.engine,
-            direction: Direction::Load,
-            pairs,
             request: reply_to.id,
             after,
+        };
+        let transfer = Transfer {
+            id: transfer,
+            edge: Edge::LOAD,
+            device: Some(device),
+            pairs,
             record: None,
             deadline: reply_to.deadline,
         };
-        effects.push(LeaderEffect::Copy {
+        effects.push(LeaderEffect::Transfer {
             replica,
             ranks,
-            copy,
+            transfer,
         });
         Ok(())
     }

@@ -13,7 +13,7 @@ use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pin, Pool, ReservationKind, Reserved};
 use crate::refusal::Refusal;
 use crate::session::{HASH_BYTES_PER_ENGINE_MAX, Slot};
-use kvferry_types::{Answer, Copy, Direction, StoreAnswer};
+use kvferry_types::{Answer, DeviceEnd, Direction, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
     EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, Rank, RequestId, SlotId,
     TransferId,
@@ -346,24 +346,28 @@ impl Leader {
                 src,
                 dst: PageList::run(run.start, run.count),
             };
-            let copy = Copy {
-                transfer,
+            let device = DeviceEnd {
                 engine: reply_to.engine,
-                direction: Direction::Store,
-                pairs: vec![pair],
                 request: reply_to.id,
                 after: reply_to.id,
-                record: pool.record(transfer, epoch),
+            };
+            let id = transfer;
+            let transfer = Transfer {
+                id,
+                edge: Edge::STORE,
+                device: Some(device),
+                pairs: vec![pair],
+                record: pool.record(id, epoch),
                 deadline: reply_to.deadline,
             };
-            effects.push(LeaderEffect::Copy {
+            effects.push(LeaderEffect::Transfer {
                 replica,
                 ranks,
-                copy,
+                transfer,
             });
-            pool.start_filling(transfer, ranks);
+            pool.start_filling(id, ranks);
             let begun = Begun {
-                id: transfer,
+                id,
                 replica,
                 direction: Direction::Store,
                 ranks,

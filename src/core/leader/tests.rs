@@ -408,7 +408,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
         };
         leader.step(Time(0), event, &mut effects);
         let copies = effects.into_iter().filter_map(|effect| match effect {
-            LeaderEffect::Copy { copy, .. } => Some(copy),
+            LeaderEffect::Transfer { transfer, .. } => Some(transfer),
             _ => None,
         });
         copies.collect::<Vec<_>>()
@@ -416,14 +416,14 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     step(&mut leader, lookup.clone());
     let copies = step(&mut leader, store);
     assert_eq!(copies.len(), pages as usize);
-    end(&mut leader, copies.iter().map(|copy| copy.transfer));
+    end(&mut leader, copies.iter().map(|copy| copy.id));
     step(&mut leader, lookup);
     let copies = step(&mut leader, load);
     let [copy] = &copies[..] else {
         unreachable!("{} copies", copies.len())
     };
     assert_eq!(copy.pairs.len(), LOAD_RUNS_MAX);
-    let effects = end(&mut leader, [copy.transfer].into_iter());
+    let effects = end(&mut leader, [copy.id].into_iter());
     let loaded = Ok(Answer::Load(LoadAnswer { pages: pages - 1 }));
     let answered = |effect: &LeaderEffect| matches!(effect, LeaderEffect::Answer { answer, .. } if *answer == loaded);
     assert!(effects.iter().any(answered), "{effects:?}");

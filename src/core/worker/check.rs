@@ -1,6 +1,6 @@
 //! Validation of orders: a copy is checked when its order arrives, before memory or the inventory is written.
 
-use kvferry_types::{Copy, Direction, PageList, Record};
+use kvferry_types::{Direction, Edge, PageList, Record, Transfer};
 
 /// Bounds for the pages that copies may name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,19 +36,26 @@ fn invalid<T>(
 
 /// Checks that every page lies within its memory, that both sides of each pair have the same number of pages, and that
 /// the record of a store lists the pages that the store writes.
-pub(super) fn check(copy: &Copy, bounds: MemoryBounds) -> Result<(), Invalid> {
+pub(super) fn check(transfer: &Transfer, bounds: MemoryBounds) -> Result<(), Invalid> {
     let MemoryBounds {
         device_pages,
         arena_pages,
     } = bounds;
-    let (from, to) = match copy.direction {
+    let direction = match (transfer.edge, transfer.edge.direction()) {
+        (Edge::LOAD | Edge::STORE, Some(direction)) => direction,
+        (edge, _) => {
+            let remedy = "name the device and a tier of this worker";
+            return invalid("from, to", edge.to_string(), remedy);
+        }
+    };
+    let (from, to) = match direction {
         Direction::Load => (("arena", arena_pages), ("device", device_pages)),
         Direction::Store => (("device", device_pages), ("arena", arena_pages)),
     };
-    if copy.pairs.is_empty() {
+    if transfer.pairs.is_empty() {
         return invalid("pairs", "empty", "name at least one");
     }
-    for pair in &copy.pairs {
+    for pair in &transfer.pairs {
         within("pairs.src", &pair.src, from)?;
         within("pairs.dst", &pair.dst, to)?;
         let (src, dst) = (pair.src.pages(), pair.dst.pages());
@@ -57,12 +64,12 @@ pub(super) fn check(copy: &Copy, bounds: MemoryBounds) -> Result<(), Invalid> {
             return invalid("pairs", value, "name as many on both sides");
         }
     }
-    match (&copy.record, copy.direction) {
+    match (&transfer.record, direction) {
         (None, _) => Ok(()),
         (Some(_), Direction::Load) => {
             invalid("record", "there", "leave it out: a load lists nothing")
         }
-        (Some(record), Direction::Store) => lists(copy, record),
+        (Some(record), Direction::Store) => lists(transfer, record),
     }
 }
 
@@ -83,8 +90,8 @@ fn within(
 
 /// Checks that the record of a store names the pages that the store writes, in order. Sums cannot overflow: a block
 /// begins at a page of the arena, and the position of a page in its block is counted in 64 bits.
-fn lists(copy: &Copy, record: &Record) -> Result<(), Invalid> {
-    let written: u64 = copy.pairs.iter().map(|pair| pair.dst.pages()).sum();
+fn lists(transfer: &Transfer, record: &Record) -> Result<(), Invalid> {
+    let written: u64 = transfer.pairs.iter().map(|pair| pair.dst.pages()).sum();
     let listed = record.fingerprints.len() as u64;
     if listed != written {
         let value = format!("{listed} fingerprints");
@@ -96,7 +103,7 @@ fn lists(copy: &Copy, record: &Record) -> Result<(), Invalid> {
         return invalid("record.first", value, "a block has at most 65536 pages");
     }
     let mut next = u64::from(record.block_start) + u64::from(record.first);
-    for run in copy.pairs.iter().flat_map(|pair| &pair.dst.0) {
+    for run in transfer.pairs.iter().flat_map(|pair| &pair.dst.0) {
         if u64::from(run.start) != next {
             let value = format!("{} with first {}", record.block_start, record.first);
             let remedy = format!("page {} is written where page {next} is listed", run.start);
@@ -111,8 +118,7 @@ fn lists(copy: &Copy, record: &Record) -> Result<(), Invalid> {
 mod tests {
     use super::*;
     use kvferry_types::{
-        Anchor, DomainId, EngineId, Fingerprint, FragmentPair, PageRun, RequestId, Stored, Time,
-        TransferId,
+        Anchor, DomainId, Fingerprint, FragmentPair, PageRun, Stored, Time, TransferId,
     };
 
     /// An index in a block has 16 bits in the inventory.
@@ -121,12 +127,10 @@ mod tests {
         let listed = |first: u16| {
             let run = |start| PageList([PageRun { start, count: 4 }].into_iter().collect());
             let (src, dst) = (run(0), run(u32::from(first)));
-            let copy = Copy {
-                transfer: TransferId(1),
-                engine: EngineId([1; 16]),
-                direction: Direction::Store,
-                request: RequestId(1),
-                after: RequestId(0),
+            let transfer = Transfer {
+                id: TransferId(1),
+                edge: Edge::STORE,
+                device: None,
                 pairs: vec![FragmentPair { src, dst }],
                 record: None,
                 deadline: Time(0),
@@ -140,7 +144,7 @@ mod tests {
                 stored: Stored::default(),
                 fingerprints: vec![Fingerprint(3); 4],
             };
-            lists(&copy, &record).map_err(|why| why.field)
+            lists(&transfer, &record).map_err(|why| why.field)
         };
         assert_eq!(listed(65_532), Ok(()));
         assert_eq!(listed(65_533), Err("record.first"));

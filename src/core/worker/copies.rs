@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_types::{Copy, Direction, EngineId, RequestId, Time, TransferId};
+use kvferry_types::{Edge, EngineId, RequestId, Time, Transfer, TransferId};
 
 use crate::Contradiction;
 
@@ -23,7 +23,7 @@ enum CopyPhase {
 /// An open copy.
 #[derive(Debug)]
 pub(super) struct OpenCopy {
-    pub(super) copy: Copy,
+    pub(super) transfer: Transfer,
     /// The order that began the copy, and whose answer reports its end.
     pub(super) batch: BatchId,
     phase: CopyPhase,
@@ -35,6 +35,20 @@ pub(super) struct OpenCopy {
 }
 
 impl OpenCopy {
+    /// The request that the copy is for; 0 if it touches no engine's memory.
+    fn request(&self) -> RequestId {
+        self.transfer
+            .device
+            .map_or(RequestId(0), |device| device.request)
+    }
+
+    /// The request up to which the engine must have written before the copy starts.
+    fn after(&self) -> RequestId {
+        self.transfer
+            .device
+            .map_or(RequestId(0), |device| device.after)
+    }
+
     /// True once the copy was ordered to stop.
     pub(super) fn is_stopped(&self) -> bool {
         self.stopped.is_some()
@@ -95,32 +109,32 @@ impl Copies {
         let range = (request, TransferId(0))..=(request, TransferId(u64::MAX));
         let its = |transfer: &TransferId| {
             let task = self.open.get(transfer);
-            task.is_some_and(|task| task.copy.engine == engine)
+            let device = task.and_then(|task| task.transfer.device);
+            device.is_some_and(|device| device.engine == engine)
         };
         let copies = self.requests.range(range).map(|(_, transfer)| *transfer);
         copies.filter(its).collect()
     }
 
     /// Adds a copy: ready if its pages are written, else waiting.
-    pub(super) fn begin(&mut self, batch: BatchId, copy: Copy, written: bool) {
-        let transfer = copy.transfer;
-        self.deadlines.insert((copy.deadline, transfer));
-        self.requests.insert((copy.request, transfer));
-        let phase = if written {
-            self.lanes.push(copy.direction, transfer);
-            CopyPhase::Queued
-        } else {
-            self.waiting.insert((copy.after, transfer));
-            CopyPhase::Waiting
-        };
-        let task = OpenCopy {
-            copy,
+    pub(super) fn begin(&mut self, batch: BatchId, transfer: Transfer, written: bool) {
+        let id = transfer.id;
+        let mut task = OpenCopy {
+            transfer,
             batch,
-            phase,
+            phase: CopyPhase::Waiting,
             stopped: None,
             orphan: false,
         };
-        self.open.insert(transfer, task);
+        self.deadlines.insert((task.transfer.deadline, id));
+        self.requests.insert((task.request(), id));
+        if written {
+            self.lanes.push(task.transfer.edge, id);
+            task.phase = CopyPhase::Queued;
+        } else {
+            self.waiting.insert((task.after(), id));
+        }
+        self.open.insert(id, task);
     }
 
     /// The engine has written everything up to this request: the copies that waited for it are ready.
@@ -134,23 +148,21 @@ impl Copies {
             self.waiting.remove(&(request, transfer));
             if let Some(task) = self.open.get_mut(&transfer) {
                 task.phase = CopyPhase::Queued;
-                self.lanes.push(task.copy.direction, transfer);
+                self.lanes.push(task.transfer.edge, transfer);
             }
         }
     }
 
-    /// Starts ready copies up to `running_max` per direction, loads first.
-    pub(super) fn start(&mut self, running_max: usize) -> Vec<Copy> {
+    /// Starts ready copies up to `running_max` for each edge, in the order of [`Lanes::edges`].
+    pub(super) fn start(&mut self, running_max: usize) -> Vec<Transfer> {
         let mut started = Vec::new();
-        for direction in [Direction::Load, Direction::Store] {
-            while let Some(transfer) = self.lanes.pop(direction, running_max) {
-                let queued = self.open.get_mut(&transfer).filter(|task| {
-                    task.phase == CopyPhase::Queued && task.copy.direction == direction
-                });
-                if let Some(task) = queued {
+        for edge in self.lanes.edges() {
+            while let Some(transfer) = self.lanes.pop(edge, running_max) {
+                let queued = self.open.get_mut(&transfer);
+                if let Some(task) = queued.filter(|task| task.phase == CopyPhase::Queued) {
                     task.phase = CopyPhase::Running;
-                    self.lanes.started(direction);
-                    started.push(task.copy.clone());
+                    self.lanes.started(edge);
+                    started.push(task.transfer.clone());
                 }
             }
         }
@@ -175,7 +187,7 @@ impl Copies {
             return Stop::Nothing;
         }
         task.stopped = Some(fence);
-        self.deadlines.remove(&(task.copy.deadline, transfer));
+        self.deadlines.remove(&(task.transfer.deadline, transfer));
         self.deadlines.insert((fence, transfer));
         Stop::Order
     }
@@ -189,12 +201,12 @@ impl Copies {
     pub(super) fn end(&mut self, transfer: TransferId) -> Option<OpenCopy> {
         let task = self.open.remove(&transfer)?;
         if task.phase == CopyPhase::Running {
-            self.lanes.ended(task.copy.direction);
+            self.lanes.ended(task.transfer.edge);
         }
-        self.requests.remove(&(task.copy.request, transfer));
-        let deadline = task.stopped.unwrap_or(task.copy.deadline);
+        self.requests.remove(&(task.request(), transfer));
+        let deadline = task.stopped.unwrap_or(task.transfer.deadline);
         self.deadlines.remove(&(deadline, transfer));
-        self.waiting.remove(&(task.copy.after, transfer));
+        self.waiting.remove(&(task.after(), transfer));
         Some(task)
     }
 
@@ -219,24 +231,20 @@ impl Copies {
     }
 
     #[cfg(test)]
-    pub(super) fn queue_len(&mut self, direction: Direction) -> usize {
-        self.lanes.entries(direction)
+    pub(super) fn queue_len(&self, edge: Edge) -> usize {
+        self.lanes.entries(edge)
     }
 
     /// Recounts the running copies, and compares the indexes with the copies. `Err` names the first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
-        for direction in [Direction::Load, Direction::Store] {
-            let tasks = self.open.values();
-            let running = tasks
-                .filter(|task| task.phase == CopyPhase::Running && task.copy.direction == direction)
-                .count();
-            let counted = self.lanes.running(direction);
-            if running != counted {
-                return Err(format!(
-                    "{running} copies run in direction {direction:?}, the lane counts {counted}"
-                )
-                .into());
-            }
+        let mut running: BTreeMap<Edge, usize> = BTreeMap::new();
+        let tasks = self.open.values();
+        for task in tasks.filter(|task| task.phase == CopyPhase::Running) {
+            *running.entry(task.transfer.edge).or_default() += 1;
+        }
+        let counted = self.lanes.running();
+        if running != counted {
+            return Err(format!("{running:?} copies run, the lanes count {counted:?}").into());
         }
         let waiting = self.open.values();
         let waiting = waiting
@@ -258,19 +266,22 @@ impl Copies {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_types::{FragmentPair, PageList};
+    use kvferry_types::{DeviceEnd, FragmentPair, PageList};
 
-    fn copy(transfer: u64, direction: Direction) -> Copy {
-        Copy {
-            transfer: TransferId(transfer),
+    fn copy(id: u64, edge: Edge) -> Transfer {
+        let device = DeviceEnd {
             engine: EngineId([1; 16]),
-            direction,
+            request: RequestId(id),
+            after: RequestId(id),
+        };
+        Transfer {
+            id: TransferId(id),
+            edge,
+            device: Some(device),
             pairs: vec![FragmentPair {
                 src: PageList::run(0, 1),
                 dst: PageList::run(0, 1),
             }],
-            request: RequestId(transfer),
-            after: RequestId(transfer),
             record: None,
             deadline: Time(100),
         }
@@ -279,19 +290,15 @@ mod tests {
     /// Two ready loads and two waiting stores, of which one load runs.
     fn copies() -> Copies {
         let mut copies = Copies::default();
-        for (transfer, direction) in [
-            (1, Direction::Load),
-            (2, Direction::Load),
-            (3, Direction::Store),
-            (4, Direction::Store),
+        for (transfer, edge) in [
+            (1, Edge::LOAD),
+            (2, Edge::LOAD),
+            (3, Edge::STORE),
+            (4, Edge::STORE),
         ] {
-            copies.begin(
-                BatchId(1),
-                copy(transfer, direction),
-                direction == Direction::Load,
-            );
+            copies.begin(BatchId(1), copy(transfer, edge), edge == Edge::LOAD);
         }
-        let started: Vec<TransferId> = copies.start(1).iter().map(|copy| copy.transfer).collect();
+        let started: Vec<TransferId> = copies.start(1).iter().map(|copy| copy.id).collect();
         assert_eq!(started, [TransferId(1)]);
         assert_eq!((copies.len(), copies.check()), (4, Ok(())));
         copies
@@ -306,12 +313,12 @@ mod tests {
             assert_eq!(why, expected);
         };
         wrong(
-            |copies| copies.lanes.started(Direction::Store),
-            "0 copies run in direction Store, the lane counts 1",
+            |copies| copies.lanes.started(Edge::STORE),
+            "{Edge { from: Host, to: Device }: 1} copies run, the lanes count {Edge { from: Device, to: Host }: 1, Edge { from: Host, to: Device }: 1}",
         );
         wrong(
-            |copies| copies.lanes.ended(Direction::Load),
-            "1 copies run in direction Load, the lane counts 0",
+            |copies| copies.lanes.ended(Edge::LOAD),
+            "{Edge { from: Host, to: Device }: 1} copies run, the lanes count {}",
         );
         wrong(
             |copies| copies.waiting.clear(),
@@ -327,15 +334,15 @@ mod tests {
     fn a_queue_forgets_copies_that_ended_in_it_and_no_others() {
         let mut copies = Copies::default();
         for transfer in 1..=200 {
-            copies.begin(BatchId(1), copy(transfer, Direction::Load), true);
+            copies.begin(BatchId(1), copy(transfer, Edge::LOAD), true);
         }
         let start = |copies: &mut Copies| -> Vec<TransferId> {
-            copies.start(1).iter().map(|copy| copy.transfer).collect()
+            copies.start(1).iter().map(|copy| copy.id).collect()
         };
         assert_eq!(start(&mut copies), [TransferId(1)]);
         (2..200).for_each(|transfer| assert!(copies.end(TransferId(transfer)).is_some()));
         assert!(start(&mut copies).is_empty(), "one copy runs");
-        assert_eq!(copies.lanes.entries(Direction::Load), 1);
+        assert_eq!(copies.lanes.entries(Edge::LOAD), 1);
         assert!(copies.end(TransferId(1)).is_some());
         assert_eq!(start(&mut copies), [TransferId(200)]);
     }
@@ -346,7 +353,7 @@ mod tests {
         assert!(
             copies
                 .end(TransferId(2))
-                .is_some_and(|ended| ended.copy.transfer == TransferId(2))
+                .is_some_and(|ended| ended.transfer.id == TransferId(2))
         );
         assert!(copies.end(TransferId(1)).is_some());
         assert!(
@@ -354,7 +361,7 @@ mod tests {
             "the stores wait for their engine"
         );
         copies.wrote(RequestId(3));
-        let started: Vec<TransferId> = copies.start(8).iter().map(|copy| copy.transfer).collect();
+        let started: Vec<TransferId> = copies.start(8).iter().map(|copy| copy.id).collect();
         assert_eq!(started, [TransferId(3)]);
         assert_eq!((copies.len(), copies.check()), (2, Ok(())));
         assert!(copies.end(TransferId(2)).is_none(), "its end is known");

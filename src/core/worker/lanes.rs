@@ -1,11 +1,11 @@
-//! Copies that are ready to run. Each direction has its own queue and its own limit, so that a load never waits for
-//! stores.
+//! Copies that are ready to run. Each edge has its own queue and its own limit, so that a load never waits for stores,
+//! and neither of them for moves between lower tiers.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
-use kvferry_types::{Direction, TransferId};
+use kvferry_types::{Edge, TierId, TransferId};
 
-/// The copies of one direction.
+/// The copies of one edge.
 #[derive(Debug, Default)]
 struct Lane {
     /// Copies in the order in which they became ready. A stopped copy stays until [`Lanes::clean`].
@@ -13,29 +13,57 @@ struct Lane {
     running: usize,
 }
 
-/// The lanes of both directions.
-#[derive(Debug, Default)]
-pub(super) struct Lanes {
-    loads: Lane,
-    stores: Lane,
+/// Order in which lanes start copies: an engine waits for the first two, and reuses its pages after the third.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Urgency {
+    /// Into an engine's memory.
+    Load,
+    /// To a faster tier.
+    Promotion,
+    /// Out of an engine's memory.
+    Store,
+    /// To a slower tier.
+    WriteThrough,
 }
 
-impl Lanes {
-    fn of(&mut self, direction: Direction) -> &mut Lane {
-        match direction {
-            Direction::Load => &mut self.loads,
-            Direction::Store => &mut self.stores,
+impl Urgency {
+    fn of(edge: Edge) -> Self {
+        match edge {
+            Edge {
+                to: TierId::Device, ..
+            } => Self::Load,
+            Edge {
+                from: TierId::Device,
+                ..
+            } => Self::Store,
+            Edge { from, to } if to < from => Self::Promotion,
+            _ => Self::WriteThrough,
         }
+    }
+}
+
+/// The lanes of all edges that have been used.
+#[derive(Debug, Default)]
+pub(super) struct Lanes(BTreeMap<(Urgency, Edge), Lane>);
+
+impl Lanes {
+    fn of(&mut self, edge: Edge) -> &mut Lane {
+        self.0.entry((Urgency::of(edge), edge)).or_default()
+    }
+
+    /// The edges, the most urgent ones first.
+    pub(super) fn edges(&self) -> Vec<Edge> {
+        self.0.keys().map(|(_, edge)| *edge).collect()
     }
 
     /// Appends a copy that is ready.
-    pub(super) fn push(&mut self, direction: Direction, transfer: TransferId) {
-        self.of(direction).queue.push_back(transfer);
+    pub(super) fn push(&mut self, edge: Edge, transfer: TransferId) {
+        self.of(edge).queue.push_back(transfer);
     }
 
-    /// Removes the oldest entry of a direction's queue, if fewer than `running_max` of its copies run.
-    pub(super) fn pop(&mut self, direction: Direction, running_max: usize) -> Option<TransferId> {
-        let lane = self.of(direction);
+    /// Removes the oldest entry of an edge's queue, if fewer than `running_max` of its copies run.
+    pub(super) fn pop(&mut self, edge: Edge, running_max: usize) -> Option<TransferId> {
+        let lane = self.of(edge);
         if lane.running >= running_max {
             return None;
         }
@@ -43,40 +71,69 @@ impl Lanes {
     }
 
     /// Counts a copy that starts to run.
-    pub(super) fn started(&mut self, direction: Direction) {
-        self.of(direction).running += 1;
+    pub(super) fn started(&mut self, edge: Edge) {
+        self.of(edge).running += 1;
     }
 
     /// Counts the end of a running copy.
-    pub(super) fn ended(&mut self, direction: Direction) {
-        self.of(direction).running -= 1;
+    pub(super) fn ended(&mut self, edge: Edge) {
+        self.of(edge).running -= 1;
     }
 
-    /// Entries of a direction's queue.
+    /// Entries of an edge's queue.
     #[cfg(test)]
-    pub(super) fn entries(&self, direction: Direction) -> usize {
-        match direction {
-            Direction::Load => self.loads.queue.len(),
-            Direction::Store => self.stores.queue.len(),
-        }
+    pub(super) fn entries(&self, edge: Edge) -> usize {
+        let lane = self.0.get(&(Urgency::of(edge), edge));
+        lane.map_or(0, |lane| lane.queue.len())
     }
 
-    /// Number of running copies of a direction.
-    pub(super) fn running(&self, direction: Direction) -> usize {
-        match direction {
-            Direction::Load => self.loads.running,
-            Direction::Store => self.stores.running,
-        }
+    /// Numbers of running copies, of the edges that have any.
+    pub(super) fn running(&self) -> BTreeMap<Edge, usize> {
+        let lanes = self.0.iter().filter(|(_, lane)| lane.running > 0);
+        lanes
+            .map(|((_, edge), lane)| (*edge, lane.running))
+            .collect()
     }
 
     /// Drops entries of copies that are no longer queued, once a queue has more than twice as many entries as there are
     /// copies, plus 64.
     pub(super) fn clean(&mut self, copies: usize, queued: impl Fn(TransferId) -> bool) {
         const FEW: usize = 64;
-        for lane in [&mut self.loads, &mut self.stores] {
+        for lane in self.0.values_mut() {
             if lane.queue.len() > 2 * copies + FEW {
                 lane.queue.retain(|transfer| queued(*transfer));
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loads_precede_promotions_stores_and_moves_to_slower_tiers() {
+        let edge = |from, to| Edge { from, to };
+        let by_urgency = [
+            edge(TierId::Host, TierId::Device),
+            edge(TierId::Disk, TierId::Device),
+            edge(TierId::Disk, TierId::Host),
+            edge(TierId::Remote, TierId::Host),
+            edge(TierId::Device, TierId::Host),
+            edge(TierId::Device, TierId::Disk),
+            edge(TierId::Host, TierId::Disk),
+            edge(TierId::Disk, TierId::Remote),
+        ];
+        let mut lanes = Lanes::default();
+        for (edge, id) in by_urgency.into_iter().rev().zip(0..) {
+            lanes.push(edge, TransferId(id));
+        }
+        assert_eq!(lanes.edges(), by_urgency);
+        for edge in by_urgency {
+            lanes.started(edge);
+            assert_eq!(lanes.pop(edge, 1), None, "one runs");
+            assert!(lanes.pop(edge, 2).is_some());
+            assert_eq!(lanes.pop(edge, 2), None, "none is left");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The worker: starts, orders and ends copies. Page placement is decided by the leader alone.
 //!
 //! A copy waits until the engine has written the pages that it reads or overwrites, then until fewer than `running_max`
-//! copies of its direction run, then runs. Its end is reported when it no longer reads or writes memory. Loads and
+//! copies of its edge run, then runs. Its end is reported when it no longer reads or writes memory. Loads and
 //! stores have separate limits. An order that is repeated, late, or received after its own cancellation is not carried
 //! out: the worker remembers how the last [`WORKER_ENDED_MAX`] copies ended and refuses older ones. Every order is
 //! answered; see [`orders`] for the answers. Copies that an older leader ordered are stopped and never reported to a
@@ -18,8 +18,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvferry_types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, PageRun, Record, RequestId, ResetId,
-    Scope, Stored, Time, TransferId,
+    AttachId, EndedCopy, EngineId, Epoch, PageRun, Record, RequestId, ResetId, Scope, Stored,
+    TierId, Time, Transfer, TransferId,
 };
 
 use crate::Contradiction;
@@ -49,7 +49,7 @@ pub struct BatchId(pub u64);
 /// Settings of a worker.
 #[derive(Debug, Clone)]
 pub struct WorkerSettings {
-    /// Most copies of one direction that run at the same time.
+    /// Most copies of one edge that run at the same time.
     pub running_max: usize,
     /// How long a stopped copy may take to end before the worker ends its own process. Default: 10 s.
     pub fence: Duration,
@@ -58,7 +58,7 @@ pub struct WorkerSettings {
 }
 
 impl WorkerSettings {
-    /// The defaults, with at least 1 running copy per direction.
+    /// The defaults, with at least 1 running copy for each edge.
     pub fn new(running_max: usize) -> Self {
         Self {
             running_max: running_max.max(1),
@@ -95,14 +95,14 @@ pub enum WorkerEvent {
     },
     /// The memory of this engine is about to go away: its copies must stop.
     MemoryGone(EngineId),
-    /// The leader orders copies.
+    /// The leader orders transfers.
     Ordered {
         /// Epoch of the leader that sent the order.
         epoch: Epoch,
         /// Identifies the order in its answer.
         batch: BatchId,
-        /// The copies.
-        copies: Vec<Copy>,
+        /// The transfers.
+        transfers: Vec<Transfer>,
     },
     /// The leader cancels copies and requests the results of those that have ended.
     Cancel {
@@ -177,7 +177,7 @@ pub enum WorkerEffect {
     /// Remove these arena pages from the inventory, because they are about to be overwritten.
     Unlist(PageRun),
     /// Run these copies and report their ends.
-    Start(Vec<Copy>),
+    Start(Vec<Transfer>),
     /// Stop this copy between two steps (CPU) or parts (GPU). Its end must still be reported.
     Stop(TransferId),
     /// Add these pages to the inventory: their last byte was copied.
@@ -264,8 +264,8 @@ impl Worker {
             WorkerEvent::Ordered {
                 epoch,
                 batch,
-                copies,
-            } if self.leader.is_of_leader(epoch) => self.ordered(batch, copies, effects),
+                transfers,
+            } if self.leader.is_of_leader(epoch) => self.ordered(batch, transfers, effects),
             WorkerEvent::Cancel {
                 epoch,
                 batch,
@@ -338,17 +338,18 @@ impl Worker {
         }
     }
 
-    /// Starts ready copies, all in one batch. The pages that stores overwrite are removed from the inventory first.
+    /// Starts ready copies, all in one batch. The pages of a depot that they overwrite are removed from its inventory
+    /// first.
     fn start(&mut self, effects: &mut Vec<WorkerEffect>) {
         let started = self.copies.start(self.settings.running_max);
         if started.is_empty() {
             return;
         }
-        let stores = started
+        let to_depot = started
             .iter()
-            .filter(|copy| copy.direction == Direction::Store);
-        for run in stores
-            .flat_map(|copy| &copy.pairs)
+            .filter(|transfer| transfer.edge.to == TierId::Host);
+        for run in to_depot
+            .flat_map(|transfer| &transfer.pairs)
             .flat_map(|pair| &pair.dst.0)
         {
             effects.push(WorkerEffect::Unlist(*run));
@@ -389,16 +390,16 @@ impl Worker {
         };
         let stopped = task.is_stopped();
         let OpenCopy {
-            copy,
+            transfer,
             batch,
             orphan,
             ..
         } = task;
-        if copy.direction == Direction::Store {
-            ended.complete &= !stopped && now <= copy.deadline;
+        if transfer.edge.to != TierId::Device {
+            ended.complete &= !stopped && now <= transfer.deadline;
         }
         if ended.complete
-            && let Some(record) = copy.record
+            && let Some(record) = transfer.record
         {
             effects.push(WorkerEffect::List(record));
         }

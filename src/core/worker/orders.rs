@@ -12,7 +12,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_types::{Copy, Direction, EndedCopy, Epoch, Time, TransferId};
+use kvferry_types::{Direction, EndedCopy, Epoch, Time, Transfer, TransferId};
 
 use crate::Contradiction;
 
@@ -122,7 +122,7 @@ impl Worker {
     pub(super) fn ordered(
         &mut self,
         batch: BatchId,
-        copies: Vec<Copy>,
+        transfers: Vec<Transfer>,
         effects: &mut Vec<WorkerEffect>,
     ) {
         if self.orders.batches.contains_key(&batch) {
@@ -130,51 +130,63 @@ impl Worker {
             return;
         }
         let mut named = BTreeSet::new();
-        let mut copies = copies;
-        copies.retain(|copy| !self.copies.contains(copy.transfer) && named.insert(copy.transfer));
-        if copies.is_empty() {
+        let mut transfers = transfers;
+        transfers
+            .retain(|transfer| !self.copies.contains(transfer.id) && named.insert(transfer.id));
+        if transfers.is_empty() {
             let copies = Vec::new();
             effects.push(WorkerEffect::Report { batch, copies });
             return;
         }
-        let (open, ended) = (copies.len(), Vec::new());
+        let (open, ended) = (transfers.len(), Vec::new());
         self.orders.batches.insert(batch, OpenBatch { open, ended });
-        for copy in copies {
-            let transfer = copy.transfer;
-            if let Some(ended) = self.orders.ended.get(&transfer).copied() {
+        for transfer in transfers {
+            let id = transfer.id;
+            if let Some(ended) = self.orders.ended.get(&id).copied() {
                 effects.extend(self.orders.report(batch, ended));
-            } else if !self.begin(batch, copy, effects) {
-                self.orders.remember(refused(transfer));
-                effects.extend(self.orders.report(batch, refused(transfer)));
+            } else if !self.begin(batch, transfer, effects) {
+                self.orders.remember(refused(id));
+                effects.extend(self.orders.report(batch, refused(id)));
             }
         }
     }
 
-    /// Registers a copy as waiting or queued. Returns false if the copy is not carried out.
-    fn begin(&mut self, batch: BatchId, copy: Copy, effects: &mut Vec<WorkerEffect>) -> bool {
-        let transfer = copy.transfer;
+    /// Registers a transfer as waiting or queued. Returns false if the transfer is not carried out.
+    fn begin(
+        &mut self,
+        batch: BatchId,
+        transfer: Transfer,
+        effects: &mut Vec<WorkerEffect>,
+    ) -> bool {
+        let id = transfer.id;
         let full = self.copies.len() >= WORKER_COPIES_MAX;
-        let carried_out = self.leader.is_admitted() && !full && transfer > self.orders.floor;
+        let carried_out = self.leader.is_admitted() && !full && id > self.orders.floor;
+        let Some(device) = transfer.device.filter(|_| carried_out) else {
+            return false;
+        };
         let memory = self.memory.as_ref();
-        let memory = memory.filter(|memory| carried_out && memory.engine() == copy.engine);
+        let memory = memory.filter(|memory| memory.engine() == device.engine);
         let Some(memory) =
-            memory.filter(|memory| memory.may_copy_for(copy.request, &self.abandoned))
+            memory.filter(|memory| memory.may_copy_for(device.request, &self.abandoned))
         else {
             return false;
         };
-        if let Err(problem) = check(&copy, memory.bounds()) {
+        if let Err(problem) = check(&transfer, memory.bounds()) {
             let problem = problem.to_string();
-            effects.push(WorkerEffect::Invalid { transfer, problem });
+            effects.push(WorkerEffect::Invalid {
+                transfer: id,
+                problem,
+            });
             return false;
         }
-        let written = copy.after <= memory.written();
-        if !written && copy.direction == Direction::Load {
+        let written = device.after <= memory.written();
+        if !written && transfer.edge.direction() == Some(Direction::Load) {
             effects.push(WorkerEffect::Await {
-                engine: copy.engine,
-                through: copy.after,
+                engine: device.engine,
+                through: device.after,
             });
         }
-        self.copies.begin(batch, copy, written);
+        self.copies.begin(batch, transfer, written);
         true
     }
 

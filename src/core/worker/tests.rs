@@ -1,5 +1,5 @@
 use super::*;
-use kvferry_types::{FragmentPair, PageList};
+use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, PageList};
 
 const ENGINE: EngineId = EngineId([1; 16]);
 const BOUNDS: MemoryBounds = MemoryBounds {
@@ -8,31 +8,44 @@ const BOUNDS: MemoryBounds = MemoryBounds {
 };
 const FENCE_NS: u64 = 10_000_000_000;
 
-fn copy(transfer: u64, direction: Direction, request: u64) -> Copy {
+fn copy(id: u64, direction: Direction, request: u64) -> Transfer {
     let pair = FragmentPair {
         src: PageList::run(0, 1),
         dst: PageList::run(0, 1),
     };
-    Copy {
-        transfer: TransferId(transfer),
+    let (edge, after) = match direction {
+        Direction::Store => (Edge::STORE, RequestId(request)),
+        Direction::Load => (Edge::LOAD, RequestId(0)),
+    };
+    let device = DeviceEnd {
         engine: ENGINE,
-        direction,
-        pairs: vec![pair],
         request: RequestId(request),
-        after: match direction {
-            Direction::Store => RequestId(request),
-            Direction::Load => RequestId(0),
-        },
+        after,
+    };
+    Transfer {
+        id: TransferId(id),
+        edge,
+        device: Some(device),
+        pairs: vec![pair],
         record: None,
         deadline: Time(100),
     }
 }
 
-fn load(transfer: u64) -> Copy {
+/// The transfer, to start once everything up to `after` is written.
+fn after(after: u64, transfer: Transfer) -> Transfer {
+    let device = transfer.device.map(|device| DeviceEnd {
+        after: RequestId(after),
+        ..device
+    });
+    Transfer { device, ..transfer }
+}
+
+fn load(transfer: u64) -> Transfer {
     copy(transfer, Direction::Load, 1)
 }
 
-fn store(transfer: u64, request: u64) -> Copy {
+fn store(transfer: u64, request: u64) -> Transfer {
     copy(transfer, Direction::Store, request)
 }
 
@@ -86,7 +99,12 @@ fn register(
     step(worker, now, registered)
 }
 
-fn order(worker: &mut Worker, epoch: u64, batch: u64, copies: Vec<Copy>) -> Vec<WorkerEffect> {
+fn order(
+    worker: &mut Worker,
+    epoch: u64,
+    batch: u64,
+    transfers: Vec<Transfer>,
+) -> Vec<WorkerEffect> {
     let (epoch, batch) = (Epoch(epoch), BatchId(batch));
     step(
         worker,
@@ -94,7 +112,7 @@ fn order(worker: &mut Worker, epoch: u64, batch: u64, copies: Vec<Copy>) -> Vec<
         WorkerEvent::Ordered {
             epoch,
             batch,
-            copies,
+            transfers,
         },
     )
 }
@@ -145,7 +163,7 @@ fn starts(effects: &[WorkerEffect]) -> Vec<u64> {
         WorkerEffect::Start(copies) => Some(copies),
         _ => None,
     });
-    started.flatten().map(|copy| copy.transfer.0).collect()
+    started.flatten().map(|copy| copy.id.0).collect()
 }
 
 #[test]
@@ -264,7 +282,7 @@ fn a_store_is_listed_before_its_end_is_reported() {
         stored: kvferry_types::Stored::default(),
         fingerprints: vec![kvferry_types::Fingerprint(3)],
     };
-    let copy = Copy {
+    let copy = Transfer {
         record: Some(record.clone()),
         ..store(1, 1)
     };
@@ -592,7 +610,7 @@ fn a_queue_does_not_grow_by_copies_that_were_stopped_in_it() {
         order(&mut worker, 1, transfer, vec![load(transfer)]);
         cancel(&mut worker, 10_000 + transfer, transfer);
     }
-    let queued = worker.copies.queue_len(Direction::Load);
+    let queued = worker.copies.queue_len(Edge::LOAD);
     assert!(queued < 100, "{queued} copies that are over");
     order(&mut worker, 1, 3000, vec![load(3000)]);
     assert_eq!(starts(&ended(&mut worker, 0, vec![complete(1)])), [3000]);
@@ -649,87 +667,6 @@ fn an_order_of_several_copies_begins_those_that_are_new() {
     assert_eq!(effects, [report(1, vec![complete(1)])]);
 }
 
-/// A copy from pages `src` to pages `dst`, each given as start and count.
-fn pages(transfer: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Copy {
-    let list = |(start, count)| {
-        PageList(
-            [kvferry_types::PageRun { start, count }]
-                .into_iter()
-                .collect(),
-        )
-    };
-    let pair = FragmentPair {
-        src: list(src),
-        dst: list(dst),
-    };
-    let pairs = vec![pair];
-    Copy {
-        pairs,
-        ..copy(transfer, direction, 1)
-    }
-}
-
-#[test]
-fn a_copy_of_missing_pages_is_refused_before_anything_is_written() {
-    use Direction::{Load, Store};
-    let record = |block_start, first, count: usize| {
-        Some(Record {
-            anchor: kvferry_types::Anchor(1),
-            domain: kvferry_types::DomainId(2),
-            block_start,
-            first,
-            phase: 0,
-            stored: Stored::default(),
-            fingerprints: vec![kvferry_types::Fingerprint(3); count],
-        })
-    };
-    let with = |copy: Copy, record| Copy { record, ..copy };
-    let last = u32::MAX;
-    let hostile = |transfer| {
-        let good = pages(transfer, Store, (0, 4), (8, 4));
-        [
-            pages(transfer, Store, (0, 1), (32, 1)),
-            pages(transfer, Store, (0, 2), (31, 2)),
-            pages(transfer, Store, (64, 1), (0, 1)),
-            pages(transfer, Store, (0, 1), (last, last)),
-            pages(transfer, Store, (last, last), (last, last)),
-            pages(transfer, Store, (0, 2), (0, 1)),
-            pages(transfer, Store, (0, 0), (0, 0)),
-            pages(transfer, Load, (32, 1), (0, 1)),
-            pages(transfer, Load, (0, 1), (64, 1)),
-            with(pages(transfer, Load, (8, 4), (0, 4)), record(8, 0, 4)),
-            with(good.clone(), record(9, 0, 4)),
-            with(good.clone(), record(8, 1, 4)),
-            with(good.clone(), record(8, 0, 3)),
-            with(good.clone(), record(8, 0, 5)),
-            with(good.clone(), record(last, u16::MAX, 4)),
-            with(good.clone(), record(8, u16::MAX, 4)),
-            Copy {
-                pairs: Vec::new(),
-                ..good
-            },
-        ]
-    };
-    let mut worker = worker();
-    written(&mut worker, 1);
-    for case in 0..hostile(0).len() {
-        let transfer = 1 + case as u64;
-        let copy = hostile(transfer)[case].clone();
-        let effects = order(&mut worker, 1, transfer, vec![copy.clone()]);
-        let [WorkerEffect::Invalid { problem, .. }, answer] = &effects[..] else {
-            unreachable!("{copy:?}: {effects:?}")
-        };
-        assert_eq!(
-            *answer,
-            report(transfer, vec![refused(TransferId(transfer))]),
-            "{problem}"
-        );
-    }
-    let good = pages(100, Store, (60, 4), (28, 4));
-    let effects = order(&mut worker, 1, 100, vec![with(good, record(26, 2, 4))]);
-    assert_eq!(starts(&effects), [100]);
-}
-
 #[test]
 fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
     let mut worker = worker();
@@ -764,6 +701,7 @@ fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
     );
 }
 
+mod checks;
 mod invalidations;
 mod writes;
 

@@ -13,7 +13,9 @@ pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{RankStatus, Status, StatusAnswer};
-pub use worker::{Attach, Attached, AttachedMemory, Cancel, CopyOrder, Ended, Readiness, Transfer};
+pub use worker::{
+    Attach, Attached, AttachedMemory, Cancel, Ended, Readiness, TransferBody, TransferOrder,
+};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -59,40 +59,43 @@ pub struct Attached {
     pub attached_ranks: u32,
 }
 
-/// One copy of a transfer.
+/// One transfer of an order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct CopyOrder {
-    /// Number of the copy, unique within the epoch.
-    pub transfer: u64,
-    /// The pages to copy. A store reads device pages and writes arena pages, a load the reverse.
+pub struct TransferBody {
+    /// Id of the transfer, unique within the epoch.
+    pub id: u64,
+    /// The pages to copy: device pages on the engine's side, arena pages on that of any other tier.
     #[schemars(with = "Vec<PairSchema>")]
     pub pairs: Pairs,
-    /// Record that a store adds to the inventory after its last byte.
+    /// Record that is added to the inventory of the written tier after the last byte.
     #[serde(default)]
     pub record: Option<RecordBody>,
 }
 
-/// Orders copies.
+/// Orders transfers between two tiers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Transfer {
-    /// Identity of the engine whose memory is copied.
-    #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
-    pub engine: [u8; 16],
-    /// True: from the device to the depot. False: from the depot to the device.
-    pub store: bool,
-    /// The request for which the copies are. A copy for a request that the engine has abandoned does not start.
+pub struct TransferOrder {
+    /// The tier whose pages are read: 1 the engine's memory, 2 host memory, 3 a disk, 4 remote storage.
+    pub from: u8,
+    /// The tier whose pages are written.
+    pub to: u8,
+    /// Identity of the engine whose memory is read or written; absent if neither tier is 1.
+    #[serde(with = "serde_bytes", default)]
+    #[schemars(with = "Option<Vec<u8>>", extend("contentEncoding" = "binary"))]
+    pub engine: Option<[u8; 16]>,
+    /// The engine's request for which the transfers are. A transfer for a request that the engine has abandoned does not
+    /// start.
     #[serde(default)]
     pub request: u64,
-    /// The copies start after the rank has reported that everything up to this number is written; those of a store also
-    /// wait for `request`.
+    /// The transfers start after the rank has reported that everything up to this number is written; those of a store
+    /// also wait for `request`.
     #[serde(default)]
     pub after: u64,
-    /// The copies. They may end in any order.
-    pub copies: Vec<CopyOrder>,
+    /// The transfers. They may end in any order.
+    pub transfers: Vec<TransferBody>,
 }
 
-/// Answer to [`Transfer`]: none of these copies reads or writes any longer.
+/// Answer to [`TransferOrder`]: none of these transfers reads or writes any longer on this worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Ended {
     /// Rank of the worker.

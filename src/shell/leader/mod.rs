@@ -17,11 +17,11 @@ use kvferry_core::{
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
     Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Invalidate,
-    Message, ReadInventory, Readiness, Transfer,
+    Message, ReadInventory, Readiness, TransferOrder,
 };
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, EngineId, Epoch, LogLimit, PeerId, Replica, Request,
-    RequestId, ResetId, Time, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, PeerId, Replica, Request, RequestId,
+    ResetId, Time, Transfer, TransferId, WorkerId,
 };
 
 use errors::to_error;
@@ -259,7 +259,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         host.before_step(&self.core, &event);
         self.core.step(host.now(), event, &mut effects);
         host.after_step(&self.core, &effects);
-        let mut copies: Vec<(Replica, RankSet, Copy)> = Vec::new();
+        let mut transfers: Vec<(Replica, RankSet, Transfer)> = Vec::new();
         for effect in effects.drain(..) {
             match effect {
                 LeaderEffect::Answer { engine, id, answer } => {
@@ -270,11 +270,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     attach,
                     verdict,
                 } => self.admit(host, worker, attach, verdict),
-                LeaderEffect::Copy {
+                LeaderEffect::Transfer {
                     replica,
                     ranks,
-                    copy,
-                } => copies.push((replica, ranks, copy)),
+                    transfer,
+                } => transfers.push((replica, ranks, transfer)),
                 LeaderEffect::Cancel { worker, transfers } => {
                     let transfers = transfers.into_iter().map(|transfer| transfer.0).collect();
                     let cancel = Message::Cancel(Cancel { transfers });
@@ -310,35 +310,36 @@ impl<P: fmt::Debug> LeaderShell<P> {
             }
         }
         self.effects = effects;
-        self.transfer(host, &copies)
+        self.transfer(host, &transfers)
     }
 
-    /// Orders the copies of a step. Copies of one request for the same ranks share messages: as few to each rank as
-    /// they fit into. Returns the ends of copies that no worker will report, because their message could not be encoded
-    /// or sent.
+    /// Orders the transfers of a step. Transfers of one request for the same ranks share messages: as few to each rank
+    /// as they fit into. Returns the ends of transfers that no worker will report, because their message could not be
+    /// encoded or sent.
     fn transfer<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
-        copies: &[(Replica, RankSet, Copy)],
+        transfers: &[(Replica, RankSet, Transfer)],
     ) -> Vec<LeaderEvent> {
         let mut unsent = Vec::new();
-        let same_ranks = |one: &(Replica, RankSet, Copy), other: &(Replica, RankSet, Copy)| {
+        let same_ranks = |one: &(Replica, RankSet, Transfer),
+                          other: &(Replica, RankSet, Transfer)| {
             (one.0, one.1) == (other.0, other.1)
         };
-        for group in copies.chunk_by(same_ranks) {
-            let list: Vec<&Copy> = group.iter().map(|(_, _, copy)| copy).collect();
+        for group in transfers.chunk_by(same_ranks) {
+            let list: Vec<&Transfer> = group.iter().map(|(_, _, transfer)| transfer).collect();
             let (replica, ranks) = (group[0].0, group[0].1);
-            for (deadline, transfer) in Transfer::all_of(&list) {
+            for (deadline, order) in TransferOrder::all_of(&list) {
                 let left = host.now().until(deadline);
                 for rank in ranks.iter() {
                     let worker = WorkerId { replica, rank };
-                    if !self.order(host, worker, Message::Transfer(transfer.clone()), left) {
-                        let copies = transfer.copies.len();
-                        tracing::warn!(%worker, copies, "order not sent: its copies count as failed");
+                    if !self.order(host, worker, Message::Transfer(order.clone()), left) {
+                        let transfers = order.transfers.len();
+                        tracing::warn!(%worker, transfers, "order not sent: its transfers count as failed");
                         unsent.push(LeaderEvent::Ended {
                             worker,
                             epoch: self.settings.epoch,
-                            copies: transfer.unsent(),
+                            copies: order.unsent(),
                         });
                     }
                 }

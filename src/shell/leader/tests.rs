@@ -498,8 +498,8 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
     let Some((_, Message::Transfer(transfer))) = world.process.orders.pop() else {
         panic!("a copy was ordered");
     };
-    let copies = transfer.copies.iter().map(|copy| EndedCopy {
-        transfer: TransferId(copy.transfer),
+    let copies = transfer.transfers.iter().map(|transfer| EndedCopy {
+        transfer: TransferId(transfer.id),
         complete: true,
         complete_pages: 2,
         bytes: 8192,

@@ -6,8 +6,8 @@ use std::time::Duration;
 use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
-    Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
-    RequestId, Scope, Stored, Time, TransferId,
+    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
+    RequestId, Scope, Stored, Time, Transfer, TransferId,
 };
 
 /// Why the process of a worker must end.
@@ -123,7 +123,7 @@ pub trait WorkerHost: HolderPeers {
     fn list(&mut self, record: &Record);
 
     /// Starts copies. Their ends are reported with [`super::WorkerShell::copies_ended`].
-    fn start(&mut self, copies: Vec<Copy>, memory: &Self::Memory) -> Result<(), Fatal>;
+    fn start(&mut self, copies: Vec<Transfer>, memory: &Self::Memory) -> Result<(), Fatal>;
 
     /// Stops a copy as soon as possible. Its end is still reported.
     fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal>;

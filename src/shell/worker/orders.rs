@@ -31,10 +31,16 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let batch = BatchId(correlation.0);
         let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
         let event = match message {
-            Message::Transfer(transfer) if !transfer.copies.is_empty() => WorkerEvent::Ordered {
-                epoch,
-                batch,
-                copies: transfer.into_copies(epoch, deadline).collect(),
+            Message::Transfer(order) => match order.into_transfers(epoch, deadline) {
+                Ok(transfers) => WorkerEvent::Ordered {
+                    epoch,
+                    batch,
+                    transfers,
+                },
+                Err(error) => {
+                    self.answer(host, correlation, Message::Error(error));
+                    return Ok(());
+                }
             },
             Message::Cancel(cancel) => WorkerEvent::Cancel {
                 epoch,
@@ -57,11 +63,6 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                     return Ok(());
                 }
             },
-            Message::Transfer(_) => {
-                let error = ErrorBody::new(ErrorCode::Invalid, "a transfer without copies");
-                self.answer(host, correlation, Message::Error(error));
-                return Ok(());
-            }
             other => {
                 let text = format!("{} is not for a worker to answer", other.kind().name());
                 let error = ErrorBody::new(ErrorCode::UnknownKind, text);

@@ -12,8 +12,8 @@ use kvferry_protocol::{
     Unregister, VERSION, Written,
 };
 use kvferry_types::{
-    Attention, Copy, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
-    Scope, Stored,
+    Attention, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
+    Scope, Stored, Transfer,
 };
 
 const WORKER: WorkerId = WorkerId {
@@ -176,7 +176,7 @@ impl WorkerHost for Process {
 
     fn list(&mut self, _: &Record) {}
 
-    fn start(&mut self, _: Vec<Copy>, _: &Mapping) -> Result<(), Fatal> {
+    fn start(&mut self, _: Vec<Transfer>, _: &Mapping) -> Result<(), Fatal> {
         Ok(())
     }
 

@@ -4,9 +4,15 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::links::{BandwidthLinkId, FlowId, FlowSpec, Links, LinksError};
-use kvferry_types::{Copy, Direction, EndedCopy, Rank, RequestId, Time, TransferId};
+use kvferry_types::{Direction, EndedCopy, Rank, RequestId, Time, Transfer, TransferId};
 
 use super::{DIRECTIONS, Measurements, TimedSettings, pages};
+
+/// The direction of a transfer. One neither of whose ends is the device would count as a store; no leader here orders
+/// any.
+fn direction(transfer: &Transfer) -> Direction {
+    transfer.edge.direction().unwrap_or(Direction::Store)
+}
 
 /// A copy that a worker has received and not reported.
 #[derive(Debug, Clone, Copy)]
@@ -74,16 +80,16 @@ impl TimedCopies {
     }
 
     /// Notes copies that a worker receives.
-    pub(super) fn ordered(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
+    pub(super) fn ordered(&mut self, now: Time, rank: Rank, copies: &[Transfer]) {
         for copy in copies {
             let task = CopyTask {
-                direction: copy.direction,
+                direction: direction(copy),
                 bytes: pages(copy) * self.page_bytes,
                 ready_at: now,
                 started_at: now,
                 flow: None,
             };
-            self.tasks.insert((rank, copy.transfer), task);
+            self.tasks.insert((rank, copy.id), task);
         }
     }
 
@@ -93,18 +99,19 @@ impl TimedCopies {
     }
 
     /// Starts copies of a worker.
-    pub(super) fn start(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
+    pub(super) fn start(&mut self, now: Time, rank: Rank, copies: &[Transfer]) {
         for copy in copies {
-            let Some(task) = self.tasks.get_mut(&(rank, copy.transfer)) else {
+            let Some(task) = self.tasks.get_mut(&(rank, copy.id)) else {
                 continue;
             };
-            if copy.direction == Direction::Store {
-                let first = self.written.partition_point(|(id, _)| *id < copy.request);
+            if direction(copy) == Direction::Store {
+                let request = copy.device.unwrap_or_default().request;
+                let first = self.written.partition_point(|(id, _)| *id < request);
                 let written_at = self.written.get(first).map_or(Time(0), |(_, at)| *at);
                 task.ready_at = task.ready_at.max(written_at);
             }
             let flow = FlowSpec {
-                links: &[self.by_rank[usize::from(rank.0)][index(copy.direction)]],
+                links: &[self.by_rank[usize::from(rank.0)][index(direction(copy))]],
                 bytes: task.bytes,
                 weight: 1,
                 cap: None,
@@ -113,7 +120,7 @@ impl TimedCopies {
             task.started_at = now;
             task.flow = self.links.start(now, &flow).ok();
             if let Some(flow) = task.flow {
-                self.flows.insert(flow, (rank, copy.transfer));
+                self.flows.insert(flow, (rank, copy.id));
             }
         }
     }

@@ -27,8 +27,8 @@ use kvferry_core::{
     WorkerEffect, WorkerEvent, WorkerSettings,
 };
 use kvferry_types::{
-    Answer, AttachId, Copy, Direction, EndedCopy, GroupGeometry, Rank, Replica, Request, RequestId,
-    SlotId, Time, TransferId, WorkerId,
+    Answer, AttachId, Direction, EndedCopy, GroupGeometry, Rank, Replica, Request, RequestId,
+    SlotId, Time, Transfer, TransferId, WorkerId,
 };
 use kvferry_workload::scheduler::{Scheduler, Served};
 
@@ -58,7 +58,7 @@ enum TimedEvent {
     Ordered {
         rank: Rank,
         batch: BatchId,
-        copies: Vec<Copy>,
+        copies: Vec<Transfer>,
     },
     /// A cancel of the leader reaches a worker.
     Cancelled { rank: Rank, transfer: TransferId },
@@ -258,7 +258,7 @@ impl Timed {
                     WorkerEvent::Ordered {
                         epoch,
                         batch,
-                        copies,
+                        transfers: copies,
                     },
                 );
             }
@@ -306,7 +306,11 @@ impl Timed {
                 LeaderEffect::Answer { id, answer, .. } => {
                     self.send(TimedEvent::Answered { id, answer })
                 }
-                LeaderEffect::Copy { ranks, copy, .. } => {
+                LeaderEffect::Transfer {
+                    ranks,
+                    transfer: copy,
+                    ..
+                } => {
                     to = Some(ranks);
                     copies.push(copy);
                 }
@@ -403,7 +407,7 @@ impl Timed {
 }
 
 /// Pages of a copy in either direction.
-fn pages(copy: &Copy) -> u64 {
+fn pages(copy: &Transfer) -> u64 {
     copy.pairs.iter().map(|pair| pair.src.pages()).sum()
 }
 

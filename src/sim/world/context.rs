@@ -18,8 +18,8 @@ use super::{Counts, SimEvent};
 use kvferry_core::{Domain, Refusal};
 use kvferry_protocol::HEADER_BYTES;
 use kvferry_types::{
-    Answer, Copy, DepotId, Direction, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry,
-    GroupId, Rank, RequestId, Shard, Time, WorkerId,
+    Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry, GroupId, Rank,
+    RequestId, Shard, TierId, Time, Transfer, WorkerId,
 };
 
 use super::ANCHOR_KEY;
@@ -332,44 +332,46 @@ impl SimContext {
     }
 
     /// Content that a copy reads from its source.
-    pub(super) fn read(&self, copy: &Copy, rank: Rank, page: u32) -> Content {
-        match copy.direction {
-            Direction::Store => self
+    pub(super) fn read(&self, copy: &Transfer, rank: Rank, page: u32) -> Content {
+        let engine = copy.device.unwrap_or_default().engine;
+        match copy.edge.from {
+            TierId::Device => self
                 .memories
-                .get(&copy.engine)
+                .get(&engine)
                 .map_or(EMPTY, |ranks| device(ranks, rank, page)),
-            Direction::Load => {
-                let shape = self.memory(copy.engine).shape;
+            _ => {
+                let shape = self.memory(engine).shape;
                 self.depots[self.depot_of(rank)].read(shape, page)
             }
         }
     }
 
     /// Writes content to the destination of a copy.
-    pub(super) fn write(&mut self, copy: &Copy, rank: Rank, page: u32, content: Content) {
+    pub(super) fn write(&mut self, copy: &Transfer, rank: Rank, page: u32, content: Content) {
         self.counts.pages_copied += 1;
-        match copy.direction {
-            Direction::Store => {
-                let depot = self.depot_of(rank);
-                let shape = self.memory(copy.engine).shape;
-                self.decided = true;
-                if !self.depots[depot].write(shape, page, content) {
-                    let transfer = copy.transfer;
-                    self.violated(format!("{transfer} writes page {page}, which no depot has"));
-                }
-            }
-            Direction::Load => {
-                let Some(ranks) = self.memories.get_mut(&copy.engine) else {
+        let engine = copy.device.unwrap_or_default().engine;
+        match copy.edge.to {
+            TierId::Device => {
+                let Some(ranks) = self.memories.get_mut(&engine) else {
                     return;
                 };
                 match ranks[usize::from(rank.0)].get_mut(page as usize) {
                     Some(holds) => *holds = content,
                     None => {
-                        let (transfer, engine) = (copy.transfer, copy.engine);
+                        let transfer = copy.id;
                         self.violated(format!(
                             "{transfer} writes page {page}, which engine {engine} does not have"
                         ));
                     }
+                }
+            }
+            _ => {
+                let depot = self.depot_of(rank);
+                let shape = self.memory(engine).shape;
+                self.decided = true;
+                if !self.depots[depot].write(shape, page, content) {
+                    let transfer = copy.id;
+                    self.violated(format!("{transfer} writes page {page}, which no depot has"));
                 }
             }
         }

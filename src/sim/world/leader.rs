@@ -251,7 +251,7 @@ impl LeaderHost for Host<'_> {
                 LeaderEffect::Answer { engine, id, answer } => {
                     self.env.answered(self.epoch, *engine, *id, answer);
                 }
-                LeaderEffect::Copy { copy, .. } => {
+                LeaderEffect::Transfer { transfer: copy, .. } => {
                     self.env.oracle.ordered(self.env.queue.now(), copy)
                 }
                 LeaderEffect::Cancel { .. }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::roster::AdmittedWorkers;
 use kvferry_core::Refusal;
 use kvferry_types::{
-    Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, Request, RequestId,
-    ResetAnswer, ResetScope, Shard, Time, TransferId, WorkerId,
+    Answer, DomainId, EngineId, Epoch, Fingerprint, Request, RequestId, ResetAnswer, ResetScope,
+    Shard, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 /// The pages that a copy touches.
@@ -18,7 +18,7 @@ pub(super) struct TouchedPages<'a> {
     pub(super) worker: WorkerId,
     pub(super) shard: Shard,
     pub(super) incarnation: u32,
-    pub(super) copy: &'a Copy,
+    pub(super) copy: &'a Transfer,
     pub(super) pages: &'a [(u32, u32)],
     /// Cells of one depot page.
     pub(super) cells: u32,
@@ -90,7 +90,8 @@ impl PageAccesses {
             pages,
             cells,
         } = *touched;
-        let store = copy.direction == Direction::Store;
+        let store = copy.edge.to != TierId::Device;
+        let end = copy.device.unwrap_or_default();
         let rank = worker.rank.0;
         for (source, destination) in pages {
             let (device, depot) = if store {
@@ -101,8 +102,8 @@ impl PageAccesses {
             let copier = PageUser {
                 worker,
                 incarnation,
-                transfer: copy.transfer,
-                request: copy.request,
+                transfer: copy.id,
+                request: end.request,
                 page: depot,
             };
             let cells = depot * cells..(depot + 1) * cells;
@@ -116,18 +117,18 @@ impl PageAccesses {
             if let Some(other) = clashes.last() {
                 self.violation = Some(format!(
                     "depot page {depot} of {shard}: {} of {worker} touches what {} of {} writes or reads",
-                    copy.transfer, other.transfer, other.worker
+                    copy.id, other.transfer, other.worker
                 ));
             }
             let clash = with(
-                self.device.entry((copy.engine, rank, device)).or_default(),
+                self.device.entry((end.engine, rank, device)).or_default(),
                 copier,
                 !store,
             );
             if let Some(other) = clash {
                 self.violation = Some(format!(
                     "device page {device} of rank {rank}: {} of {worker} touches what {} of {} writes or reads",
-                    copy.transfer, other.transfer, other.worker
+                    copy.id, other.transfer, other.worker
                 ));
             }
         }
@@ -391,8 +392,8 @@ impl Oracle {
     }
 
     /// Notes an ordered copy: its deadline and, for a store, its pages.
-    pub(super) fn ordered(&mut self, now: Time, copy: &Copy) {
-        self.deadlines.insert(copy.transfer, copy.deadline);
+    pub(super) fn ordered(&mut self, now: Time, copy: &Transfer) {
+        self.deadlines.insert(copy.id, copy.deadline);
         if let Some(record) = &copy.record {
             for page in record.pages() {
                 self.stored.insert((page.domain, page.fingerprint), now);

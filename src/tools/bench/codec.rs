@@ -6,7 +6,9 @@ use std::time::Instant;
 use kvferry::cli::bench::percentiles;
 use kvferry::cli::print_line;
 use kvferry::error::CommandError;
-use kvferry_protocol::{CopyOrder, Envelope, Header, Message, Transfer, VERSION, decode, encode};
+use kvferry_protocol::{
+    Envelope, Header, Message, TransferBody, TransferOrder, VERSION, decode, encode,
+};
 use kvferry_types::{Epoch, FragmentPair, PageList, RequestId};
 
 /// Largest number of pages of a pair.
@@ -72,13 +74,14 @@ impl Arguments {
         let pairs = pairs(self.pairs);
         let pages = pairs.iter().map(|pair| pair.dst.pages()).sum();
         let numbers = numbers(&pairs);
-        let transfer = Transfer {
-            engine: [7; 16],
-            store: false,
+        let transfer = TransferOrder {
+            from: 2,
+            to: 1,
+            engine: Some([7; 16]),
             request: 1 << 20,
             after: 0,
-            copies: vec![CopyOrder {
-                transfer: 1 << 20,
+            transfers: vec![TransferBody {
+                id: 1 << 20,
                 pairs: pairs.into(),
                 record: None,
             }],

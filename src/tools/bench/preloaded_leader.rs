@@ -171,8 +171,8 @@ impl PreloadedLeader {
             .effects
             .iter()
             .filter_map(|effect| match effect {
-                LeaderEffect::Copy { copy, .. } => Some(EndedCopy {
-                    transfer: copy.transfer,
+                LeaderEffect::Transfer { transfer: copy, .. } => Some(EndedCopy {
+                    transfer: copy.id,
                     complete: true,
                     complete_pages: 0,
                     bytes: 0,

@@ -268,8 +268,8 @@ pub(super) fn leader_address(socket_dir: &Path) -> Address {
 fn obey(order: Message) -> Option<Message> {
     match order {
         Message::Transfer(transfer) => {
-            let copies = transfer.copies.iter().map(|copy| EndedCopy {
-                transfer: TransferId(copy.transfer),
+            let copies = transfer.transfers.iter().map(|transfer| EndedCopy {
+                transfer: TransferId(transfer.id),
                 complete: true,
                 complete_pages: 0,
                 bytes: 0,

@@ -6,8 +6,8 @@ use kvferry_core::{
     AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, WorkerMemory,
 };
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, LookupAnswer,
-    PageHashes, Rank, Ratio, Replica, Request, RequestId, Time, TransferId, WorkerId,
+    Answer, AttachId, DepotId, Direction, Epoch, GroupGeometry, GroupId, LookupAnswer, PageHashes,
+    Rank, Ratio, Replica, Request, RequestId, Time, Transfer, TransferId, WorkerId,
 };
 
 use super::super::harness::{RANKS, ranks};
@@ -124,22 +124,21 @@ impl RequestState {
     }
 
     /// Records a copy. Returns a contradiction when a store gets a page that a load still reads.
-    fn copy(&mut self, leader: &Leader, copy: &Copy) -> Option<String> {
-        self.began.push(copy.transfer);
+    fn copy(&mut self, leader: &Leader, copy: &Transfer) -> Option<String> {
+        self.began.push(copy.id);
         let runs = leader
             .awaited()
             .map(|(transfer, ..)| transfer)
             .collect::<Vec<_>>();
         self.reading.retain(|(transfer, _)| runs.contains(transfer));
         let pair = &copy.pairs[0];
-        match copy.direction {
-            Direction::Load => self.reading.push((copy.transfer, pair.src.0[0].start)),
+        match copy.edge.direction().expect("an end is the device") {
+            Direction::Load => self.reading.push((copy.id, pair.src.0[0].start)),
             Direction::Store => {
                 let page = pair.dst.0[0].start;
                 let read = self.reading.iter().find(|(_, read)| *read == page);
-                return read.map(|(transfer, _)| {
-                    format!("{} overwrites what {transfer} reads", copy.transfer)
-                });
+                return read
+                    .map(|(transfer, _)| format!("{} overwrites what {transfer} reads", copy.id));
             }
         }
         None
@@ -173,7 +172,7 @@ impl Leases {
             for effect in effects.drain(..) {
                 inventories.extend(empty_inventory(&effect));
                 match effect {
-                    LeaderEffect::Copy { copy, .. } => {
+                    LeaderEffect::Transfer { transfer: copy, .. } => {
                         if let Some(why) = seen.copy(&leader, &copy) {
                             return Some(why);
                         }

@@ -5,10 +5,7 @@ use super::*;
 #[test]
 fn a_load_overwrites_nothing_that_its_engine_still_writes() {
     let mut worker = worker();
-    let late = Copy {
-        after: RequestId(7),
-        ..load(1)
-    };
+    let late = after(7, load(1));
     let waits = WorkerEffect::Await {
         engine: ENGINE,
         through: RequestId(7),
@@ -18,10 +15,7 @@ fn a_load_overwrites_nothing_that_its_engine_still_writes() {
         [waits, WorkerEffect::Start(vec![load(2)])]
     );
     assert_eq!(written(&mut worker, 6), []);
-    let started = Copy {
-        after: RequestId(7),
-        ..load(1)
-    };
+    let started = after(7, load(1));
     assert_eq!(
         written(&mut worker, 7),
         [WorkerEffect::Start(vec![started])]
@@ -31,10 +25,7 @@ fn a_load_overwrites_nothing_that_its_engine_still_writes() {
 #[test]
 fn a_load_that_waits_for_its_engine_ends_by_its_deadline_and_by_a_cancel() {
     let mut worker = worker();
-    let late = |transfer| Copy {
-        after: RequestId(9),
-        ..load(transfer)
-    };
+    let late = |id| after(9, load(id));
     order(&mut worker, 1, 1, vec![late(1)]);
     order(&mut worker, 1, 2, vec![late(2)]);
     let reported = |effects: Vec<WorkerEffect>| -> Vec<TransferId> {
@@ -59,10 +50,7 @@ fn a_request_that_is_over_does_not_count_as_written() {
     register(&mut worker, 0, ENGINE, RequestId(20));
     let (attach, after) = (AttachId(2), Some(TransferId(0)));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
-    let late = Copy {
-        after: RequestId(15),
-        ..copy(3, Direction::Load, 21)
-    };
+    let late = super::after(15, copy(3, Direction::Load, 21));
     let started = starts(&order(&mut worker, 1, 2, vec![late]));
     assert!(started.is_empty(), "{started:?}");
     assert_eq!(starts(&written(&mut worker, 15)), [3]);

@@ -95,14 +95,15 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
 #[test]
 fn an_order_that_cannot_be_carried_out_is_answered_with_an_error() {
     let mut world = World::attached();
-    let transfer = kvferry_protocol::Transfer {
-        engine: [1; 16],
-        store: true,
+    let order = kvferry_protocol::TransferOrder {
+        from: 1,
+        to: 2,
+        engine: Some([1; 16]),
         request: 1,
         after: 1,
-        copies: Vec::new(),
+        transfers: Vec::new(),
     };
-    world.order(7, Message::Transfer(transfer));
+    world.order(7, Message::Transfer(order));
     world.order(8, Message::Unregistered(Empty {}));
     assert_eq!(
         world.answered(),

@@ -1,7 +1,7 @@
 //! Ranks: what they register, abandon and unregister, over which connection and for which engine.
 
 use super::*;
-use kvferry_protocol::{CopyOrder, Transfer};
+use kvferry_protocol::{TransferBody, TransferOrder};
 use kvferry_types::{EndedCopy, FragmentPair, PageList};
 
 /// The number of the copy that [`World::load`] orders.
@@ -24,18 +24,19 @@ impl World {
             src: PageList::run(0, 1),
             dst: PageList::run(1, 1),
         };
-        let transfer = Transfer {
-            engine: [engine; 16],
-            store: false,
+        let order = TransferOrder {
+            from: 2,
+            to: 1,
+            engine: Some([engine; 16]),
             request: 4,
             after: 0,
-            copies: vec![CopyOrder {
-                transfer: COPY,
+            transfers: vec![TransferBody {
+                id: COPY,
                 pairs: vec![pair].into(),
                 record: None,
             }],
         };
-        self.order(20, Message::Transfer(transfer));
+        self.order(20, Message::Transfer(order));
         assert_eq!(self.shell.core().open_copies(), 1);
     }
 

@@ -8,12 +8,12 @@ use super::super::oracle::{PageAccesses, TouchedPages};
 use super::super::saboteur::Lie;
 use super::super::storage::TORN;
 use super::super::{SimContext, SimEvent};
-use kvferry_types::{Copy, Direction, EndedCopy, TransferId, WorkerId};
+use kvferry_types::{EndedCopy, TierId, Transfer, TransferId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
 struct RunningCopy {
-    copy: Copy,
+    copy: Transfer,
     /// Source and destination pages.
     pages: Vec<(u32, u32)>,
     done: usize,
@@ -70,7 +70,7 @@ impl RunningCopies {
         }
     }
 
-    pub(super) fn start(&mut self, env: &mut SimContext, copy: Copy) {
+    pub(super) fn start(&mut self, env: &mut SimContext, copy: Transfer) {
         let pairs = copy.pairs.iter();
         let pages: Vec<(u32, u32)> = pairs
             .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
@@ -82,7 +82,7 @@ impl RunningCopies {
             _ => env.setup.page_time,
         };
         self.touch(env, &copy, &pages, PageAccesses::begin);
-        let transfer = copy.transfer;
+        let transfer = copy.id;
         let running = RunningCopy {
             copy,
             pages,
@@ -100,7 +100,7 @@ impl RunningCopies {
         env.leader_may_die(complete);
     }
 
-    fn fate(&self, env: &mut SimContext, copy: &Copy, pages: usize) -> Fate {
+    fn fate(&self, env: &mut SimContext, copy: &Transfer, pages: usize) -> Fate {
         let chances = env.net.chances;
         let dice = env.rng.u32(0..1_000_000);
         if env
@@ -108,7 +108,7 @@ impl RunningCopies {
             .is_some_and(|(rank, until)| rank == self.worker.rank && env.now() < until)
         {
             env.faults.injected(Fault::RankFailure);
-            if copy.direction == Direction::Store {
+            if copy.edge.to != TierId::Device {
                 env.faults.took_effect(Fault::RankFailure);
             }
             return Fate::FailsWithRank(env.rng.usize(0..=pages));
@@ -132,7 +132,7 @@ impl RunningCopies {
     fn touch(
         &self,
         env: &mut SimContext,
-        copy: &Copy,
+        copy: &Transfer,
         pages: &[(u32, u32)],
         with: fn(&mut PageAccesses, &TouchedPages<'_>),
     ) {
@@ -142,7 +142,10 @@ impl RunningCopies {
             incarnation: self.incarnation,
             copy,
             pages,
-            cells: env.memory(copy.engine).shape.cells,
+            cells: env
+                .memory(copy.device.unwrap_or_default().engine)
+                .shape
+                .cells,
         };
         with(&mut env.oracle.touched, &touched);
         env.check_touched();
@@ -232,11 +235,12 @@ impl RunningCopies {
     ) -> Option<EndedCopy> {
         let running = self.running.remove(&transfer)?;
         self.touch(env, &running.copy, &running.pages, PageAccesses::end);
+        let engine = running.copy.device.unwrap_or_default().engine;
         Some(EndedCopy {
             transfer,
             complete: complete || env.lies(Lie::SwallowError),
             complete_pages: u32::try_from(running.done).unwrap_or(0),
-            bytes: running.done as u64 * env.geometry(running.copy.engine).page_bytes,
+            bytes: running.done as u64 * env.geometry(engine).page_bytes,
             copy_us: 1,
         })
     }

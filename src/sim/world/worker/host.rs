@@ -12,8 +12,8 @@ use super::copies::RunningCopies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
 use kvferry_types::{
-    Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
-    RequestId, Scope, Stored, Time, TransferId, WorkerId,
+    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
+    RequestId, Scope, Stored, Time, Transfer, TransferId, WorkerId,
 };
 
 /// A depot that is being divided for a reading, entry by entry. The process receives nothing meanwhile, and continues
@@ -311,16 +311,17 @@ impl WorkerHost for Host<'_> {
         self.env.depots[shard].list(record);
     }
 
-    fn start(&mut self, copies: Vec<Copy>, memory: &EngineId) -> Result<(), Fatal> {
+    fn start(&mut self, copies: Vec<Transfer>, memory: &EngineId) -> Result<(), Fatal> {
         if self.env.lies(Lie::RecordEarly) {
             let records = copies.iter().filter_map(|copy| copy.record.as_ref());
             records.for_each(|record| self.list(record));
         }
         for copy in copies {
-            if copy.engine != *memory {
+            let engine = copy.device.unwrap_or_default().engine;
+            if engine != *memory {
                 self.env.violated(format!(
-                    "{} of engine {} was started with the memory of {memory}",
-                    copy.transfer, copy.engine
+                    "{} of engine {engine} was started with the memory of {memory}",
+                    copy.id
                 ));
             }
             self.parts.copies.start(self.env, copy);

@@ -120,7 +120,7 @@ impl WorkerProcess {
             client::SimClientEvent::Request { link, envelope } => {
                 let understood = match &envelope.message {
                     Message::Invalidate(invalidate) => invalidate.scope().is_ok(),
-                    Message::Transfer(transfer) => !transfer.copies.is_empty(),
+                    Message::Transfer(order) => !order.transfers.is_empty(),
                     _ => true,
                 };
                 if !understood {
