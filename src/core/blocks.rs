@@ -239,11 +239,13 @@ impl Blocks {
         self.order.touch(index);
     }
 
-    /// Puts a block into the order of eviction if pages of it can be evicted now, and takes it out if not. Called after
-    /// each change of its holders or its pages.
+    /// Puts a block into the order of eviction if pages of it can be evicted now. Called after each change of its holders
+    /// or its pages. A block that is held meanwhile stays in the order until the search for a victim meets it, so that a
+    /// lookup that pins and releases a block does not move it.
     pub(super) fn update_order(&mut self, index: BlockIndex) {
-        let evictable = self.get(index).evictable_pages() > 0;
-        self.order.set_evictable(index, evictable);
+        if self.get(index).evictable_pages() > 0 {
+            self.order.set_evictable(index, true);
+        }
     }
 
     /// Puts a block into the order of eviction, or takes it out.
@@ -252,9 +254,16 @@ impl Blocks {
         self.order.set_evictable(index, evictable);
     }
 
-    /// The least recently used block of which pages can be evicted.
-    pub(super) fn oldest_evictable(&self) -> Option<BlockIndex> {
-        self.order.oldest()
+    /// The least recently used block of which pages can be evicted. Takes held blocks out of the order, each once until
+    /// it is released.
+    pub(super) fn oldest_evictable(&mut self) -> Option<BlockIndex> {
+        while let Some(index) = self.order.oldest() {
+            if self.get(index).evictable_pages() > 0 {
+                return Some(index);
+            }
+            self.order.set_evictable(index, false);
+        }
+        None
     }
 
     /// True if the order of eviction has the block.

@@ -72,7 +72,7 @@ impl Pool {
         }
         let mut all = self.blocks.by_age();
         let misplaced =
-            |index, block: &Block| (block.evictable_pages() > 0) != self.blocks.is_in_order(index);
+            |index, block: &Block| block.evictable_pages() > 0 && !self.blocks.is_in_order(index);
         match all.find(|(index, block)| misplaced(*index, block)) {
             None => Ok(()),
             Some((index, _)) => {

@@ -1,8 +1,9 @@
-//! The order of eviction: the blocks that can be evicted now, least recently used first.
+//! The order of eviction: the blocks that can be evicted, least recently used first.
 //!
-//! A block that is held or filling is not in the order, so finding a victim costs the same however many blocks are held.
-//! A block that becomes evictable again returns to the place that its last touch gave it. Nearly all blocks are touched
-//! and evicted in a linked list; the few that return are kept in a tree beside it until their next touch.
+//! A held block that the search for a victim meets leaves the order until it is released, so finding victims costs the
+//! same in the mean however many blocks are held. A block that becomes evictable again returns to the place that its
+//! last touch gave it. Nearly all blocks are touched and evicted in a linked list; the few that return are kept in a
+//! tree beside it until their next touch.
 
 use std::collections::BTreeMap;
 
