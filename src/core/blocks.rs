@@ -363,6 +363,31 @@ mod tests {
         assert_eq!(ages(&blocks), [b, c]);
     }
 
+    /// A search meets a held block once, and the block returns to the place of its last touch.
+    #[test]
+    fn a_held_block_leaves_the_order_at_a_search_and_returns_when_it_is_released() {
+        let (mut blocks, all) = three();
+        for index in all {
+            let block = blocks.get_mut(index);
+            (block.filling, block.ready) = (None, 1);
+            blocks.update_order(index);
+        }
+        let [a, b, _] = all;
+        assert_eq!(blocks.oldest_evictable(), Some(a));
+        blocks.get_mut(a).pinned_pages = 1;
+        blocks.update_order(a);
+        assert!(blocks.is_in_order(a), "no search has met it");
+        assert_eq!(blocks.oldest_evictable(), Some(b));
+        assert!(!blocks.is_in_order(a));
+        blocks.get_mut(a).pinned_pages = 0;
+        blocks.update_order(a);
+        assert_eq!(blocks.oldest_evictable(), Some(a));
+        for index in all {
+            blocks.get_mut(index).pinned_pages = 1;
+        }
+        assert_eq!(blocks.oldest_evictable(), None, "all are held");
+    }
+
     #[test]
     fn a_reference_does_not_match_the_next_block_in_the_same_place() {
         let (mut blocks, [a, b, _]) = three();

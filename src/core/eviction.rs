@@ -36,7 +36,7 @@ pub(super) struct EvictionOrder {
     /// Ends of the list, which ascends by touch.
     oldest: u32,
     newest: u32,
-    /// Blocks that returned behind a newer one, by touch.
+    /// Blocks that returned after a newer one was in the list, by touch.
     returned: BTreeMap<u64, BlockIndex>,
     touches: u64,
 }
@@ -54,7 +54,7 @@ impl Default for EvictionOrder {
 }
 
 impl EvictionOrder {
-    /// Adds a block as the most recently used one. It cannot be evicted yet.
+    /// Adds a block as the most recently used one. The order does not have it yet, because its pages are being filled.
     pub(super) fn add(&mut self, index: BlockIndex) {
         let place = Place {
             touched: self.next_touch(),
@@ -80,7 +80,7 @@ impl EvictionOrder {
         }
     }
 
-    /// Notes whether a block can be evicted.
+    /// Puts a block into the order, at the place of its last touch, or takes it out.
     pub(super) fn set_evictable(&mut self, index: BlockIndex, evictable: bool) {
         match (evictable, self.contains(index)) {
             (true, false) => self.insert(index),
@@ -89,7 +89,7 @@ impl EvictionOrder {
         }
     }
 
-    /// The block to evict next.
+    /// The first block in the order. It may be held.
     pub(super) fn oldest(&self) -> Option<BlockIndex> {
         let returned = self.returned.first_key_value();
         match (self.oldest, returned) {
@@ -99,7 +99,7 @@ impl EvictionOrder {
         }
     }
 
-    /// True if a block can be evicted.
+    /// True if the order has a block.
     pub(super) fn contains(&self, index: BlockIndex) -> bool {
         self.places[index as usize].older != OUT
     }

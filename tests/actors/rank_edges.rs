@@ -2,13 +2,13 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvferry_client::{RankSession, RankSessionSettings, SessionMemory};
 use kvferry_protocol::{Empty, Message, MessageKind, Role};
 use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent, ServerSettings, Transport};
 use kvferry_types::{EngineId, Epoch, Rank, Registration, Replica, Timeline};
+use tokio::sync::Notify;
 
 use super::unregister::Memory;
 use super::workers::ranks;
@@ -17,7 +17,7 @@ use super::world::{HEARTBEAT, soon};
 /// Memory whose description takes a while, without an await in between: a device completes its writes first.
 struct SlowMemory {
     memory: Memory,
-    begun: AtomicBool,
+    begun: Notify,
 }
 
 impl SessionMemory for SlowMemory {
@@ -32,7 +32,7 @@ impl SessionMemory for SlowMemory {
     }
 
     async fn registration(&self) -> Result<Registration, Infallible> {
-        self.begun.store(true, Ordering::SeqCst);
+        self.begun.notify_one();
         std::thread::sleep(Duration::from_millis(200));
         let Message::Register(register) = self.memory.registration(1) else {
             panic!("it registers")
@@ -54,7 +54,7 @@ async fn no_registration_is_sent_after_the_memory_was_unregistered() {
     let mut server = Server::new(listener.expect("it listens"), settings);
     let memory = Arc::new(SlowMemory {
         memory: Memory::new(),
-        begun: AtomicBool::new(false),
+        begun: Notify::new(),
     });
     let session = RankSessionSettings {
         worker: ranks(),
@@ -87,12 +87,7 @@ async fn no_registration_is_sent_after_the_memory_was_unregistered() {
         }
         received
     });
-    let begun = async {
-        while !memory.begun.load(Ordering::SeqCst) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-    };
-    soon("a registration", begun).await;
+    soon("a registration", memory.begun.notified()).await;
     assert!(soon("the end", rank.unregister(Duration::from_secs(60))).await);
     let received = soon("a closed connection", worker).await.expect("no panic");
     let last = received.last();
