@@ -9,9 +9,9 @@
 use std::collections::HashMap;
 
 use kvferry_core::{
-    AnchorKey, Arena, BlockRun, Domain, Match, MatchGoal, Pin, Pool, RankSet, Reserved,
+    AnchorKey, Arena, BlockRun, Domain, Match, MatchGoal, Pin, Pool, Reserved, ShardSet,
 };
-use kvferry_types::{GroupId, PageHashes, Rank, Ratio, TransferId};
+use kvferry_types::{GroupId, PageHashes, Ratio, Shard, TransferId};
 use proptest::prelude::*;
 
 // --- the arena against a list of booleans -------------------------------------------------------------------------
@@ -290,7 +290,7 @@ impl Model {
                     );
                 }
                 self.pool
-                    .start_filling(reserved.transfer, RankSet::first(RANKS));
+                    .start_filling(reserved.transfer, ShardSet::first(RANKS));
                 let missing = (0..RANKS).collect();
                 self.copying.push(Copying {
                     reserved,
@@ -316,12 +316,12 @@ impl Model {
         let which = which % self.copying.len();
         let transfer = self.copying[which].reserved.transfer;
         let unknown = TransferId(transfer.0 + 1_000_000);
-        assert_eq!(self.pool.ended(unknown, Rank(rank), true), None);
+        assert_eq!(self.pool.ended(unknown, Shard(rank), true), None);
         let copy = &mut self.copying[which];
         let first_report = copy.missing.contains(&rank);
         copy.missing.retain(|missing| *missing != rank);
         copy.failed |= first_report && !complete;
-        let ended = self.pool.ended(transfer, Rank(rank), complete);
+        let ended = self.pool.ended(transfer, Shard(rank), complete);
         if !first_report || !copy.missing.is_empty() {
             assert_eq!(
                 ended, None,
@@ -339,7 +339,7 @@ impl Model {
             }
         }
         assert_eq!(
-            self.pool.ended(transfer, Rank(rank), complete),
+            self.pool.ended(transfer, Shard(rank), complete),
             None,
             "ended twice"
         );
@@ -542,11 +542,11 @@ fn the_best_of_several_blocks_with_the_same_start_is_found() {
         );
         assert_eq!((room, reserved.len()), (8, 1));
         let transfer = reserved[0].transfer;
-        model.pool.start_filling(transfer, RankSet::first(1));
+        model.pool.start_filling(transfer, ShardSet::first(1));
         transfers.push(transfer);
     }
     assert_eq!(model.pool.live_blocks(), 3);
-    let first = model.pool.ended(transfers[0], Rank(0), true);
+    let first = model.pool.ended(transfers[0], Shard(0), true);
     assert_eq!(first, Some(true));
     let best = |from, want| {
         let found = model.pool.longest(&domain, &parting(from), 0, want);

@@ -246,12 +246,12 @@ impl LeaderHost for Host {
 
     fn order(
         &mut self,
-        peer: PeerId,
+        peers: &[PeerId],
         order: RequestId,
         message: Message,
         deadline: Duration,
-    ) -> bool {
-        self.replier.order(peer, order, message, deadline)
+    ) -> Vec<PeerId> {
+        self.replier.order(peers, order, message, deadline)
     }
 
     fn watch(&mut self, pid: i32) -> Option<Process> {

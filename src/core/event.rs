@@ -1,14 +1,17 @@
 //! Events that enter the leader, and effects that it returns.
 
-use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord, Replica,
-    Request, RequestId, ResetId, Scope, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord, Request,
+    RequestId, ResetId, Scope, Time, Transfer, TransferId, WorkerId,
 };
+use smallvec::SmallVec;
 
 /// Copies that one [`LeaderEffect::Cancel`] names, at most.
 pub const CANCELLED_MAX: usize = 65_536;
+
+/// The workers that carry out one transfer: every rank of an engine, or one rank of each shard.
+pub type Workers = SmallVec<[WorkerId; 8]>;
 
 /// An input of the leader.
 #[derive(Debug, Clone)]
@@ -123,13 +126,11 @@ pub enum LeaderEffect {
         /// refusal that names the field.
         verdict: Result<TransferId, Refusal>,
     },
-    /// Order a transfer from these ranks of a replica.
+    /// Order a transfer.
     Transfer {
-        /// The replica whose engine memory is read or written.
-        replica: Replica,
-        /// The ranks that copy.
-        ranks: RankSet,
-        /// The transfer that each of them carries out.
+        /// The workers that carry out the transfer, each its own part.
+        workers: Workers,
+        /// The transfer, equal for each of them.
         transfer: Transfer,
     },
     /// Stop copies on a worker as soon as possible; their ends are still reported. One effect for all copies of a step,

@@ -25,10 +25,10 @@ mod index;
 mod leader;
 mod pool;
 mod prefetch;
-mod rank_set;
 mod recover;
 mod refusal;
 mod session;
+mod shard_set;
 mod sweep;
 mod view;
 mod worker;
@@ -37,7 +37,7 @@ pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 pub use contradiction::Contradiction;
-pub use event::{AttachRequest, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory};
+pub use event::{AttachRequest, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory, Workers};
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
     CANCELS_MAX, COUNTERS, Counter, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings,
@@ -47,8 +47,8 @@ pub use leader::{
 pub use pool::{
     BlockRun, PageStates, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind, Reserved,
 };
-pub use rank_set::{RANKS_MAX, RankSet};
 pub use refusal::Refusal;
+pub use shard_set::ShardSet;
 pub use view::BlockView;
 pub use worker::{
     BatchId, MemoryBounds, OrderRefusal, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX,

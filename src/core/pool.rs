@@ -2,7 +2,7 @@
 //!
 //! Pages go free -> reserved -> filling -> ready -> free. Reserved and filling pages belong to their reservation, and
 //! only that reservation frees them. Each reservation, also that of a growth, has one transfer that fills it. Pages become
-//! ready when the *set* of ranks that still owe a report is empty and none of them failed: with a set, a repeated
+//! ready when the *set* of shards whose part is not written yet is empty and none of them failed: with a set, a repeated
 //! report counts once.
 
 use std::collections::BTreeMap;
@@ -12,8 +12,8 @@ use crate::arena::Arena;
 use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::index::{Index, Match, MatchGoal};
 use crate::prefetch::HeadPrefetcher;
-use crate::rank_set::RankSet;
-use kvferry_types::{Fingerprint, PageHashes, PageRecord, PageRun, Rank, Ratio, TransferId};
+use crate::shard_set::ShardSet;
+use kvferry_types::{Fingerprint, PageHashes, PageRecord, PageRun, Ratio, Shard, TransferId};
 
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,8 +31,8 @@ pub enum ReservationStage {
     Reserved,
     /// Copies may be writing the pages.
     Filling,
-    /// The deadline has passed and copies may still be writing. The pages stay allocated until every rank has reported
-    /// its end.
+    /// The deadline has passed and copies may still be writing. The pages stay allocated until the copy of every
+    /// shard has ended.
     Quarantined,
 }
 
@@ -54,7 +54,8 @@ pub(super) struct Reservation {
     pub(super) block: BlockIndex,
     pub(super) pages: u32,
     stage: ReservationStage,
-    missing: RankSet,
+    /// Shards whose part of the pages has not been written yet.
+    missing: ShardSet,
     failed: bool,
 }
 
@@ -386,11 +387,11 @@ impl Pool {
         self.blocks.get(block).filling
     }
 
-    /// Notes that copies into the pages of `transfer` were ordered from these ranks.
-    pub fn start_filling(&mut self, transfer: TransferId, ranks: RankSet) {
+    /// Notes that copies into the pages of `transfer` were ordered, one for each of these shards.
+    pub fn start_filling(&mut self, transfer: TransferId, shards: ShardSet) {
         if let Some(reservation) = self.reservations.get_mut(&transfer) {
             reservation.stage = ReservationStage::Filling;
-            reservation.missing = ranks;
+            reservation.missing = shards;
         }
     }
 
@@ -401,12 +402,12 @@ impl Pool {
         }
     }
 
-    /// Notes that one rank's copy into the pages of `transfer` ended. After the last rank returns `Some(true)` if the
+    /// Notes that the copy of one shard into the pages of `transfer` ended. After the last shard returns `Some(true)` if the
     /// pages became ready, and `Some(false)` if they were freed because a copy failed or was late or the block was
     /// forgotten meanwhile. An unknown transfer and a repeated report have no effect.
-    pub fn ended(&mut self, transfer: TransferId, rank: Rank, complete: bool) -> Option<bool> {
+    pub fn ended(&mut self, transfer: TransferId, shard: Shard, complete: bool) -> Option<bool> {
         let reservation = self.reservations.get_mut(&transfer)?;
-        if !reservation.missing.remove(rank) {
+        if !reservation.missing.remove(shard) {
             return None;
         }
         reservation.failed |= !complete;
@@ -623,7 +624,7 @@ impl Pool {
             block,
             pages,
             stage: ReservationStage::Reserved,
-            missing: RankSet::default(),
+            missing: ShardSet::default(),
             failed: false,
         };
         self.reservations.insert(transfer, reservation);

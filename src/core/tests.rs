@@ -4,9 +4,9 @@ use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
 use super::index::MatchGoal;
 use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch};
-use super::rank_set::RankSet;
+use super::shard_set::ShardSet;
 use kvferry_types::{
-    Epoch, GroupId, PageHashes, PageRun, Rank, Ratio, Record, Scope, Stored, TransferId,
+    Epoch, GroupId, PageHashes, PageRun, Ratio, Record, Scope, Shard, Stored, TransferId,
 };
 
 /// Most pages of a block.
@@ -51,8 +51,8 @@ pub(super) fn stored(hashes: &PageHashes, capacity: u32) -> Pool {
     let mut pool = Pool::new(capacity, Ratio::new(RATIO as u32).expect("in bounds"));
     for position in (0..hashes.len()).step_by(RATIO) {
         let transfer = reserve(&mut pool, hashes, position, position as u64);
-        pool.start_filling(transfer, RankSet::first(1));
-        assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
+        pool.start_filling(transfer, ShardSet::first(1));
+        assert_eq!(pool.ended(transfer, Shard(0), true), Some(true));
     }
     pool
 }
@@ -62,8 +62,8 @@ fn one_of_each() -> (Pool, Pin, [TransferId; 3]) {
     let mut pool = stored(&sequence(7, 0), 32);
     let filling =
         [1, 2, 3].map(|salt| reserve(&mut pool, &sequence(4, salt), 0, 100 + u64::from(salt)));
-    pool.start_filling(filling[1], RankSet::first(2));
-    pool.start_filling(filling[2], RankSet::first(2));
+    pool.start_filling(filling[1], ShardSet::first(2));
+    pool.start_filling(filling[2], ShardSet::first(2));
     pool.quarantine(filling[2]);
     let pin = pool.pin(0, 2);
     (pool, pin, filling)
@@ -86,17 +86,17 @@ fn pages_are_counted_by_state() {
         (5, 1, 2)
     );
     pool.unpin(pin);
-    pool.start_filling(filling[0], RankSet::first(1));
-    assert_eq!(pool.ended(filling[0], Rank(0), true), Some(true));
-    assert_eq!(pool.ended(filling[1], Rank(1), true), None);
+    pool.start_filling(filling[0], ShardSet::first(1));
+    assert_eq!(pool.ended(filling[0], Shard(0), true), Some(true));
+    assert_eq!(pool.ended(filling[1], Shard(1), true), None);
     assert_eq!(
-        pool.ended(filling[1], Rank(0), false),
+        pool.ended(filling[1], Shard(0), false),
         Some(false),
         "a copy failed"
     );
-    assert_eq!(pool.ended(filling[2], Rank(0), true), None);
+    assert_eq!(pool.ended(filling[2], Shard(0), true), None);
     assert_eq!(
-        pool.ended(filling[2], Rank(1), true),
+        pool.ended(filling[2], Shard(1), true),
         Some(false),
         "too late"
     );
@@ -219,8 +219,8 @@ fn a_walk_reports_its_length_and_whether_the_next_page_is_being_stored() {
     assert_eq!(reach(&pool, 20, 0), (12, true, 3));
     assert_eq!(reach(&pool, 20, 16), (16, false, 3), "16 is not on its way");
     assert_eq!(reach(&pool, 12, 0), (12, false, 3), "nothing is waited for");
-    pool.start_filling(transfer, RankSet::first(1));
-    assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
+    pool.start_filling(transfer, ShardSet::first(1));
+    assert_eq!(pool.ended(transfer, Shard(0), true), Some(true));
     assert_eq!(reach(&pool, 20, 0), (16, false, 4));
 }
 
@@ -230,8 +230,8 @@ fn sweeps_that_overlap_hide_their_own_blocks() {
     let (first, second) = (sequence(4, 0), sequence(4, 1));
     let mut pool = stored(&first, 40);
     let transfer = reserve(&mut pool, &second, 0, 70);
-    pool.start_filling(transfer, RankSet::first(1));
-    assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
+    pool.start_filling(transfer, ShardSet::first(1));
+    assert_eq!(pool.ended(transfer, Shard(0), true), Some(true));
     let namespace = domain().id().namespace();
     let pages = |hashes: &PageHashes| Scope::Pages(namespace, hashes.fingerprints(0).collect());
     let found = |pool: &Pool| (walk(pool, &first, 0).0.end, walk(pool, &second, 0).0.end);
@@ -338,8 +338,8 @@ fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
     let mut pool = Pool::new(12, Ratio::new(RATIO as u32).expect("in bounds"));
     for salt in 0..6 {
         let transfer = reserve(&mut pool, &sequence(2, salt), 0, u64::from(salt));
-        pool.start_filling(transfer, RankSet::first(1));
-        assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
+        pool.start_filling(transfer, ShardSet::first(1));
+        assert_eq!(pool.ended(transfer, Shard(0), true), Some(true));
     }
     let pins = [1, 3, 5].map(|block| pool.pin(block, 2));
     let hashes = sequence(4, 50);

@@ -18,4 +18,5 @@ pub use client::{
 };
 pub use server::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
+    order_envelope,
 };

@@ -377,25 +377,29 @@ pub fn encode_reply(
     encode(&envelope(Message::Error(error))).ok()
 }
 
-/// Encodes an order that is to be carried out within `deadline`; `None` if it cannot be encoded.
-pub fn encode_order(
-    version: u16,
+/// The envelope of an order that is to be carried out within `deadline`, in the newest version.
+pub fn order_envelope(
     epoch: Epoch,
     correlation: RequestId,
     message: Message,
     deadline: Duration,
-) -> Option<Encoded> {
+) -> Envelope {
     let deadline_ms = u32::try_from(deadline.as_millis())
         .unwrap_or(u32::MAX)
         .max(1);
-    let encoded = encode(&Envelope {
-        version,
+    Envelope {
+        version: VERSION,
         correlation,
         deadline_ms,
         epoch,
         message,
-    });
-    encoded
+    }
+}
+
+/// Encodes an order in a version; `None` if that is not possible.
+pub fn encode_order(version: u16, order: &mut Envelope) -> Option<Encoded> {
+    order.version = version;
+    encode(order)
         .inspect_err(|error| tracing::error!(%error, "an order cannot be encoded"))
         .ok()
 }

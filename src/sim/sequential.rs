@@ -144,8 +144,7 @@ impl Sequential {
                     self.scheduler.answered(id, answer.ok(), actions);
                 }
                 LeaderEffect::Transfer {
-                    replica,
-                    ranks,
+                    workers,
                     transfer: copy,
                 } => {
                     let ended = EndedCopy {
@@ -155,10 +154,10 @@ impl Sequential {
                         bytes: 0,
                         copy_us: 0,
                     };
-                    for rank in ranks.iter() {
+                    for worker in workers {
                         let epoch = self.leader.epoch();
                         let event = LeaderEvent::Ended {
-                            worker: WorkerId { replica, rank },
+                            worker,
                             epoch,
                             copies: vec![ended],
                         };

@@ -14,6 +14,7 @@ use crate::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
 use kvferry_protocol::{ErrorBody, Message, decode};
 use kvferry_session::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
+    order_envelope,
 };
 use kvferry_types::{Epoch, RequestId, Time};
 
@@ -67,7 +68,7 @@ impl Replier {
         let version = lock(&self.session).settle(peer, correlation);
         // Encoded outside the lock, because an answer may be large.
         if let Some(encoded) = encode_reply(version, self.epoch, correlation, message) {
-            send(&self.sender, peer, encoded);
+            send(&self.sender, peer, frame(encoded));
         }
     }
 
@@ -76,17 +77,35 @@ impl Replier {
         self.reply(peer, correlation, Message::Error(error));
     }
 
-    /// Sends an order. Returns false when the peer is not connected.
+    /// Sends an order to several peers, encoded once for each version that they use. Returns the peers to which it was
+    /// not sent, because they are not connected or the order cannot be encoded.
     pub fn order(
         &self,
-        peer: PeerId,
+        peers: &[PeerId],
         correlation: RequestId,
         message: Message,
         deadline: Duration,
-    ) -> bool {
-        let version = lock(&self.session).version(peer);
-        encode_order(version, self.epoch, correlation, message, deadline)
-            .is_some_and(|encoded| send(&self.sender, peer, encoded))
+    ) -> Vec<PeerId> {
+        let versions: Vec<u16> = {
+            let session = lock(&self.session);
+            peers.iter().map(|peer| session.version(*peer)).collect()
+        };
+        let mut order = order_envelope(self.epoch, correlation, message, deadline);
+        let mut encoded: Option<(u16, Option<Frame>)> = None;
+        let mut unsent = Vec::new();
+        for (peer, version) in peers.iter().zip(versions) {
+            let (_, frame) = match encoded.take() {
+                Some(same) if same.0 == version => encoded.insert(same),
+                _ => encoded.insert((version, encode_order(version, &mut order).map(frame))),
+            };
+            let sent = frame
+                .clone()
+                .is_some_and(|frame| send(&self.sender, *peer, frame));
+            if !sent {
+                unsent.push(*peer);
+            }
+        }
+        unsent
     }
 
     /// See [`ServerSession::is_live`].
@@ -100,9 +119,13 @@ impl Replier {
     }
 }
 
+fn frame((header, body): Encoded) -> Frame {
+    Frame::new(header.to_vec(), body)
+}
+
 /// Sends without waiting. Closes a peer that has no room for the message.
-fn send(sender: &FrameSender, peer: PeerId, (header, body): Encoded) -> bool {
-    match sender.try_send(peer, Frame::new(header.to_vec(), body)) {
+fn send(sender: &FrameSender, peer: PeerId, frame: Frame) -> bool {
+    match sender.try_send(peer, frame) {
         Ok(()) => true,
         Err(error) => {
             tracing::debug!(%error, ?peer, "peer closed: it does not read its messages");
@@ -232,7 +255,7 @@ impl ServerHost for Host {
     }
 
     fn send(&mut self, peer: PeerId, message: Encoded) -> bool {
-        send(&self.sender, peer, message)
+        send(&self.sender, peer, frame(message))
     }
 
     fn disconnect(&mut self, peer: PeerId) {

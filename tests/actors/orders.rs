@@ -44,8 +44,10 @@ fn attached(leader: &Server, requested: Attaching, after: u64) {
 }
 
 fn order(leader: &Server, peer: PeerId, id: u64, message: Message) {
-    let sent = leader.replier().order(peer, RequestId(id), message, WITHIN);
-    assert!(sent, "order {id}");
+    let unsent = leader
+        .replier()
+        .order(&[peer], RequestId(id), message, WITHIN);
+    assert_eq!(unsent, [], "order {id}");
 }
 
 fn invalidate() -> Message {
@@ -94,10 +96,10 @@ async fn pages_of_a_reset_whose_deadline_has_passed_are_not_all_invalidated() {
     let (_, inventory) = answer(&mut leader, &[6]).await;
     assert!(matches!(inventory, Message::Inventory(_)), "{inventory:?}");
     let short = Duration::from_millis(1);
-    let sent = leader
+    let unsent = leader
         .replier()
-        .order(requested.peer, RequestId(7), invalidate(), short);
-    assert!(sent);
+        .order(&[requested.peer], RequestId(7), invalidate(), short);
+    assert_eq!(unsent, []);
     let (_, given_up) = answer(&mut leader, &[7]).await;
     let Message::Error(error) = given_up else {
         panic!("{given_up:?}")

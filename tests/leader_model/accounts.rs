@@ -117,8 +117,8 @@ fn the_counters_match_the_decisions() {
     assert_eq!(states(pool), now);
     let awaited: Vec<_> = world.leader.awaited().collect();
     let transfer = *world.open.keys().next().expect("a copy");
-    let everyone = (0..RANKS).map(Rank).collect();
-    assert_eq!(awaited, [(transfer, Replica(0), everyone)]);
+    let everyone = (0..RANKS).map(|rank| worker(0, rank)).collect();
+    assert_eq!(awaited, [(transfer, &everyone)]);
     world.take(Step::Wait(6));
     let pool = world.leader.pool().expect("a pool");
     let now = BTreeMap::from([("ready", 12), ("quarantined", 2), ("free", free)]);

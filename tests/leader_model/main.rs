@@ -231,11 +231,9 @@ impl World {
                 LeaderEffect::Answer { engine, id, answer } => {
                     self.answered(engine.0[0], id, answer)
                 }
-                LeaderEffect::Transfer {
-                    replica,
-                    ranks,
-                    transfer,
-                } => {
+                LeaderEffect::Transfer { workers, transfer } => {
+                    let replica = workers[0].replica;
+                    assert!(workers.iter().all(|worker| worker.replica == replica));
                     let device = transfer.device.expect("an end is the device");
                     assert_eq!(
                         device.engine,
@@ -246,7 +244,7 @@ impl World {
                         assert_eq!(pair.src.pages(), pair.dst.pages());
                         assert!(pair.src.pages() > 0, "nothing is copied");
                     }
-                    let ranks = ranks.iter().map(|rank| rank.0).collect();
+                    let ranks = workers.iter().map(|worker| worker.rank.0).collect();
                     let direction = transfer.edge.direction().expect("an end is the device");
                     let open = (direction, replica.0 as u8, ranks);
                     let before = self.open.insert(transfer.id, open);

@@ -109,15 +109,17 @@ impl Shared {
         let effects = self.request(request);
         let [
             LeaderEffect::Transfer {
-                ranks,
+                workers,
                 transfer: copy,
-                ..
             },
         ] = &effects[..]
         else {
             unreachable!("{effects:?}")
         };
-        (ranks.iter().map(|rank| rank.0).collect(), copy.id)
+        (
+            workers.iter().map(|worker| worker.rank.0).collect(),
+            copy.id,
+        )
     }
 
     fn store(&mut self, slot: u64, name: u8) -> (Vec<u16>, TransferId) {

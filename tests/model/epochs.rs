@@ -235,7 +235,7 @@ impl State {
     fn late(&mut self) {
         let fill = self.fill.as_mut().expect("a store under way");
         fill.late = true;
-        for rank in fill.missing.0.iter() {
+        for rank in fill.missing.iter() {
             let cancel = Message::Cancel(rank, (self.epoch, fill.transfer));
             self.network.send(cancel);
         }
@@ -246,9 +246,9 @@ impl State {
         let Some(fill) = self.fill.as_mut().filter(|fill| fill.transfer == transfer) else {
             return false;
         };
-        let first_report = fill.missing.0.remove(rank);
+        let first_report = fill.missing.remove(rank);
         fill.failed |= first_report && !complete;
-        if fill.missing.0.is_empty() {
+        if fill.missing.is_empty() {
             self.ready = (!fill.failed && !fill.late).then_some(transfer);
             self.fill = None;
         }
@@ -533,7 +533,7 @@ impl Model for Epochs {
             Property::always(AWAITED, |_, state: &State| {
                 ranks().all(|rank| {
                     let place = &state.places[at(rank)];
-                    let awaits_rank = |fill: &Fill| fill.missing.0.contains(rank);
+                    let awaits_rank = |fill: &Fill| fill.missing.contains(rank);
                     let awaited = state.fill.as_ref().filter(|fill| awaits_rank(fill));
                     let awaited = awaited.map(|fill| (state.epoch, fill.transfer));
                     let mut running = place.running.iter();

@@ -7,7 +7,7 @@ use kvferry_core::{AnchorKey, BlockRun, Domain, MatchGoal, Pool, PrefixMatch, Re
 use kvferry_types::{GroupId, PageHashes, Rank, Ratio, TransferId};
 use stateright::{Model, Property};
 
-use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks};
+use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks, shard};
 
 const PAGES: usize = 3;
 
@@ -142,9 +142,9 @@ impl State {
         let mut result = None;
         let mut effect = false;
         if let Some(fill) = self.fill.as_mut().filter(|fill| meant(fill)) {
-            effect = fill.missing.0.remove(rank);
+            effect = fill.missing.remove(rank);
             fill.failed |= effect && !complete;
-            if effect && fill.missing.0.is_empty() {
+            if effect && fill.missing.is_empty() {
                 let failed = (fill.failed && rule != Rule::PublishFailed) || fill.late;
                 result = Some(!failed);
                 let transfer = fill.transfer;
@@ -296,11 +296,11 @@ impl Growth {
                     let Some(reserved) = reserved.first().filter(|new| new.kind == kind) else {
                         return Some(format!("{reserved:?} for page {position}"));
                     };
-                    pool.start_filling(reserved.transfer, Missing::all().0);
+                    pool.start_filling(reserved.transfer, Missing::all().shards());
                 }
                 Event::Late(transfer) => pool.quarantine(transfer),
                 Event::Ended(transfer, rank, complete, expected) => {
-                    let result = pool.ended(transfer, rank, complete);
+                    let result = pool.ended(transfer, shard(rank), complete);
                     if result != expected {
                         return Some(format!("{transfer}, {rank}: {result:?}, not {expected:?}"));
                     }

@@ -4,8 +4,8 @@ use std::fmt::Debug;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use kvferry_core::RankSet;
-use kvferry_types::Rank;
+use kvferry_core::ShardSet;
+use kvferry_types::{Rank, Shard};
 use stateright::{Checker, Expectation, HasDiscoveries, Model};
 
 /// Number of ranks in every model.
@@ -21,20 +21,50 @@ pub fn at(rank: Rank) -> usize {
     usize::from(rank.0)
 }
 
-/// A set of ranks, hashable as a part of a state.
+/// The shard that a rank holds: every rank has one of its own.
+pub fn shard(rank: Rank) -> Shard {
+    Shard(rank.0)
+}
+
+/// The ranks that owe a report, hashable as a part of a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Missing(pub RankSet);
+pub struct Missing(ShardSet);
 
 impl Missing {
     /// The set of all ranks.
     pub fn all() -> Self {
-        Self(RankSet::first(RANKS))
+        Self(ShardSet::first(RANKS))
+    }
+
+    /// Removes a rank. Returns false if the rank was not in the set.
+    pub fn remove(&mut self, rank: Rank) -> bool {
+        self.0.remove(shard(rank))
+    }
+
+    /// True if the rank is in the set.
+    pub fn contains(&self, rank: Rank) -> bool {
+        self.0.contains(shard(rank))
+    }
+
+    /// True if the set has no rank.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The ranks in ascending order.
+    pub fn iter(&self) -> impl Iterator<Item = Rank> {
+        self.0.iter().map(|shard| Rank(shard.0))
+    }
+
+    /// The shards of the ranks.
+    pub fn shards(&self) -> ShardSet {
+        self.0
     }
 }
 
 impl Hash for Missing {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.iter().for_each(|rank| rank.hash(state));
+        self.0.iter().for_each(|shard| shard.hash(state));
         self.0.len().hash(state);
     }
 }

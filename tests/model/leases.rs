@@ -258,9 +258,9 @@ impl State {
         let Some(transfer) = self.transfers.iter_mut().find(|transfer| transfer.id == id) else {
             return false;
         };
-        let first_report = transfer.missing.0.remove(rank);
+        let first_report = transfer.missing.remove(rank);
         transfer.failed |= first_report && !complete;
-        let (transfer, last) = (transfer.clone(), transfer.missing.0.is_empty());
+        let (transfer, last) = (transfer.clone(), transfer.missing.is_empty());
         let again = rule == Rule::ReleaseAgain && !first_report && transfer.load;
         let first = rule == Rule::UntilFirst && transfer.leased;
         if again || first {

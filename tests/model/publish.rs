@@ -8,7 +8,7 @@ use kvferry_core::{AnchorKey, Domain, MatchGoal, Pool};
 use kvferry_types::{Epoch, GroupId, PageHashes, Rank, Ratio, TransferId};
 use stateright::{Model, Property};
 
-use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks};
+use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks, shard};
 
 const PAGES: usize = 2;
 const NAMES: u8 = 3;
@@ -237,7 +237,7 @@ impl State {
         };
         let block = block?;
         let fill = block.fill.as_mut()?;
-        let first_report = fill.missing.0.remove(rank);
+        let first_report = fill.missing.remove(rank);
         if !first_report && rule != Rule::Count {
             return None;
         }
@@ -245,7 +245,7 @@ impl State {
         fill.failed |= !complete;
         let all = match rule {
             Rule::Count => fill.answers >= RANKS,
-            _ => fill.missing.0.is_empty(),
+            _ => fill.missing.is_empty(),
         };
         let mut result = None;
         if all {
@@ -297,7 +297,7 @@ impl State {
             .cut(|message| matches!(message, Message::Order { rank: to, .. } if *to == rank));
         let awaited = self.blocks.iter().filter(|block| {
             let fill = block.fill.as_ref();
-            fill.is_some_and(|fill| fill.missing.0.contains(rank))
+            fill.is_some_and(|fill| fill.missing.contains(rank))
         });
         let mut awaited: Vec<_> = awaited.map(|block| block.transfer).collect();
         awaited.sort_unstable();
@@ -506,11 +506,11 @@ impl Publish {
                     let Some(reserved) = reserved.first() else {
                         return Some(format!("no room for sequence {name}"));
                     };
-                    pool.start_filling(reserved.transfer, Missing::all().0);
+                    pool.start_filling(reserved.transfer, Missing::all().shards());
                 }
                 Event::Late(transfer) => pool.quarantine(transfer),
                 Event::Ended(transfer, rank, complete, expected) => {
-                    let result = pool.ended(transfer, rank, complete);
+                    let result = pool.ended(transfer, shard(rank), complete);
                     if result != expected {
                         return Some(format!("{transfer}, {rank}: {result:?}, not {expected:?}"));
                     }

@@ -8,7 +8,7 @@ use crate::pool::Pin;
 use crate::refusal::Refusal;
 use crate::session::PinnedRun;
 use kvferry_types::{
-    Answer, DeviceEnd, Direction, Edge, EngineId, GroupGeometry, LoadAnswer, Replica, Transfer,
+    Answer, DeviceEnd, Edge, EngineId, GroupGeometry, LoadAnswer, Replica, Transfer,
 };
 use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TransferId};
 
@@ -61,7 +61,8 @@ impl Leader {
         }
         let (replica, geometry) = self.served(reply_to.engine)?;
         check_device_pages(geometry, "destination", destination)?;
-        let (tokens_per_page, ranks) = (geometry.engine_page_tokens, self.roster.ranks());
+        let (tokens_per_page, workers) =
+            (geometry.engine_page_tokens, self.roster.loading(replica));
         let layout = geometry.layout_fingerprint;
         self.check_current(reply_to, id)?;
         let Some(pool) = self.tier.serving_mut() else {
@@ -109,9 +110,8 @@ impl Leader {
         let transfer = TransferId(self.next_id);
         let begun = Begun {
             id: transfer,
-            replica,
-            direction: Direction::Load,
-            ranks,
+            edge: Edge::LOAD,
+            workers: workers.clone(),
             pages,
             deadline: reply_to.deadline,
         };
@@ -132,11 +132,7 @@ impl Leader {
             record: None,
             deadline: reply_to.deadline,
         };
-        effects.push(LeaderEffect::Transfer {
-            replica,
-            ranks,
-            transfer,
-        });
+        effects.push(LeaderEffect::Transfer { workers, transfer });
         Ok(())
     }
 

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use crate::Contradiction;
 use crate::arena::ARENA_PAGES_MAX;
-use crate::event::{AttachRequest, LeaderEffect, WorkerMemory};
-use crate::rank_set::{RANKS_MAX, RankSet};
+use crate::event::{AttachRequest, LeaderEffect, WorkerMemory, Workers};
 use crate::refusal::Refusal;
+use crate::shard_set::{SHARDS_MAX, ShardSet};
 use kvferry_types::{
     AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, Rank, Replica, Shard,
     Sharding, Time, TransferId, WorkerId,
@@ -61,7 +61,7 @@ pub(super) struct Roster {
 
 impl Roster {
     pub(super) fn new(replicas: u16, sharding: Sharding) -> Self {
-        let (replicas, ranks) = (replicas.min(REPLICAS_MAX), sharding.ranks().min(RANKS_MAX));
+        let (replicas, ranks) = (replicas.min(REPLICAS_MAX), sharding.ranks().min(SHARDS_MAX));
         Self {
             ranks,
             sharding,
@@ -176,18 +176,22 @@ impl Roster {
         found.map(|(replica, memory)| (replica, &memory.geometry))
     }
 
-    /// All ranks of an engine: each of them copies a load.
-    pub(super) fn ranks(&self) -> RankSet {
-        RankSet::first(self.ranks)
+    /// The workers of all ranks of a replica: each of them copies a load.
+    pub(super) fn loading(&self, replica: Replica) -> Workers {
+        let ranks = (0..self.ranks).map(Rank);
+        ranks.map(|rank| WorkerId { replica, rank }).collect()
     }
 
-    /// One rank of each shard, which stores the KV that all ranks of that shard hold; `number` rotates the choice.
-    pub(super) fn storing_ranks(&self, number: u64) -> RankSet {
-        let mut storing_ranks = RankSet::default();
-        for rank in self.sharding.representatives(number) {
-            storing_ranks.insert(rank);
-        }
-        storing_ranks
+    /// The worker of one rank of each shard of a replica, which stores the KV that all ranks of that shard hold;
+    /// `number` rotates the choice.
+    pub(super) fn storing(&self, replica: Replica, number: u64) -> Workers {
+        let ranks = self.sharding.representatives(number);
+        ranks.map(|rank| WorkerId { replica, rank }).collect()
+    }
+
+    /// The shards of an engine's KV.
+    pub(super) fn shard_set(&self) -> ShardSet {
+        ShardSet::first(self.sharding.shards())
     }
 
     /// The shard that a worker's rank holds.

@@ -13,9 +13,9 @@ use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pin, Pool, ReservationKind, Reserved};
 use crate::refusal::Refusal;
 use crate::session::{HASH_BYTES_PER_ENGINE_MAX, Slot};
-use kvferry_types::{Answer, DeviceEnd, Direction, Edge, StoreAnswer, Transfer};
+use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
-    EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, Rank, RequestId, SlotId,
+    EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, RequestId, Shard, SlotId,
     TransferId,
 };
 
@@ -287,8 +287,9 @@ impl Leader {
         check_device_pages(geometry, "source", source)?;
         let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
-        // All copies of a store are for the same ranks, so they fit into one message to each rank.
-        let ranks = self.roster.storing_ranks(self.stores.last);
+        // All copies of a store are for the same workers, so that they share messages.
+        let workers = self.roster.storing(replica, self.stores.last);
+        let shards = self.roster.shard_set();
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
         self.check_current(reply_to, id)?;
@@ -361,16 +362,14 @@ impl Leader {
                 deadline: reply_to.deadline,
             };
             effects.push(LeaderEffect::Transfer {
-                replica,
-                ranks,
+                workers: workers.clone(),
                 transfer,
             });
-            pool.start_filling(id, ranks);
+            pool.start_filling(id, shards);
             let begun = Begun {
                 id,
-                replica,
-                direction: Direction::Store,
-                ranks,
+                edge: Edge::STORE,
+                workers: workers.clone(),
                 pages: run.count,
                 deadline: reply_to.deadline,
             };
@@ -401,19 +400,19 @@ impl Leader {
         Ok(None)
     }
 
-    /// Notes the end of one rank's copy into a reservation. The last end publishes or frees the pages and notifies the
+    /// Notes the end of one shard's copy into a reservation. The last end publishes or frees the pages and notifies the
     /// stores that wait for it.
     pub(super) fn filled(
         &mut self,
         transfer: TransferId,
-        rank: Rank,
+        shard: Shard,
         complete: bool,
         effects: &mut Vec<LeaderEffect>,
     ) {
         let Some(pool) = self.tier.pool_mut() else {
             return;
         };
-        let Some(published) = pool.ended(transfer, rank, complete) else {
+        let Some(published) = pool.ended(transfer, shard, complete) else {
             return;
         };
         self.counts.failed_copies += u64::from(!published);

@@ -3,12 +3,12 @@
 use super::*;
 use crate::event::{AttachRequest, WorkerMemory};
 use crate::pool::Pool;
-use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
+use crate::shard_set::ShardSet;
 use kvferry_types::{
     Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, Rank,
-    Replica, Request,
+    Replica, Request, Shard,
 };
 
 #[test]
@@ -30,8 +30,8 @@ fn a_pin_without_a_holder_is_detected() {
     );
     assert_eq!(room, 2);
     let transfer = reserved[0].transfer;
-    pool.start_filling(transfer, RankSet::first(1));
-    assert_eq!(pool.ended(transfer, Rank(0), true), Some(true));
+    pool.start_filling(transfer, ShardSet::first(1));
+    assert_eq!(pool.ended(transfer, Shard(0), true), Some(true));
     let block = pool.view().next().expect("a block").index;
 
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));

@@ -1,16 +1,15 @@
-//! Copies in flight: which ranks owe their ends, and what follows from deadlines and ends.
+//! Transfers in flight: which workers owe their ends, and what follows from deadlines and ends.
 //!
-//! [`Transfers`] knows neither loads nor stores. A transfer has ended when every rank has reported its end; until then
-//! its workers may touch memory. A store's pages are published by the set of ranks of their reservation, which lies in
-//! the pool.
+//! [`Transfers`] knows neither loads nor stores. A transfer has ended when every worker that carries it out has reported
+//! its end; until then those workers may touch memory. Pages that a transfer writes are published by another set, the
+//! shards of their reservation, which lies in the pool.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::event::{CANCELLED_MAX, LeaderEffect};
-use crate::rank_set::RankSet;
-use kvferry_types::{Direction, EndedCopy, Rank, Replica, Time, TransferId, WorkerId};
+use crate::event::{CANCELLED_MAX, LeaderEffect, Workers};
+use kvferry_types::{Direction, Edge, EndedCopy, TierId, Time, TransferId, WorkerId};
 
 use super::Leader;
 use super::timers::{Timer, Timers};
@@ -19,16 +18,15 @@ use super::timers::{Timer, Timers};
 /// stopped for a while counts that time as one check, because the answers may be in its own mailbox.
 pub(super) const CHECKS_MAX: u32 = 4;
 
-/// One copy that was ordered and has not ended on every rank.
+/// One transfer that was ordered and has not ended on every worker.
 #[derive(Debug)]
 struct TransferInFlight {
-    replica: Replica,
-    direction: Direction,
-    /// Ranks that have not reported their end.
-    missing: RankSet,
-    /// Ranks that reported a failure.
+    edge: Edge,
+    /// Workers that have not reported their end, and may still read and write the pages.
+    touching: Workers,
+    /// Workers that reported a failure.
     failed: u32,
-    /// Pages, from the first on, that were copied completely on every rank that has ended; at first all pages.
+    /// Pages, from the first on, that were copied completely on every worker that has ended; at first all pages.
     complete_pages: u32,
     /// When the copy is checked next: at its deadline, then every quarter of the fence time.
     next: Time,
@@ -38,31 +36,38 @@ struct TransferInFlight {
 
 impl TransferInFlight {
     fn awaits(&self, worker: WorkerId) -> bool {
-        self.replica == worker.replica && self.missing.contains(worker.rank)
+        self.touching.contains(&worker)
+    }
+
+    /// Notes the end on one worker. Returns false if that end is known, or the worker does not take part.
+    fn ended(&mut self, worker: WorkerId) -> bool {
+        let place = self.touching.iter().position(|other| *other == worker);
+        place
+            .map(|place| self.touching.swap_remove(place))
+            .is_some()
     }
 }
 
-/// A copy that is begun.
-#[derive(Debug, Clone, Copy)]
+/// A transfer that is begun.
+#[derive(Debug, Clone)]
 pub(super) struct Begun {
     pub(super) id: TransferId,
-    pub(super) replica: Replica,
-    pub(super) direction: Direction,
-    pub(super) ranks: RankSet,
+    pub(super) edge: Edge,
+    pub(super) workers: Workers,
     pub(super) pages: u32,
     pub(super) deadline: Time,
 }
 
-/// How a copy ended on one rank.
+/// How a transfer ended on one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum RankEnd {
+enum WorkerEnd {
     /// Every byte was copied.
     Complete,
     /// Only the first `complete_pages` pages were copied completely.
     Failed { complete_pages: u32 },
 }
 
-impl RankEnd {
+impl WorkerEnd {
     fn of(copy: &EndedCopy) -> Self {
         match copy.complete {
             true => Self::Complete,
@@ -73,19 +78,19 @@ impl RankEnd {
     }
 }
 
-/// How a copy ended on all of its ranks.
+/// How a transfer ended on all of its workers.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TransferOutcome {
-    /// Ranks on which the copy failed.
+    /// Workers on which the transfer failed.
     pub(super) failed: u32,
-    /// Pages, from the first on, that were copied completely on every rank.
+    /// Pages, from the first on, that were copied completely on every worker.
     pub(super) complete_pages: u32,
 }
 
 /// A check of a copy whose deadline has passed.
 #[derive(Debug)]
 struct Late {
-    direction: Direction,
+    edge: Edge,
     /// The first check, at the deadline itself.
     first: bool,
     /// Workers that did not report within the fence time.
@@ -104,9 +109,8 @@ impl Transfers {
     pub(super) fn begin(&mut self, begun: Begun, timers: &mut Timers) {
         timers.set(begun.deadline, Timer::Copy(begun.id));
         let transfer = TransferInFlight {
-            replica: begun.replica,
-            direction: begun.direction,
-            missing: begun.ranks,
+            edge: begun.edge,
+            touching: begun.workers,
             failed: 0,
             complete_pages: begun.pages,
             next: begun.deadline,
@@ -115,32 +119,32 @@ impl Transfers {
         self.in_flight.insert(begun.id, transfer);
     }
 
-    /// Notes the end of a copy on one rank. Returns its direction, and the outcome if this was the last rank; `None`
-    /// when that end was already known or is of no copy in flight.
+    /// Notes the end of a transfer on one worker. Returns its edge, and the outcome if this was the last worker; `None`
+    /// when that end was already known or is of no transfer in flight.
     fn ended(
         &mut self,
         worker: WorkerId,
         id: TransferId,
-        end: RankEnd,
+        end: WorkerEnd,
         timers: &mut Timers,
-    ) -> Option<(Direction, Option<TransferOutcome>)> {
+    ) -> Option<(Edge, Option<TransferOutcome>)> {
         let transfer = self.in_flight.get_mut(&id)?;
-        if transfer.replica != worker.replica || !transfer.missing.remove(worker.rank) {
+        if !transfer.ended(worker) {
             return None;
         }
-        if let RankEnd::Failed { complete_pages } = end {
+        if let WorkerEnd::Failed { complete_pages } = end {
             transfer.failed += 1;
             transfer.complete_pages = complete_pages.min(transfer.complete_pages);
         }
         let TransferInFlight {
-            direction,
+            edge,
             failed,
             complete_pages,
             next,
             ..
         } = *transfer;
-        if !transfer.missing.is_empty() {
-            return Some((direction, None));
+        if !transfer.touching.is_empty() {
+            return Some((edge, None));
         }
         self.in_flight.remove(&id);
         timers.clear(next, Timer::Copy(id));
@@ -148,7 +152,7 @@ impl Transfers {
             failed,
             complete_pages,
         };
-        Some((direction, Some(outcome)))
+        Some((edge, Some(outcome)))
     }
 
     /// Checks a copy whose timer has expired, and schedules the next check.
@@ -164,24 +168,21 @@ impl Transfers {
         transfer.checks = transfer.checks.saturating_add(1);
         transfer.next = now + fence / 4;
         timers.set(transfer.next, Timer::Copy(id));
-        let replica = transfer.replica;
-        let ranks = transfer.missing.iter().filter(|_| expired);
+        let touching = transfer.touching.iter().filter(|_| expired);
         Some(Late {
-            direction: transfer.direction,
+            edge: transfer.edge,
             first,
-            expired: ranks.map(|rank| WorkerId { replica, rank }).collect(),
+            expired: touching.copied().collect(),
         })
     }
 
-    /// Cancels a copy on the ranks where it has not ended, at the end of this step.
+    /// Cancels a transfer on the workers where it has not ended, at the end of this step.
     pub(super) fn cancel(&mut self, id: TransferId) {
         let Some(transfer) = self.in_flight.get(&id) else {
             return;
         };
-        let replica = transfer.replica;
-        for rank in transfer.missing.iter() {
-            let worker = WorkerId { replica, rank };
-            self.cancels.entry(worker).or_default().insert(id);
+        for worker in &transfer.touching {
+            self.cancels.entry(*worker).or_default().insert(id);
         }
     }
 
@@ -203,11 +204,11 @@ impl Transfers {
         })
     }
 
-    /// The copies whose end a worker owes.
-    fn awaited_from(&self, worker: WorkerId) -> impl Iterator<Item = (TransferId, Direction)> {
+    /// The transfers whose end a worker owes.
+    fn awaited_from(&self, worker: WorkerId) -> impl Iterator<Item = (TransferId, Edge)> {
         let in_flight = self.in_flight.iter();
         let awaited = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
-        awaited.map(|(id, transfer)| (*id, transfer.direction))
+        awaited.map(|(id, transfer)| (*id, transfer.edge))
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -218,12 +219,12 @@ impl Transfers {
         self.in_flight.len()
     }
 
-    /// Checks that every copy waits for a rank. `Err` names the first contradiction.
+    /// Checks that every transfer waits for a worker. `Err` names the first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut in_flight = self.in_flight.iter();
-        match in_flight.find(|(_, transfer)| transfer.missing.is_empty()) {
+        match in_flight.find(|(_, transfer)| transfer.touching.is_empty()) {
             None => Ok(()),
-            Some((id, _)) => Err(format!("copy {} waits for no rank", id.0).into()),
+            Some((id, _)) => Err(format!("{id} waits for no worker").into()),
         }
     }
 }
@@ -236,10 +237,9 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         for copy in copies {
-            if let Some(direction) =
-                self.copy_ended(worker, copy.transfer, RankEnd::of(copy), effects)
+            if let Some(edge) = self.copy_ended(worker, copy.transfer, WorkerEnd::of(copy), effects)
             {
-                self.count_bytes(direction, copy);
+                self.count_bytes(edge, copy);
             }
         }
     }
@@ -252,35 +252,30 @@ impl Leader {
             .map(|(id, _)| id)
             .collect();
         for id in ids {
-            self.copy_ended(worker, id, RankEnd::Failed { complete_pages: 0 }, effects);
+            self.copy_ended(worker, id, WorkerEnd::Failed { complete_pages: 0 }, effects);
         }
     }
 
-    /// Notes the end of a copy on one rank. Returns its direction, or `None` when that end was already known or is of
-    /// no copy in flight.
+    /// Notes the end of a transfer on one worker. Returns its edge, or `None` when that end was already known or is of no
+    /// transfer in flight.
     fn copy_ended(
         &mut self,
         worker: WorkerId,
         id: TransferId,
-        end: RankEnd,
+        end: WorkerEnd,
         effects: &mut Vec<LeaderEffect>,
-    ) -> Option<Direction> {
-        let (direction, outcome) = self.transfers.ended(worker, id, end, &mut self.timers)?;
-        match direction {
-            Direction::Store => {
-                let transfer = id;
-                self.filled(transfer, worker.rank, end == RankEnd::Complete, effects);
-            }
-            Direction::Load => {
-                if let Some(outcome) = outcome {
-                    self.load_ended(id, outcome, effects);
-                }
-            }
+    ) -> Option<Edge> {
+        let (edge, outcome) = self.transfers.ended(worker, id, end, &mut self.timers)?;
+        if edge.to != TierId::Device {
+            let shard = self.roster.shard_of(worker);
+            self.filled(id, shard, end == WorkerEnd::Complete, effects);
+        } else if let Some(outcome) = outcome {
+            self.load_ended(id, outcome, effects);
         }
-        Some(direction)
+        Some(edge)
     }
 
-    /// The deadline of a copy has passed: cancels the copy on the ranks where it has not ended, and again every quarter
+    /// The deadline of a copy has passed: cancels the copy on the workers where it has not ended, and again every quarter
     /// of the fence time. Its pages are not reused before it has ended everywhere. After the fence time only the death
     /// of its workers proves that the pages are not written any longer.
     pub(super) fn copy_due(&mut self, now: Time, id: TransferId, effects: &mut Vec<LeaderEffect>) {
@@ -290,7 +285,7 @@ impl Leader {
         };
         if late.first {
             self.counts.late_copies += 1;
-            if late.direction == Direction::Store
+            if late.edge.to != TierId::Device
                 && let Some(pool) = self.tier.pool_mut()
             {
                 pool.quarantine(id);
@@ -313,29 +308,35 @@ impl Leader {
         effects.extend(fenced.into_iter().map(LeaderEffect::FenceWorker));
     }
 
-    fn count_bytes(&mut self, direction: Direction, copy: &EndedCopy) {
-        match direction {
-            Direction::Store => {
+    fn count_bytes(&mut self, edge: Edge, copy: &EndedCopy) {
+        match edge.direction() {
+            Some(Direction::Store) => {
                 self.counts.gathered_bytes += copy.bytes;
                 self.counts.gather_us += copy.copy_us;
             }
-            Direction::Load => {
+            Some(Direction::Load) => {
                 self.counts.scattered_bytes += copy.bytes;
                 self.counts.scatter_us += copy.copy_us;
             }
+            None => {}
         }
     }
 
-    /// Number of copies of this direction whose end this worker owes.
-    pub fn awaited_from(&self, worker: WorkerId, direction: Direction) -> usize {
+    /// Number of transfers over this edge whose end this worker owes.
+    pub fn awaited_from(&self, worker: WorkerId, edge: Edge) -> usize {
         let awaited = self.transfers.awaited_from(worker);
-        awaited.filter(|(_, awaited)| *awaited == direction).count()
+        awaited.filter(|(_, awaited)| *awaited == edge).count()
     }
 
-    /// Copies that have not ended, with the ranks that owe their ends: for checks.
-    pub fn awaited(&self) -> impl Iterator<Item = (TransferId, Replica, Vec<Rank>)> {
+    /// True while this worker owes the end of a transfer.
+    pub fn is_awaited(&self, worker: WorkerId) -> bool {
+        self.transfers.awaited_from(worker).next().is_some()
+    }
+
+    /// Transfers that have not ended, with the workers that owe their ends: for checks.
+    pub fn awaited(&self) -> impl Iterator<Item = (TransferId, &Workers)> {
         let in_flight = self.transfers.in_flight.iter();
-        in_flight.map(|(id, transfer)| (*id, transfer.replica, transfer.missing.iter().collect()))
+        in_flight.map(|(id, transfer)| (*id, &transfer.touching))
     }
 }
 
@@ -344,57 +345,61 @@ mod tests {
     use super::*;
     use crate::anchor::AnchorKey;
     use crate::leader::LeaderSettings;
-    use kvferry_types::{Epoch, Ratio};
+    use kvferry_types::{Epoch, Rank, Ratio, Replica};
 
-    fn begun(id: u64, direction: Direction, replica: u16) -> Begun {
+    fn worker(replica: u16, rank: u16) -> WorkerId {
+        WorkerId {
+            replica: Replica(replica),
+            rank: Rank(rank),
+        }
+    }
+
+    fn begun(id: u64, edge: Edge, replica: u16) -> Begun {
         Begun {
             id: TransferId(id),
-            replica: Replica(replica),
-            direction,
-            ranks: RankSet::first(2),
+            edge,
+            workers: [worker(replica, 0), worker(replica, 1)]
+                .into_iter()
+                .collect(),
             pages: 4,
             deadline: Time(100),
         }
     }
 
     #[test]
-    fn a_copy_that_waits_for_no_rank_is_detected() {
+    fn a_copy_that_waits_for_no_worker_is_detected() {
         let (mut transfers, mut timers) = (Transfers::default(), Timers::default());
-        transfers.begin(begun(3, Direction::Load, 0), &mut timers);
+        transfers.begin(begun(3, Edge::LOAD, 0), &mut timers);
         assert_eq!(transfers.check(), Ok(()));
         for transfer in transfers.in_flight.values_mut() {
-            transfer.missing = RankSet::first(0);
+            transfer.touching.clear();
         }
-        let why = transfers.check().expect_err("no rank is missing");
-        assert_eq!(why.to_string(), "copy 3 waits for no rank");
+        let why = transfers.check().expect_err("no worker is awaited");
+        assert_eq!(why.to_string(), "transfer 3 waits for no worker");
     }
 
     #[test]
-    fn copies_are_counted_by_the_worker_that_owes_them_and_by_direction() {
+    fn copies_are_counted_by_the_worker_that_owes_them_and_by_edge() {
         let ratio = Ratio::new(4).expect("in bounds");
         let settings = LeaderSettings::new(Epoch(1), 2, ratio, AnchorKey([1; 32]));
         let mut leader = Leader::new(settings);
-        for (id, direction, replica) in [
-            (1, Direction::Store, 0),
-            (2, Direction::Store, 0),
-            (3, Direction::Load, 0),
-            (4, Direction::Load, 1),
+        for (id, edge, replica) in [
+            (1, Edge::STORE, 0),
+            (2, Edge::STORE, 0),
+            (3, Edge::LOAD, 0),
+            (4, Edge::LOAD, 1),
         ] {
-            let begun = begun(id, direction, replica);
+            let begun = begun(id, edge, replica);
             leader.transfers.begin(begun, &mut leader.timers);
         }
-        let worker = |replica, rank| WorkerId {
-            replica: Replica(replica),
-            rank: Rank(rank),
-        };
         for (worker, stores, loads) in [
             (worker(0, 0), 2, 1),
             (worker(0, 1), 2, 1),
             (worker(1, 1), 0, 1),
             (worker(0, 2), 0, 0),
         ] {
-            assert_eq!(leader.awaited_from(worker, Direction::Store), stores);
-            assert_eq!(leader.awaited_from(worker, Direction::Load), loads);
+            assert_eq!(leader.awaited_from(worker, Edge::STORE), stores);
+            assert_eq!(leader.awaited_from(worker, Edge::LOAD), loads);
         }
     }
 }

@@ -19,15 +19,15 @@ pub trait LeaderHost: HolderPeers {
     /// Answers a request. Never waits for a peer that is gone or does not read.
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message);
 
-    /// Sends an order that the worker must carry out within `deadline`. Returns false when the order was not sent: no
-    /// answer will come.
+    /// Sends one order to each of these workers, who must carry it out within `deadline`. Returns those to whom the
+    /// order was not sent: no answer of theirs will come.
     fn order(
         &mut self,
-        peer: PeerId,
+        peers: &[PeerId],
         order: RequestId,
         message: Message,
         deadline: Duration,
-    ) -> bool;
+    ) -> Vec<PeerId>;
 
     /// Opens a handle to a process whose end is reported from then on, with [`super::LeaderShell::worker_exited`].
     fn watch(&mut self, pid: i32) -> Option<Self::Process>;

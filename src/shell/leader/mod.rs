@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::Holder;
 use kvferry_core::{
     AttachRequest, CANCELLED_MAX, LOAD_RUNS_MAX, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
-    RankSet, Refusal, WorkerMemory,
+    Refusal, WorkerMemory, Workers,
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
@@ -20,8 +20,8 @@ use kvferry_protocol::{
     Message, ReadInventory, Readiness, TransferOrder,
 };
 use kvferry_types::{
-    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, PeerId, Replica, Request, RequestId,
-    ResetId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, PeerId, Request, RequestId, ResetId,
+    Time, Transfer, TransferId, WorkerId,
 };
 
 use errors::to_error;
@@ -259,7 +259,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         host.before_step(&self.core, &event);
         self.core.step(host.now(), event, &mut effects);
         host.after_step(&self.core, &effects);
-        let mut transfers: Vec<(Replica, RankSet, Transfer)> = Vec::new();
+        let mut transfers: Vec<(Workers, Transfer)> = Vec::new();
         for effect in effects.drain(..) {
             match effect {
                 LeaderEffect::Answer { engine, id, answer } => {
@@ -270,15 +270,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     attach,
                     verdict,
                 } => self.admit(host, worker, attach, verdict),
-                LeaderEffect::Transfer {
-                    replica,
-                    ranks,
-                    transfer,
-                } => transfers.push((replica, ranks, transfer)),
+                LeaderEffect::Transfer { workers, transfer } => transfers.push((workers, transfer)),
                 LeaderEffect::Cancel { worker, transfers } => {
                     let transfers = transfers.into_iter().map(|transfer| transfer.0).collect();
                     let cancel = Message::Cancel(Cancel { transfers });
-                    self.order(host, worker, cancel, Duration::ZERO);
+                    self.order(host, &[worker], cancel, Duration::ZERO);
                 }
                 LeaderEffect::Invalidate {
                     worker,
@@ -289,7 +285,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 } => {
                     let invalidate = Message::Invalidate(Invalidate::new(id, &scope, through));
                     let left = host.now().until(deadline);
-                    self.order(host, worker, invalidate, left);
+                    self.order(host, &[worker], invalidate, left);
                 }
                 LeaderEffect::ReadInventory {
                     worker,
@@ -304,7 +300,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                         read_id: reading,
                         from,
                     });
-                    self.order(host, worker, read, Duration::ZERO);
+                    self.order(host, &[worker], read, Duration::ZERO);
                 }
                 LeaderEffect::FenceWorker(worker) => self.fence(host, worker),
             }
@@ -313,52 +309,50 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.transfer(host, &transfers)
     }
 
-    /// Orders the transfers of a step. Transfers of one request for the same ranks share messages: as few to each rank
-    /// as they fit into. Returns the ends of transfers that no worker will report, because their message could not be
+    /// Orders the transfers of a step. Transfers of one request for the same workers share messages: as few as they fit
+    /// into, each encoded once for all of these workers. Returns the ends of transfers that no worker will report, because their message could not be
     /// encoded or sent.
     fn transfer<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
-        transfers: &[(Replica, RankSet, Transfer)],
+        transfers: &[(Workers, Transfer)],
     ) -> Vec<LeaderEvent> {
         let mut unsent = Vec::new();
-        let same_ranks = |one: &(Replica, RankSet, Transfer),
-                          other: &(Replica, RankSet, Transfer)| {
-            (one.0, one.1) == (other.0, other.1)
-        };
-        for group in transfers.chunk_by(same_ranks) {
-            let list: Vec<&Transfer> = group.iter().map(|(_, _, transfer)| transfer).collect();
-            let (replica, ranks) = (group[0].0, group[0].1);
+        for group in transfers.chunk_by(|(one, _), (other, _)| one == other) {
+            let list: Vec<&Transfer> = group.iter().map(|(_, transfer)| transfer).collect();
+            let workers = &group[0].0;
             for (deadline, order) in TransferOrder::all_of(&list) {
                 let left = host.now().until(deadline);
-                for rank in ranks.iter() {
-                    let worker = WorkerId { replica, rank };
-                    if !self.order(host, worker, Message::Transfer(order.clone()), left) {
-                        let transfers = order.transfers.len();
-                        tracing::warn!(%worker, transfers, "order not sent: its transfers count as failed");
-                        unsent.push(LeaderEvent::Ended {
-                            worker,
-                            epoch: self.settings.epoch,
-                            copies: order.unsent(),
-                        });
-                    }
+                let copies = order.unsent();
+                for worker in self.order(host, workers, Message::Transfer(order), left) {
+                    let transfers = copies.len();
+                    tracing::warn!(%worker, transfers, "order not sent: its transfers count as failed");
+                    unsent.push(LeaderEvent::Ended {
+                        worker,
+                        epoch: self.settings.epoch,
+                        copies: copies.clone(),
+                    });
                 }
             }
         }
         unsent
     }
 
+    /// Sends one order to each of these workers. Returns those to whom it was not sent.
     fn order<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
-        worker: WorkerId,
+        workers: &[WorkerId],
         message: Message,
         deadline: Duration,
-    ) -> bool {
+    ) -> Vec<WorkerId> {
         self.next_order += 1;
         let correlation = RequestId(self.next_order);
-        let peer = self.workers.get(&worker).map(|worker| worker.holder.peer);
-        peer.is_some_and(|peer| host.order(peer, correlation, message, deadline))
+        let peer = |worker: &WorkerId| Some(self.workers.get(worker)?.holder.peer);
+        let peers: Vec<PeerId> = workers.iter().filter_map(peer).collect();
+        let unsent = host.order(&peers, correlation, message, deadline);
+        let is_unsent = |worker: &&WorkerId| peer(worker).is_none_or(|peer| unsent.contains(&peer));
+        workers.iter().filter(is_unsent).copied().collect()
     }
 
     fn answer<H: LeaderHost<Process = P>>(

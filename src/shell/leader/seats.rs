@@ -11,7 +11,7 @@ use super::{LeaderHost, LeaderShell};
 use crate::{Holder, InUse};
 use kvferry_core::LeaderEvent;
 use kvferry_protocol::{ErrorBody, Hello, Role};
-use kvferry_types::{AttachId, Direction, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
+use kvferry_types::{AttachId, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
 
 /// The role of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -199,8 +199,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     /// True while a copy of this worker has not ended, a request for its inventory is unanswered, or an order of an
     /// older leader may be in flight on it: its process may read or write.
     fn may_write(&self, worker: WorkerId) -> bool {
-        let mut directions = [Direction::Load, Direction::Store].into_iter();
-        directions.any(|direction| self.core.awaited_from(worker, direction) > 0)
+        self.core.is_awaited(worker)
             || self.core.has_unanswered_read(worker)
             || !self.core.is_clear(worker)
     }

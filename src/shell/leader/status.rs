@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use kvferry_protocol::{ErrorBody, ErrorCode, RankStatus, Readiness, StatusAnswer};
-use kvferry_types::{Direction, Rank, Replica, Time, WorkerId};
+use kvferry_types::{Edge, Rank, Replica, Time, WorkerId};
 
 use super::{LeaderHost, LeaderShell};
 
@@ -49,8 +49,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
             rank: worker.rank.0,
             attached: self.core.is_attached(worker),
             pid: pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
-            gathers: self.awaited_from(worker, Direction::Store),
-            scatters: self.awaited_from(worker, Direction::Load),
+            gathers: self.awaited_from(worker, Edge::STORE),
+            scatters: self.awaited_from(worker, Edge::LOAD),
             host_ready_bytes: readiness.ready_bytes,
             host_bytes: readiness.bytes,
             host_pinned_bytes: readiness.pinned_bytes,
@@ -58,8 +58,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    fn awaited_from(&self, worker: WorkerId, direction: Direction) -> u32 {
-        u32::try_from(self.core.awaited_from(worker, direction)).unwrap_or(u32::MAX)
+    fn awaited_from(&self, worker: WorkerId, edge: Edge) -> u32 {
+        u32::try_from(self.core.awaited_from(worker, edge)).unwrap_or(u32::MAX)
     }
 
     /// Refuses an audit that comes less than [`CHECK_PAUSE`] after the last one: an audit walks the whole arena, and no

@@ -8,7 +8,7 @@ use kvferry_protocol::{
     AttachedMemory, Ended, Hello, Inventory, Lookup, RankStatus, Reset, Role, Status, Store,
     VERSION,
 };
-use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Sharding};
+use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, Sharding};
 
 const EPOCH: Epoch = Epoch(3);
 const DEPOT: [u8; 16] = [7; 16];
@@ -65,9 +65,16 @@ impl LeaderHost for Process {
         self.replies.push((peer.0, message));
     }
 
-    fn order(&mut self, peer: PeerId, _: RequestId, message: Message, _: Duration) -> bool {
-        self.orders.push((peer.0, message));
-        true
+    fn order(
+        &mut self,
+        peers: &[PeerId],
+        _: RequestId,
+        message: Message,
+        _: Duration,
+    ) -> Vec<PeerId> {
+        let orders = peers.iter().map(|peer| (peer.0, message.clone()));
+        self.orders.extend(orders);
+        Vec::new()
     }
 
     fn watch(&mut self, pid: i32) -> Option<i32> {

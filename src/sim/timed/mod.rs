@@ -24,7 +24,7 @@ use crate::ReplayError;
 use crate::sequential::{ENGINE, attach};
 use kvferry_core::{
     BatchId, Leader, LeaderEffect, LeaderEvent, MemoryBounds, RUNNING_COPIES_MAX, Refusal, Worker,
-    WorkerEffect, WorkerEvent, WorkerSettings,
+    WorkerEffect, WorkerEvent, WorkerSettings, Workers,
 };
 use kvferry_types::{
     Answer, AttachId, Direction, EndedCopy, GroupGeometry, Rank, Replica, Request, RequestId,
@@ -299,7 +299,7 @@ impl Timed {
         let mut effects = std::mem::take(&mut self.effects);
         self.leader.step(self.now, event, &mut effects);
         // The copies of one step belong to one request: each rank receives them in one message.
-        let mut to = None;
+        let mut to = Workers::new();
         let mut copies = Vec::new();
         for effect in effects.drain(..) {
             match effect {
@@ -307,11 +307,10 @@ impl Timed {
                     self.send(TimedEvent::Answered { id, answer })
                 }
                 LeaderEffect::Transfer {
-                    ranks,
+                    workers,
                     transfer: copy,
-                    ..
                 } => {
-                    to = Some(ranks);
+                    to = workers;
                     copies.push(copy);
                 }
                 LeaderEffect::Cancel { worker, transfers } => {
@@ -328,7 +327,7 @@ impl Timed {
             }
         }
         self.effects = effects;
-        for rank in to.iter().flat_map(|ranks| ranks.iter()) {
+        for WorkerId { rank, .. } in to {
             self.batches += 1;
             let (batch, copies) = (BatchId(self.batches), copies.clone());
             self.send(TimedEvent::Ordered {

@@ -154,13 +154,12 @@ impl LeaderHost for Host<'_> {
 
     fn order(
         &mut self,
-        peer: PeerId,
+        peers: &[PeerId],
         order: RequestId,
         message: Message,
         deadline: Duration,
-    ) -> bool {
-        let id = connection(peer);
-        self.server.order(self.env, id, order, message, deadline)
+    ) -> Vec<PeerId> {
+        self.server.order(self.env, peers, order, message, deadline)
     }
 
     fn watch(&mut self, pid: i32) -> Option<i32> {

@@ -9,6 +9,7 @@ use super::net::{ConnectionEnd, ConnectionId, Received};
 use kvferry_protocol::{Envelope, Hello, Message, Role, decode};
 use kvferry_session::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
+    order_envelope,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -126,18 +127,21 @@ impl SimServer {
         }
     }
 
-    /// Sends an order. Returns false when it was not sent.
+    /// Sends an order. Returns the peers to which it was not sent.
     pub(super) fn order(
         &mut self,
         env: &mut SimContext,
-        id: ConnectionId,
+        peers: &[PeerId],
         order: RequestId,
         message: Message,
         deadline: Duration,
-    ) -> bool {
-        let version = self.session.version(peer(id));
-        encode_order(version, self.session.epoch(), order, message, deadline)
-            .is_some_and(|encoded| Host::new(env).send(peer(id), encoded))
+    ) -> Vec<PeerId> {
+        let mut envelope = order_envelope(self.session.epoch(), order, message, deadline);
+        let mut send = |peer: &PeerId| {
+            let encoded = encode_order(self.session.version(*peer), &mut envelope);
+            encoded.is_some_and(|encoded| Host::new(env).send(*peer, encoded))
+        };
+        peers.iter().filter(|peer| !send(peer)).copied().collect()
     }
 }
 

@@ -9,8 +9,8 @@ use kvferry::cli::bench::rig::{HASH_BYTES, hashes};
 use kvferry::cli::bench::spread;
 use kvferry::cli::print_line;
 use kvferry::error::CommandError;
-use kvferry_core::{AnchorKey, Arena, Domain, Pool, RankSet};
-use kvferry_types::{GroupId, PageHashes, Rank, Ratio};
+use kvferry_core::{AnchorKey, Arena, Domain, Pool, ShardSet};
+use kvferry_types::{GroupId, PageHashes, Ratio, Shard};
 
 /// Pages of the longest run.
 const RUN_PAGES_MAX: u32 = 32;
@@ -283,8 +283,8 @@ fn pool_memory(blocks: u32, block_pages: u32) -> Result<Memory, CommandError> {
                 &mut evicted,
             );
             for reserved in reserved.drain(..) {
-                pool.start_filling(reserved.transfer, RankSet::first(1));
-                pool.ended(reserved.transfer, Rank(0), true);
+                pool.start_filling(reserved.transfer, ShardSet::first(1));
+                pool.ended(reserved.transfer, Shard(0), true);
             }
         }
     }

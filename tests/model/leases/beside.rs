@@ -128,7 +128,7 @@ impl RequestState {
         self.began.push(copy.id);
         let runs = leader
             .awaited()
-            .map(|(transfer, ..)| transfer)
+            .map(|(transfer, _)| transfer)
             .collect::<Vec<_>>();
         self.reading.retain(|(transfer, _)| runs.contains(transfer));
         let pair = &copy.pairs[0];
