@@ -253,6 +253,7 @@ fn copied(
         complete_pages: 0,
         bytes: 0,
         copy_us: 0,
+        bad_source: false,
     };
     for pairs in FragmentPair::parts(transfer.pairs, memory.layout.page_bytes, part_bytes) {
         let pages: u64 = pairs.iter().map(|pair| pair.dst.pages()).sum();

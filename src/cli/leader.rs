@@ -15,7 +15,7 @@ use kvferry_protocol::Role;
 use kvferry_transport::{
     Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
 };
-use kvferry_types::{Epoch, WorkerId};
+use kvferry_types::{Epoch, PerTier, WorkerId};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -55,7 +55,8 @@ impl Arguments {
             settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
             settings.host_tier = !self.no_tiers;
-            settings.depot_bytes = Some(config.g2.0 / u64::from(config.kv_shards.shards()));
+            let depot_bytes = config.g2.0 / u64::from(config.kv_shards.shards());
+            settings.depot_bytes = PerTier::host(depot_bytes);
             let server = Server::new(
                 listener,
                 ServerSettings {

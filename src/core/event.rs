@@ -2,8 +2,8 @@
 
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord, Request,
-    RequestId, ResetId, Scope, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord, PerTier,
+    Request, RequestId, ResetId, Scope, TierId, Time, Transfer, TransferId, WorkerId,
 };
 use smallvec::SmallVec;
 
@@ -15,6 +15,10 @@ pub type Workers = SmallVec<[WorkerId; 8]>;
 
 /// An input of the leader.
 #[derive(Debug, Clone)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one event is handled at a time, and none is stored"
+)]
 pub enum LeaderEvent {
     /// An engine sent its hello: for the first time, or again after its connection broke.
     EngineOpened(EngineId),
@@ -85,12 +89,19 @@ pub struct AttachRequest {
     pub shards: u16,
     /// Sequence number of the attach requests on one connection. A repeated number is a retry.
     pub attach: AttachId,
-    /// The depot of the worker's shard.
-    pub depot: DepotId,
-    /// Epoch of the leader that last requested that depot's inventory; 0 if none has.
-    pub depot_epoch: Epoch,
+    /// The depot of the worker's shard in each tier that the worker reaches.
+    pub depots: PerTier<AttachedDepot>,
     /// The memory of the worker's engine; `None` until the engine has registered it.
     pub memory: Option<WorkerMemory>,
+}
+
+/// The pages of one shard in one tier, as a worker that reaches them describes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttachedDepot {
+    /// The depot.
+    pub depot: DepotId,
+    /// Epoch of the leader that last requested its inventory; 0 if none has.
+    pub epoch: Epoch,
 }
 
 /// The memory that a worker copies from and to.
@@ -100,8 +111,15 @@ pub struct WorkerMemory {
     pub engine: EngineId,
     /// Page size, number of pages and layout of the memory.
     pub geometry: GroupGeometry,
-    /// Pages of that size that the depot has room for.
-    pub arena_pages: u32,
+    /// Pages of that size that the depot of each tier has room for.
+    pub arena_pages: PerTier<u32>,
+}
+
+impl WorkerMemory {
+    /// Pages that the depot of a tier has room for.
+    pub fn pages_of(&self, tier: TierId) -> u32 {
+        self.arena_pages.get(tier).copied().unwrap_or(0)
+    }
 }
 
 /// An output of the leader, for its caller to carry out.

@@ -37,7 +37,9 @@ pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 pub use contradiction::Contradiction;
-pub use event::{AttachRequest, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory, Workers};
+pub use event::{
+    AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory, Workers,
+};
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
     CANCELS_MAX, COUNTERS, Counter, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings,

@@ -1,6 +1,6 @@
 //! Refusals: why the leader does not carry out a request. Each names the field, the value and the remedy.
 
-use kvferry_types::{Epoch, RequestId, SlotId, WorkerId};
+use kvferry_types::{Epoch, RequestId, SlotId, TierId, WorkerId};
 
 /// A typed refusal. The caller loses no data: an engine computes the pages that it could not load.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -100,6 +100,14 @@ pub enum Refusal {
         worker: WorkerId,
         /// The attached worker of the same shard.
         other: WorkerId,
+    },
+    /// A worker names no depot for a tier of the leader.
+    #[error("{worker} names no depot for {tier}: start leader and workers with the same tiers")]
+    DepotMissing {
+        /// The worker that is refused.
+        worker: WorkerId,
+        /// The tier.
+        tier: TierId,
     },
     /// A worker has the depot of another shard.
     #[error(

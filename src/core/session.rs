@@ -9,7 +9,7 @@ use crate::decision::{Decision, RequestDigest};
 use crate::pool::Pin;
 use crate::refusal::Refusal;
 use kvferry_types::Answer;
-use kvferry_types::{EngineId, HashesDiffer, PageHashes, PageRun, RequestId, SlotId, Time};
+use kvferry_types::{EngineId, HashesDiffer, PageHashes, PageRun, RequestId, SlotId, TierId, Time};
 
 /// Most running requests of one engine. About 20 MB at 0.3 KB each, not counting their hashes, which
 /// [`HASH_BYTES_PER_ENGINE_MAX`] bounds.
@@ -22,6 +22,8 @@ pub const ANSWERS_KEPT: usize = 4096;
 /// Pages of a sequence that a lookup found in one block and holds.
 #[derive(Debug)]
 pub struct PinnedRun {
+    /// The tier of the block.
+    pub tier: TierId,
     /// Position of the block's first page in the sequence.
     pub position: u32,
     /// Number of readable pages.
@@ -563,6 +565,7 @@ mod tests {
         }
         for position in [0, 4, 8] {
             let run = PinnedRun {
+                tier: TierId::Host,
                 position,
                 pages: 4,
                 arena_start: 100 + position,

@@ -400,6 +400,7 @@ impl Job {
             complete_pages: u32::try_from(self.complete_pages).unwrap_or(u32::MAX),
             bytes: self.bytes,
             copy_us: u64::try_from(busy.as_micros()).unwrap_or(u64::MAX),
+            bad_source: false,
         }
     }
 

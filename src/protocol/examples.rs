@@ -1,10 +1,10 @@
 //! Example messages of every kind: the source of the golden vectors.
 
 use crate::body::{
-    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, Empty, Ended, ErrorBody,
-    FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, RankStatus,
-    ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status, StatusAnswer, Store,
-    TransferBody, TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, AttachDepot, Attached, AttachedMemory, Cancel, CancelStores, Empty, Ended,
+    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
+    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status,
+    StatusAnswer, Store, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -228,8 +228,12 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 ranks: 2,
                 kv_shards: 2,
                 attach: 2,
-                depot: [8; 16],
-                depot_epoch: 6,
+                depots: vec![AttachDepot {
+                    tier: 2,
+                    depot: [8; 16],
+                    epoch: 6,
+                    arena_pages: 4096,
+                }],
                 memory: Some(AttachedMemory {
                     engine: [1; 16],
                     geometry: GroupGeometry {
@@ -241,7 +245,6 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                         content_digest: [10; 16],
                         layout_fingerprint: [9; 16],
                     },
-                    arena_pages: 4096,
                 }),
             }),
         ),
@@ -294,6 +297,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                         complete_pages: 0,
                         bytes: 16_384,
                         copy_us: 12,
+                        bad_source: false,
                     },
                     EndedCopy {
                         transfer: TransferId(41),
@@ -301,6 +305,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                         complete_pages: 0,
                         bytes: 0,
                         copy_us: 0,
+                        bad_source: false,
                     },
                 ],
             }),

@@ -98,6 +98,7 @@ impl TransferOrder {
             complete_pages: 0,
             bytes: 0,
             copy_us: 0,
+            bad_source: false,
         });
         ended.collect()
     }

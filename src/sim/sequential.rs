@@ -4,9 +4,10 @@
 //! Leader and scheduler are the state machines of the live system; copies end at once on every rank.
 
 use crate::ReplayError;
-use kvferry_core::{AttachRequest, Leader, LeaderEffect, LeaderEvent, WorkerMemory};
+use kvferry_core::{AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, WorkerMemory};
 use kvferry_types::{
-    AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, Rank, Replica, Time, WorkerId,
+    AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PerTier, Rank, Replica, Time,
+    WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served};
 
@@ -29,12 +30,14 @@ pub(super) fn attach(
             ranks: leader.sharding().ranks(),
             shards: leader.sharding().shards(),
             attach: AttachId(1),
-            depot: DepotId(leader.sharding().of(rank).0.into()),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(leader.sharding().of(rank).0.into()),
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: ENGINE,
                 geometry: geometry.clone(),
-                arena_pages,
+                arena_pages: PerTier::host(arena_pages),
             }),
         };
         leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
@@ -153,6 +156,7 @@ impl Sequential {
                         complete_pages: 0,
                         bytes: 0,
                         copy_us: 0,
+                        bad_source: false,
                     };
                     for worker in workers {
                         let epoch = self.leader.epoch();

@@ -13,6 +13,7 @@ mod ids;
 mod log_limit;
 mod numa;
 mod page_set;
+mod per_tier;
 mod record;
 mod registration;
 mod request;
@@ -33,6 +34,7 @@ pub use ids::{
 pub use log_limit::LogLimit;
 pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use page_set::{PAGE_SET_BYTES_PER_PAGE_MAX, PageSet};
+pub use per_tier::PerTier;
 pub use record::{INVENTORY_ENTRY_BYTES, PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,

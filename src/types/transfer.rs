@@ -71,6 +71,11 @@ impl Edge {
         to: TierId::Device,
     };
 
+    /// True if the tier is read or written.
+    pub fn touches(self, tier: TierId) -> bool {
+        self.from == tier || self.to == tier
+    }
+
     /// The direction seen from the engine's memory; `None` if neither tier is the device.
     pub fn direction(self) -> Option<Direction> {
         match (self.from, self.to) {
@@ -133,6 +138,9 @@ pub struct EndedCopy {
     /// Duration of the copy, in microseconds.
     #[serde(default)]
     pub copy_us: u64,
+    /// The page after the complete ones failed its checksum in the tier that was read: the source is bad, not the copy.
+    #[serde(default)]
+    pub bad_source: bool,
 }
 
 #[cfg(test)]

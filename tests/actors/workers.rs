@@ -126,7 +126,7 @@ pub async fn attaching(server: &mut Server) -> Attaching {
                         requested: envelope.correlation,
                         attach: attach.attach,
                         memory: attach.memory.is_some(),
-                        depot: attach.depot,
+                        depot: attach.depots[0].depot,
                     };
                 }
             }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use kvferry_actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_protocol::{
-    Attach, Attached, AttachedMemory, Call, Ended, Envelope, ErrorCode, Header, Hello, Invalidated,
-    Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Message, Role, Status, StatusAnswer, Store,
-    StoreAnswer, TransferOrder, VERSION, decode, encode,
+    Attach, AttachDepot, Attached, AttachedMemory, Call, Ended, Envelope, ErrorCode, Header, Hello,
+    Invalidated, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Message, Role, Status,
+    StatusAnswer, Store, StoreAnswer, TransferOrder, VERSION, decode, encode,
 };
 use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
@@ -316,7 +316,6 @@ impl Puppet {
         let memory = AttachedMemory {
             engine: [1; 16],
             geometry,
-            arena_pages: self.pages,
         };
         let attach = Attach {
             replica: 0,
@@ -324,8 +323,12 @@ impl Puppet {
             ranks: RANKS,
             kv_shards: RANKS,
             attach: self.attaches,
-            depot: [self.rank as u8; 16],
-            depot_epoch: self.depot_epoch,
+            depots: vec![AttachDepot {
+                tier: 2,
+                depot: [self.rank as u8; 16],
+                epoch: self.depot_epoch,
+                arena_pages: self.pages,
+            }],
             memory: Some(memory),
         };
         self.client.call(attach, TEST_TIMEOUT).await
@@ -357,6 +360,7 @@ impl Puppet {
             complete_pages: 0,
             bytes: 64,
             copy_us: 1,
+            bad_source: false,
         });
         let ended = Ended {
             rank: self.rank,

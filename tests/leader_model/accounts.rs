@@ -1,6 +1,8 @@
 //! Counters of the leader, and its reports about its state.
 
 use super::*;
+use kvferry_core::AttachedDepot;
+use kvferry_types::PerTier;
 
 /// Looks up the first `pages` pages of a sequence in a slot of engine 0.
 fn look_up(world: &mut World, slot: u64, pages: usize) {
@@ -174,8 +176,10 @@ fn a_repeated_attach_gets_the_same_answer_and_an_older_one_gets_none() {
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(attach),
-            depot: DepotId(0),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(0),
+                epoch: Epoch(0),
+            }),
             memory: None,
         };
         let mut effects = Vec::new();
@@ -276,8 +280,10 @@ fn a_rank_out_of_range_is_refused() {
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(1),
-            depot: DepotId(0),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(0),
+                epoch: Epoch(0),
+            }),
             memory: None,
         };
         let mut effects = Vec::new();

@@ -1,6 +1,8 @@
 //! Single cases, each named by its test.
 
 use super::*;
+use kvferry_core::AttachedDepot;
+use kvferry_types::PerTier;
 
 /// Looks up and stores a sequence. The copies stay open.
 pub fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usize) -> RequestId {
@@ -227,8 +229,10 @@ fn workers_that_are_silent_within_the_fence_of_a_new_leader_are_fenced() {
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(1),
-        depot: DepotId(0),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(0),
+            epoch: Epoch(0),
+        }),
         memory: None,
     };
     leader.step(at(1), LeaderEvent::Attach(spoke), &mut effects);
@@ -481,12 +485,14 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<Trans
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(world.attaches),
-        depot: DepotId(2),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(2),
+            epoch: Epoch(0),
+        }),
         memory: Some(WorkerMemory {
             engine: engine_id(0),
             geometry,
-            arena_pages,
+            arena_pages: PerTier::host(arena_pages),
         }),
     };
     let mut effects = Vec::new();
@@ -582,12 +588,14 @@ fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(world.attaches),
-            depot: DepotId(70),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(70),
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: geometry(),
-                arena_pages: 60,
+                arena_pages: PerTier::host(60),
             }),
         }));
     }
@@ -604,15 +612,17 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(world.attaches),
-            depot: DepotId(rank.into()),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(rank.into()),
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: GroupGeometry {
                     device_pages,
                     ..geometry()
                 },
-                arena_pages: 60,
+                arena_pages: PerTier::host(60),
             }),
         };
         let mut effects = Vec::new();
@@ -648,12 +658,14 @@ fn another_engine(world: &mut World, content: u8) {
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(world.attaches),
-            depot: DepotId(rank.into()),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(rank.into()),
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: of_content(content),
-                arena_pages: 60,
+                arena_pages: PerTier::host(60),
             }),
         }));
     }
@@ -691,12 +703,14 @@ fn ranks_of_other_content_are_refused_by_that_field() {
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(world.attaches),
-        depot: DepotId(2),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(2),
+            epoch: Epoch(0),
+        }),
         memory: Some(WorkerMemory {
             engine: engine_id(1),
             geometry: of_content(2),
-            arena_pages: 60,
+            arena_pages: PerTier::host(60),
         }),
     };
     let mut effects = Vec::new();

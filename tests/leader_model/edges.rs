@@ -1,6 +1,7 @@
 //! Edge cases: limits, deadlines, and the effect of repeated and final messages.
 
-use kvferry_types::{ResetId, Scope, TransferId};
+use kvferry_core::AttachedDepot;
+use kvferry_types::{PerTier, ResetId, Scope, TransferId};
 
 use super::inventory::{Reader, fenced};
 use super::*;
@@ -327,8 +328,10 @@ fn a_refusal_names_the_missing_workers() {
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(reader.attaches),
-        depot: DepotId(2),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(2),
+            epoch: Epoch(0),
+        }),
         memory: None,
     }));
     assert_eq!(reader.leader.attached_workers(), 0);
@@ -360,8 +363,10 @@ fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Res
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(reader.attaches),
-        depot: DepotId(depot),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(depot),
+            epoch: Epoch(0),
+        }),
         memory: None,
     }));
     let verdict = effects.into_iter().find_map(|effect| match effect {
@@ -494,6 +499,7 @@ fn end_everywhere(reader: &mut Reader, transfer: TransferId, complete: bool) -> 
             complete_pages: 0,
             bytes: 0,
             copy_us: 0,
+            bad_source: false,
         };
         effects.extend(reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),
@@ -680,6 +686,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             complete_pages: 0,
             bytes: 0,
             copy_us: 0,
+            bad_source: false,
         };
         reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),

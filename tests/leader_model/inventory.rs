@@ -1,7 +1,8 @@
 //! Reading of inventories by a new leader, before it serves anything.
 
+use kvferry_core::AttachedDepot;
 use kvferry_types::{
-    Anchor, DomainId, Fingerprint, PageRecord, ResetId, Scope, Stored, TransferId,
+    Anchor, DomainId, Fingerprint, PageRecord, PerTier, ResetId, Scope, Stored, TransferId,
 };
 
 use super::*;
@@ -110,12 +111,14 @@ impl Reader {
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(self.attaches),
-            depot: DepotId(rank.into()),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(rank.into()),
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: geometry(),
-                arena_pages,
+                arena_pages: PerTier::host(arena_pages),
             }),
         }))
     }
@@ -436,12 +439,14 @@ fn another_depot_is_read_from_its_first_page() {
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(reader.attaches),
-        depot: DepotId(500),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(500),
+            epoch: Epoch(0),
+        }),
         memory: Some(WorkerMemory {
             engine: engine_id(0),
             geometry: geometry(),
-            arena_pages: ARENA_PAGES,
+            arena_pages: PerTier::host(ARENA_PAGES),
         }),
     };
     let effects = reader.step(LeaderEvent::Attach(attached));

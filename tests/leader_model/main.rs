@@ -18,13 +18,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kvferry_core::{
-    AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, OPEN_REQUESTS_MAX,
-    Refusal, WorkerMemory,
+    AnchorKey, AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
+    OPEN_REQUESTS_MAX, Refusal, WorkerMemory,
 };
 use kvferry_types::{
     Answer, AttachId, CancelStoresAnswer, DepotId, Direction, EndedCopy, EngineId, Epoch,
-    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, Rank, Ratio, Replica,
-    Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time, TransferId, WorkerId,
+    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, PerTier, Rank, Ratio,
+    Replica, Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time, TransferId,
+    WorkerId,
 };
 use proptest::prelude::*;
 
@@ -192,12 +193,14 @@ impl World {
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(self.attaches),
-            depot: DepotId(rank.into()),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(rank.into()),
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry,
-                arena_pages: 60,
+                arena_pages: PerTier::host(60),
             }),
         }));
     }
@@ -361,6 +364,7 @@ impl World {
             complete_pages,
             bytes: 64,
             copy_us: 1,
+            bad_source: false,
         };
         self.event(LeaderEvent::Ended {
             worker: worker(engine, rank),

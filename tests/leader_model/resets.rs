@@ -1,6 +1,7 @@
 //! Resets between attaches, pools that are closed and opened, and workers that answer in between.
 
-use kvferry_types::{ResetId, Scope};
+use kvferry_core::AttachedDepot;
+use kvferry_types::{PerTier, ResetId, Scope};
 
 use super::inventory::Reader;
 use super::*;
@@ -112,8 +113,10 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(100),
-        depot: DepotId(1),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(1),
+            epoch: Epoch(0),
+        }),
         memory: None,
     };
     for copy in 0..2 {

@@ -1,5 +1,7 @@
 //! Leaders and workers that were started with different settings.
 
+use kvferry_core::AttachedDepot;
+use kvferry_types::PerTier;
 use kvferry_types::Sharding;
 
 use super::*;
@@ -32,12 +34,14 @@ fn attach_depot(
         ranks,
         shards,
         attach: AttachId(depot_epoch.0 + 1),
-        depot: DepotId(rank.into()),
-        depot_epoch,
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(rank.into()),
+            epoch: depot_epoch,
+        }),
         memory: Some(WorkerMemory {
             engine: engine_id(0),
             geometry: geometry(),
-            arena_pages: 60,
+            arena_pages: PerTier::host(60),
         }),
     };
     let mut effects = Vec::new();

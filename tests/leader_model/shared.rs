@@ -1,6 +1,7 @@
 //! Ranks that hold the same KV: one of them stores it, all of them load it.
 
-use kvferry_types::{ResetId, Scope, Sharding, TransferId};
+use kvferry_core::AttachedDepot;
+use kvferry_types::{PerTier, ResetId, Scope, Sharding, TransferId};
 
 use super::*;
 
@@ -78,12 +79,14 @@ impl Shared {
             ranks: 4,
             shards: 2,
             attach: AttachId(self.last_request),
-            depot,
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot,
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: engine_id(0),
                 geometry: geometry(),
-                arena_pages: 60,
+                arena_pages: PerTier::host(60),
             }),
         }))
     }
@@ -139,6 +142,7 @@ impl Shared {
             complete_pages: 0,
             bytes: 64,
             copy_us: 1,
+            bad_source: false,
         };
         let effects = self.step(LeaderEvent::Ended {
             worker: place(rank),

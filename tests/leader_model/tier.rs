@@ -1,6 +1,7 @@
 //! The key of a pool: engines with other pages, workers with other depots, replicas with other memory.
 
-use kvferry_types::{PageRecord, ResetId, Scope};
+use kvferry_core::AttachedDepot;
+use kvferry_types::{PageRecord, PerTier, ResetId, Scope, TierId};
 
 use super::*;
 
@@ -81,15 +82,17 @@ impl Site {
                 layout_fingerprint: [here.layout; 16],
                 ..geometry()
             },
-            arena_pages: here.arena_pages,
+            arena_pages: PerTier::host(here.arena_pages),
         });
         self.step(LeaderEvent::Attach(AttachRequest {
             worker: worker(replica, rank),
             ranks,
             shards: ranks,
             attach: AttachId(self.attaches),
-            depot: DepotId(depot + u128::from(rank)),
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(depot + u128::from(rank)),
+                epoch: Epoch(0),
+            }),
             memory,
         }))
     }
@@ -187,6 +190,7 @@ impl Site {
             complete_pages: 8,
             bytes: 64,
             copy_us: 1,
+            bad_source: false,
         };
         self.step(LeaderEvent::Ended {
             worker: worker(replica, rank),
@@ -338,7 +342,7 @@ fn a_running_load_keeps_a_closing_pool_until_the_load_ends() {
     site.step(LeaderEvent::WorkerDead(worker(0, 0)));
     let effects = site.attach((0, 0), Some(Here { depot: 70, ..A }));
     assert!(site.read(&effects).is_empty());
-    assert!(site.leader.closing_pool().is_some());
+    assert!(site.leader.closing_pool(TierId::Host).is_some());
     let effects = site.ended((0, 1), transfer);
     assert_eq!(answer(&effects), Some(Err(Refusal::CopyFailed(1))));
     assert_eq!(site.read(&effects), [64, 64]);

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use kvferry_core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_types::{
-    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, PageList, Rank, RequestId,
-    Time, Transfer, TransferId,
+    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, PageList, PerTier, Rank,
+    RequestId, Time, Transfer, TransferId,
 };
 use stateright::{Model, Property};
 
@@ -22,7 +22,7 @@ const ENGINE: EngineId = EngineId([1; 16]);
 const RUNNING_MAX: usize = 2;
 const BOUNDS: MemoryBounds = MemoryBounds {
     device_pages: 10_000,
-    arena_pages: 10_000,
+    arena_pages: PerTier::host(10_000),
 };
 
 /// A copy, unique over all epochs.
@@ -400,6 +400,7 @@ impl State {
             complete_pages: 0,
             bytes: 0,
             copy_us: 0,
+            bad_source: false,
         };
         self.step(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
     }

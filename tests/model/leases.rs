@@ -450,6 +450,7 @@ impl Model for Leases {
                     complete_pages: 0,
                     bytes: 0,
                     copy_us: 0,
+                    bad_source: false,
                 };
                 state.step(LeaderEvent::Ended {
                     worker: worker(rank),

@@ -1,5 +1,6 @@
 //! The live process of a worker: connections, the depot, engine memory, a GPU, and copies on threads of their own.
 
+use kvferry_core::AttachedDepot;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, Record, Registration, RequestId,
-    Scope, Stored, Time, Transfer, TransferId, WorkerId,
+    EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, PerTier, Record, Registration, RequestId,
+    Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 /// The live implementation of [`WorkerHost`].
@@ -182,17 +183,19 @@ impl WorkerHost for Host {
         Self::announce(memory, through);
     }
 
-    fn depot(&self) -> Option<DepotId> {
-        self.depot.as_ref().map(|depot| depot.id())
+    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal> {
+        let Some(depot) = &self.depot else {
+            return Ok(PerTier::default());
+        };
+        let (epoch, _) = depot.last_reading()?;
+        Ok(PerTier::host(AttachedDepot {
+            depot: depot.id(),
+            epoch,
+        }))
     }
 
-    fn last_reader(&self) -> Result<Epoch, Fatal> {
-        let last = self.depot.as_ref().map(|depot| depot.last_reading());
-        Ok(last.transpose()?.map_or(Epoch(0), |(epoch, _)| epoch))
-    }
-
-    fn arena_pages(&self, page_bytes: u64) -> u32 {
-        let depot = self.depot.as_ref();
+    fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32 {
+        let depot = self.depot.as_ref().filter(|_| tier == TierId::Host);
         depot.map_or(0, |depot| depot.arena_pages(page_bytes))
     }
 
@@ -209,16 +212,20 @@ impl WorkerHost for Host {
         Ok(())
     }
 
-    fn unlist(&mut self, run: PageRun) -> Result<(), Fatal> {
+    fn unlist(&mut self, _: TierId, run: PageRun) -> Result<(), Fatal> {
         Ok(self.inventory(|depot, page_bytes| depot.unlist_run(page_bytes, run))?)
     }
 
     fn unlist_scope(
         &mut self,
+        tier: TierId,
         scope: &Scope,
         through: Stored,
         from: u32,
     ) -> Result<Option<u32>, Fatal> {
+        if tier != TierId::Host {
+            return Ok(None);
+        }
         let count = INVALIDATE_SLICE_ENTRIES;
         Ok(self.inventory(|depot, page_bytes| {
             depot.invalidate_scope(page_bytes, scope, through, from, count)
@@ -229,7 +236,7 @@ impl WorkerHost for Host {
         Ok(self.myself.cast(WorkerMessage::Invalidate)?)
     }
 
-    fn list(&mut self, record: &Record) {
+    fn list(&mut self, _: TierId, record: &Record) {
         let listed = self.inventory(|depot, page_bytes| depot.list(page_bytes, record));
         if let Err(error) = listed {
             tracing::error!(worker = %self.worker, %error, "stored pages are not listed");

@@ -3,13 +3,13 @@
 use super::tests::{ENGINE, geometry, serving, with_arena};
 use super::*;
 use crate::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
-use crate::event::{AttachRequest, WorkerMemory};
+use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{
     Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry,
-    LookupAnswer, PageHashes, PageList, PageRecord, Rank, Replica, Request, ResetAnswer,
-    ResetScope, StoreAnswer, Stored,
+    LookupAnswer, PageHashes, PageList, PageRecord, PerTier, Rank, Replica, Request, ResetAnswer,
+    ResetScope, StoreAnswer, Stored, TierId,
 };
 
 const RATIO: u32 = 4;
@@ -98,6 +98,7 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
             complete_pages: 0,
             bytes: 0,
             copy_us: 0,
+            bad_source: false,
         }),
         _ => None,
     });
@@ -324,12 +325,14 @@ fn attached(attach: AttachId, arena_pages: u32) -> AttachRequest {
         ranks: 1,
         shards: 1,
         attach,
-        depot: DepotId(1),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(1),
+            epoch: Epoch(0),
+        }),
         memory: Some(WorkerMemory {
             engine: ENGINE,
             geometry: geometry(),
-            arena_pages,
+            arena_pages: PerTier::host(arena_pages),
         }),
     }
 }
@@ -339,7 +342,7 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
     let ratio = Ratio::new(RATIO).expect("in bounds");
     let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
     // 1,000 pages of 64 bytes, each with its slot in the inventory.
-    settings.depot_bytes = Some(1000 * (64 + 80));
+    settings.depot_bytes = PerTier::host(1000 * (64 + 80));
     let mut leader = Leader::new(settings);
     let verdict = |leader: &mut Leader, attach, arena_pages, page_bytes| {
         let mut attached = attached(AttachId(attach), arena_pages);
@@ -377,8 +380,8 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
 #[test]
 fn a_page_that_is_listed_repeatedly_is_kept_once() {
     let mut leader = serving();
-    leader.tier = HostTier::default();
-    leader.open_pool(Time(0), &mut Vec::new());
+    leader.tiers = Tiers::new([TierId::Host]);
+    leader.open_pools(Time(0), &mut Vec::new());
     let record = |page| PageRecord {
         page,
         anchor: Anchor(1),
@@ -545,6 +548,7 @@ fn the_hashes_of_stores_under_way_are_bounded() {
         complete_pages: 0,
         bytes: 0,
         copy_us: 0,
+        bad_source: false,
     };
     let (epoch, copies) = (Epoch(1), vec![ended]);
     let ended = LeaderEvent::Ended {

@@ -10,7 +10,7 @@ use crate::session::PinnedRun;
 use kvferry_types::{
     Answer, DeviceEnd, Edge, EngineId, GroupGeometry, LoadAnswer, Replica, Transfer,
 };
-use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TransferId};
+use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TierId, TransferId};
 
 use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
@@ -65,7 +65,7 @@ impl Leader {
             (geometry.engine_page_tokens, self.roster.loading(replica));
         let layout = geometry.layout_fingerprint;
         self.check_current(reply_to, id)?;
-        let Some(pool) = self.tier.serving_mut() else {
+        let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
             return Err(Refusal::Reading);
         };
         let slot = self.sessions.open(reply_to.engine).slot(id, layout)?;
@@ -146,7 +146,7 @@ impl Leader {
         let Some(PendingLoad { reply_to, lease }) = self.loads.0.remove(&id) else {
             return;
         };
-        if let Some(pool) = self.tier.pool_mut() {
+        if let Some(pool) = self.tiers.pool_mut(TierId::Host) {
             lease.into_iter().for_each(|pin| pool.unpin(pin));
         }
         let answer = match outcome.complete_pages {
@@ -160,8 +160,11 @@ impl Leader {
     /// The replica of an engine that is served, and the geometry of its memory.
     pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &GroupGeometry), Refusal> {
         let found = self.roster.memory_of(engine);
-        let fits =
-            |geometry: &GroupGeometry| self.wanted_key().is_none_or(|key| key.is_for(geometry));
+        let fits = |geometry: &GroupGeometry| {
+            self.tiers
+                .wanted_key()
+                .is_none_or(|key| key.is_for(geometry))
+        };
         found
             .filter(|(_, geometry)| fits(geometry))
             .ok_or_else(|| self.roster.not_ready())
@@ -169,7 +172,7 @@ impl Leader {
 
     pub(super) fn tokens_per_page(&self) -> u32 {
         self.roster
-            .geometry(self.wanted_key())
+            .geometry(self.tiers.wanted_key())
             .map_or(0, |geometry| geometry.engine_page_tokens)
     }
 }

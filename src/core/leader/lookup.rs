@@ -6,7 +6,7 @@ use crate::pool::BlockRun;
 use crate::refusal::Refusal;
 use crate::session::{PinnedRun, Slot};
 use kvferry_types::{Answer, LookupAnswer};
-use kvferry_types::{PageHashes, SlotId, Time};
+use kvferry_types::{PageHashes, SlotId, TierId, Time};
 
 use super::timers::Timer;
 use super::{Leader, ReplyTo, release_holds};
@@ -44,7 +44,7 @@ impl Leader {
         let domain = self.domain(geometry, namespace);
         self.check_current(reply_to, id)?;
         self.open_slot(reply_to, id, domain, layout, hashes)?;
-        let Some(pool) = self.tier.serving_mut() else {
+        let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
             return Err(Refusal::Reading);
         };
         let slot = self.sessions.open(reply_to.engine).any_slot(id);
@@ -61,6 +61,7 @@ impl Leader {
             .filter(|run| hit_pages > 0 && run.position + run.pages > device_pages)
         {
             slot.hold(PinnedRun {
+                tier: TierId::Host,
                 position: run.position,
                 pages: run.pages,
                 arena_start: pool.arena_page(run, run.position),
@@ -103,7 +104,7 @@ impl Leader {
                     &mut slot,
                     reply_to.engine,
                     id,
-                    &mut self.tier,
+                    &mut self.tiers,
                     &mut self.timers,
                 );
                 slot.into_digest()

@@ -25,7 +25,8 @@ use crate::decision::RunDigest;
 use crate::event::{LeaderEffect, LeaderEvent};
 use crate::session::{Session, Sessions, Slot};
 use kvferry_types::{
-    EngineId, Epoch, GroupGeometry, Ratio, RequestId, Sharding, SlotId, Time, WorkerId,
+    EngineId, Epoch, GroupGeometry, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time,
+    WorkerId,
 };
 
 pub use cancel::CANCELS_MAX;
@@ -33,7 +34,7 @@ use cancel::Cancels;
 pub use counters::{COUNTERS, Counter, LeaderCounts};
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
-use recovery::{InventoryPart, Recovery};
+use recovery::InventoryPart;
 pub use requests::OPEN_REQUESTS_MAX;
 use requests::Parked;
 use reset::Resets;
@@ -41,8 +42,8 @@ pub use reset::{RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX};
 pub use roster::REPLICAS_MAX;
 use roster::Roster;
 use store::Stores;
-use tier::HostTier;
 pub use tier::TierKey;
+use tier::Tiers;
 use timers::{Timer, Timers};
 use transfers::Transfers;
 
@@ -73,11 +74,12 @@ pub struct LeaderSettings {
     pub deadline_max: Duration,
     /// Pages that one slice of a reset examines. Default: [`RESET_SLICE_PAGES`].
     pub reset_slice_pages: u32,
-    /// Bytes of the depot of one shard, where the leader knows them: a worker that reports more pages than fit is
-    /// refused. The leader keeps 29 bytes for each page. Default: unknown.
-    pub depot_bytes: Option<u64>,
-    /// There is a tier, with room for at least one block. Without a tier every store is refused, as a baseline.
-    /// Default: on.
+    /// The tiers below the device. Every worker must name a depot for each of them. Default: host memory.
+    pub tiers: Vec<TierId>,
+    /// Bytes of the depot of one shard in each tier of which the leader knows them: a worker that reports more pages than
+    /// fit is refused. The leader keeps 29 bytes for each page. Default: unknown.
+    pub depot_bytes: PerTier<u64>,
+    /// Host memory has room for at least one block. Without it every store is refused, as a baseline. Default: on.
     pub host_tier: bool,
     /// Keep the digest of decisions. Default: on.
     pub record_decisions: bool,
@@ -98,7 +100,8 @@ impl LeaderSettings {
             engine_grace: Duration::from_secs(10),
             deadline_max: Duration::from_secs(120),
             reset_slice_pages: RESET_SLICE_PAGES,
-            depot_bytes: None,
+            tiers: vec![TierId::Host],
+            depot_bytes: PerTier::default(),
             host_tier: true,
             record_decisions: true,
         }
@@ -112,10 +115,8 @@ pub struct Leader {
     settings: LeaderSettings,
     /// The workers, and the order in which they agree.
     roster: Roster,
-    /// The pool of host memory.
-    tier: HostTier,
-    /// The recovery of that pool from inventories.
-    recovery: Recovery,
+    /// The tiers, with their pools.
+    tiers: Tiers,
     /// The engines, their running requests, and the answers kept for them.
     sessions: Sessions,
     /// Requests that are refused once no copy of an older leader can run.
@@ -143,10 +144,9 @@ impl Leader {
     /// Creates a leader without workers and engines.
     pub fn new(settings: LeaderSettings) -> Self {
         Self {
-            roster: Roster::new(settings.replicas, settings.sharding),
+            roster: Roster::new(settings.replicas, settings.sharding, &settings.tiers),
+            tiers: Tiers::new(settings.tiers.iter().copied()),
             settings,
-            tier: HostTier::default(),
-            recovery: Recovery::default(),
             sessions: Sessions::default(),
             parked: Parked::default(),
             transfers: Transfers::default(),
@@ -224,7 +224,7 @@ impl Leader {
             LeaderEvent::Tick => {}
         }
         self.fire_timers(now, effects);
-        self.reopen_tier(now, effects);
+        self.reopen_tiers(now, effects);
         self.run_reset_slice(now, effects);
         self.send_cancels(effects);
     }
@@ -266,7 +266,9 @@ impl Leader {
 
     /// True when lookups are served for at least one engine.
     pub fn is_ready(&self) -> bool {
-        self.tier_key().is_some_and(|key| self.roster.serve(key))
+        self.tiers
+            .key(TierId::Host)
+            .is_some_and(|key| self.roster.serve(key))
     }
 
     /// Number of workers that have attached with the memory of an engine.
@@ -302,7 +304,7 @@ impl Leader {
 
     /// The value of every counter, in the order of [`COUNTERS`].
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        let (leader, pools) = (self.counts, self.tier.counts());
+        let (leader, pools) = (self.counts, self.tiers.counts(TierId::Host));
         COUNTERS
             .iter()
             .map(move |counter| (counter.name, (counter.value)(&leader, &pools)))
@@ -316,23 +318,17 @@ impl Leader {
     /// Recounts what each part counts, and the pins of the pool by their holders. `Err` names the first contradiction.
     pub fn check(&self) -> Result<(), Contradiction> {
         self.roster.check()?;
-        self.recovery.check()?;
         self.sessions.check()?;
         self.transfers.check()?;
         self.stores.check()?;
         self.resets.check()?;
-        let pins = match self.tier.pool() {
-            Some(pool) => {
-                pool.check()?;
-                pool.pins()
-            }
-            None => 0,
-        };
+        self.tiers.check()?;
+        let pins: u64 = self.tiers.pools().map(|(_, pool)| pool.pins()).sum();
         let (held, leased) = (self.sessions.pins(), self.loads.pins());
         if (held + leased) as u64 != pins {
             return Err(format!("{held} held and {leased} leased, the pool counts {pins}").into());
         }
-        if held > 0 && self.tier_key().is_none() {
+        if held > 0 && self.tiers.key(TierId::Host).is_none() {
             return Err(format!("{held} held, and no pool serves").into());
         }
         if self.loads.len() > self.transfers.len() {
@@ -346,7 +342,7 @@ impl Leader {
         let session = self.sessions.get_mut(engine);
         if let Some(mut slot) = session.and_then(|session| session.take_slot(id)) {
             self.digest.add(slot.digest());
-            release_holds(&mut slot, engine, id, &mut self.tier, &mut self.timers);
+            release_holds(&mut slot, engine, id, &mut self.tiers, &mut self.timers);
         }
     }
 
@@ -354,7 +350,7 @@ impl Leader {
     fn drop_holds(&mut self, engine: EngineId, id: SlotId) {
         let session = self.sessions.get_mut(engine);
         if let Some(slot) = session.and_then(|session| session.any_slot(id)) {
-            release_holds(slot, engine, id, &mut self.tier, &mut self.timers);
+            release_holds(slot, engine, id, &mut self.tiers, &mut self.timers);
         }
     }
 
@@ -399,8 +395,8 @@ impl Leader {
                 Timer::Reset(id) => self.reset_late(id, effects),
                 Timer::Resets => self.resets_due(now, effects),
                 Timer::Cancel(id) => self.cancel_due(id, effects),
-                Timer::RecoveryScan => self.reading_due(now, effects),
-                Timer::UnansweredRead(worker) => self.read_overdue(now, worker),
+                Timer::RecoveryScan(tier) => self.reading_due(now, tier, effects),
+                Timer::UnansweredRead(tier, worker) => self.read_overdue(now, tier, worker),
                 Timer::AttachOverdue => {
                     let fence = self.settings.fence;
                     self.roster.check_overdue(now, fence, &mut self.timers);
@@ -426,14 +422,12 @@ fn release_holds(
     slot: &mut Slot,
     engine: EngineId,
     id: SlotId,
-    tier: &mut HostTier,
+    tiers: &mut Tiers,
     timers: &mut Timers,
 ) {
     timers.clear(slot.held_until(), Timer::Hold(engine, id));
-    if let Some(pool) = tier.pool_mut() {
-        for held in slot.take_held() {
-            pool.unpin(held.pin);
-        }
+    for held in slot.take_held() {
+        tiers.unpin(held.tier, held.pin);
     }
 }
 

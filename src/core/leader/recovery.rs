@@ -1,4 +1,4 @@
-//! Recovery: a new leader reads the inventories of the depots part by part, until it can open its pool.
+//! Recovery: a new leader reads the inventories of the depots of a tier part by part, until it can open the pool.
 //!
 //! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one entry after
 //! another. A worker that is stopped in the middle of that may write entries at any later time, and if the pages are
@@ -6,17 +6,17 @@
 //! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
 //! fence time the worker is fenced.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::Contradiction;
 use crate::event::LeaderEffect;
 use crate::pool::Pool;
-use kvferry_types::{DepotId, PageRecord, Shard, Time, WorkerId};
+use kvferry_types::{DepotId, PageRecord, Shard, TierId, Time, WorkerId};
 
 use super::Leader;
 use super::roster::Roster;
-use super::tier::TierKey;
+use super::tier::{Tier, TierKey, TierState};
 use super::timers::{Timer, Timers};
 use super::transfers::CHECKS_MAX;
 
@@ -30,9 +30,9 @@ struct ShardScan {
     records: Vec<PageRecord>,
 }
 
-/// The inventories of all shards.
+/// The inventories of all shards of a tier.
 #[derive(Debug)]
-struct RecoveryScan {
+pub(super) struct RecoveryScan {
     /// The key of the pool that will open. Noted when the reading begins, because engines may leave before it ends.
     key: TierKey,
     /// Answers to requests up to this number do not belong to this reading: the pages that they list may have been
@@ -45,10 +45,10 @@ struct RecoveryScan {
 
 /// The inventory requests for one depot that a worker has not answered.
 #[derive(Debug, Clone, Copy)]
-struct UnansweredRead {
+pub(super) struct UnansweredRead {
     depot: DepotId,
-    /// Number of the last request. A worker carries out no request after a later one, so its answer settles all of
-    /// them.
+    /// Number of the last request. A worker carries out no request after a later one, of whatever tier, so its answer
+    /// settles all of them.
     number: u64,
     /// When the worker is checked next, every quarter of the fence time.
     due: Time,
@@ -73,29 +73,36 @@ struct PartRequest {
     from: u32,
 }
 
-/// The recovery of a pool from inventories, and the inventory requests that are not answered.
-#[derive(Debug, Default)]
-pub(super) struct Recovery {
-    /// Inventories read so far, while a pool is being recovered from them.
-    scan: Option<RecoveryScan>,
-    /// Inventory requests that were not answered, including those of readings that were stopped.
-    unanswered: BTreeMap<WorkerId, UnansweredRead>,
+impl RecoveryScan {
+    /// The key of the pool that is being recovered.
+    pub(super) fn key(&self) -> &TierKey {
+        &self.key
+    }
 }
 
-impl Recovery {
-    /// The key of the pool that is being recovered.
-    pub(super) fn key(&self) -> Option<&TierKey> {
-        self.scan.as_ref().map(|scan| &scan.key)
+impl Tier {
+    /// The inventories read so far, while a pool is being recovered from them.
+    pub(super) fn scan(&self) -> Option<&RecoveryScan> {
+        match &self.state {
+            TierState::Reading(scan) => Some(scan),
+            _ => None,
+        }
+    }
+
+    fn scan_mut(&mut self) -> Option<&mut RecoveryScan> {
+        match &mut self.state {
+            TierState::Reading(scan) => Some(scan),
+            _ => None,
+        }
     }
 
     /// Begins to read the inventories of all shards. Answers to requests up to number `after` are not part of it.
-    fn begin(&mut self, key: TierKey, after: u64, shards: usize, again: Time, timers: &mut Timers) {
-        timers.set(again, Timer::RecoveryScan);
+    fn begin_reading(&mut self, key: TierKey, after: u64, shards: usize, again: Time) {
         let begin = || ShardScan {
             from: Some(0),
             ..ShardScan::default()
         };
-        self.scan = Some(RecoveryScan {
+        self.state = TierState::Reading(RecoveryScan {
             key,
             after,
             shards: (0..shards).map(|_| begin()).collect(),
@@ -103,21 +110,24 @@ impl Recovery {
         });
     }
 
-    /// Stops the reading. Returns whether there was one.
-    pub(super) fn stop(&mut self, timers: &mut Timers) -> bool {
-        self.take(timers).is_some()
-    }
-
-    fn take(&mut self, timers: &mut Timers) -> Option<RecoveryScan> {
-        let scan = self.scan.take()?;
-        timers.clear(scan.again, Timer::RecoveryScan);
-        Some(scan)
+    /// Ends the reading. Returns the inventories read so far, if there was one.
+    fn take_scan(&mut self, id: TierId, timers: &mut Timers) -> Option<RecoveryScan> {
+        match std::mem::take(&mut self.state) {
+            TierState::Reading(scan) => {
+                timers.clear(scan.again, Timer::RecoveryScan(id));
+                Some(scan)
+            }
+            state => {
+                self.state = state;
+                None
+            }
+        }
     }
 
     /// The next request of each shard that has none open, which counts as sent. Where a worker owes an answer for the
     /// depot, only that worker receives the request, and none is sent while that worker is not attached.
-    fn next_parts(&mut self, roster: &Roster) -> Vec<PartRequest> {
-        let Some(scan) = &mut self.scan else {
+    fn next_parts(&mut self, id: TierId, roster: &Roster) -> Vec<PartRequest> {
+        let TierState::Reading(scan) = &mut self.state else {
             return Vec::new();
         };
         let workers = roster.reader_of_each_shard(scan.key.page_bytes);
@@ -125,7 +135,7 @@ impl Recovery {
         for ((shard_scan, worker), shard) in scan.shards.iter_mut().zip(workers).zip(0..) {
             let (Some(from), Some(depot), None) = (
                 shard_scan.from,
-                roster.depot(Shard(shard)),
+                roster.depot(id, Shard(shard)),
                 shard_scan.requested_from,
             ) else {
                 continue;
@@ -151,57 +161,63 @@ impl Recovery {
     /// Notes that a worker owes the answer to a request. Its earlier checks still count.
     fn note_request(
         &mut self,
-        worker: WorkerId,
+        (id, worker): (TierId, WorkerId),
         depot: DepotId,
         number: u64,
         first_check: Time,
         timers: &mut Timers,
     ) {
         let open_read = self.unanswered.get(&worker);
-        let (due, looks) = open_read.map_or((first_check, 0), |open_read| {
+        let (due, checks) = open_read.map_or((first_check, 0), |open_read| {
             (open_read.due, open_read.checks)
         });
         let open_read = UnansweredRead {
             depot,
             number,
             due,
-            checks: looks,
+            checks,
         };
-        self.note_unanswered(worker, open_read, timers);
+        self.note_unanswered((id, worker), open_read, timers);
     }
 
     fn note_unanswered(
         &mut self,
-        worker: WorkerId,
+        (id, worker): (TierId, WorkerId),
         open_read: UnansweredRead,
         timers: &mut Timers,
     ) {
-        timers.set(open_read.due, Timer::UnansweredRead(worker));
+        timers.set(open_read.due, Timer::UnansweredRead(id, worker));
         self.unanswered.insert(worker, open_read);
     }
 
-    /// No inventory request of this worker is in flight any longer.
-    pub(super) fn settle_read(&mut self, worker: WorkerId, timers: &mut Timers) {
-        self.take_unanswered(worker, timers);
-    }
-
-    fn take_unanswered(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<UnansweredRead> {
+    /// No inventory request of this worker is in flight any longer. Returns those that were.
+    fn take_unanswered(
+        &mut self,
+        (id, worker): (TierId, WorkerId),
+        timers: &mut Timers,
+    ) -> Option<UnansweredRead> {
         let open_read = self.unanswered.remove(&worker)?;
-        timers.clear(open_read.due, Timer::UnansweredRead(worker));
+        timers.clear(open_read.due, Timer::UnansweredRead(id, worker));
         Some(open_read)
     }
 
     /// Notes the answer to a request. If the worker still owes the answer to a later one, its fence time starts again:
     /// the next check is at `due`.
-    fn answered(&mut self, worker: WorkerId, number: u64, due: Time, timers: &mut Timers) {
-        let open_read = self.take_unanswered(worker, timers);
+    fn answered(
+        &mut self,
+        (id, worker): (TierId, WorkerId),
+        number: u64,
+        due: Time,
+        timers: &mut Timers,
+    ) {
+        let open_read = self.take_unanswered((id, worker), timers);
         if let Some(open_read) = open_read.filter(|open_read| number < open_read.number) {
             let open_read = UnansweredRead {
                 due,
                 checks: 0,
                 ..open_read
             };
-            self.note_unanswered(worker, open_read, timers);
+            self.note_unanswered((id, worker), open_read, timers);
         }
     }
 
@@ -209,7 +225,7 @@ impl Recovery {
     fn check_unanswered(
         &mut self,
         now: Time,
-        worker: WorkerId,
+        (id, worker): (TierId, WorkerId),
         fence: Duration,
         timers: &mut Timers,
     ) -> bool {
@@ -218,12 +234,12 @@ impl Recovery {
         };
         let due = now + fence / 4;
         let expired = open_read.checks + 1 >= CHECKS_MAX;
-        let looks = if expired { 0 } else { open_read.checks + 1 };
+        let checks = if expired { 0 } else { open_read.checks + 1 };
         self.note_unanswered(
-            worker,
+            (id, worker),
             UnansweredRead {
                 due,
-                checks: looks,
+                checks,
                 ..open_read
             },
             timers,
@@ -232,21 +248,21 @@ impl Recovery {
     }
 
     /// Every part counts as not requested, and the next time for that is `again`. Returns false if there is no reading.
-    fn request_anew(&mut self, again: Time, timers: &mut Timers) -> bool {
-        let Some(scan) = &mut self.scan else {
+    fn request_anew(&mut self, id: TierId, again: Time, timers: &mut Timers) -> bool {
+        let Some(scan) = self.scan_mut() else {
             return false;
         };
         for shard_scan in &mut scan.shards {
             shard_scan.requested_from = None;
         }
         scan.again = again;
-        timers.set(again, Timer::RecoveryScan);
+        timers.set(again, Timer::RecoveryScan(id));
         true
     }
 
     /// The parts that this worker was to send count as not requested.
     fn reader_lost(&mut self, worker: WorkerId) {
-        let scan = self.scan.iter_mut();
+        let scan = self.scan_mut().into_iter();
         let scan = scan.flat_map(|scan| &mut scan.shards);
         for shard_scan in scan.filter(|shard_scan| shard_scan.requested_from == Some(worker)) {
             shard_scan.requested_from = None;
@@ -256,14 +272,15 @@ impl Recovery {
     /// Adds a part. Returns the key and the records of all shards after the last part.
     fn take_part(
         &mut self,
+        id: TierId,
         part: InventoryPart,
         roster: &Roster,
         timers: &mut Timers,
     ) -> Option<(TierKey, Vec<Vec<PageRecord>>)> {
         let shard = roster.shard_of(part.worker);
-        let current = roster.depot(shard) == Some(part.depot);
+        let current = roster.depot(id, shard) == Some(part.depot);
         let requested = |scan: &&mut RecoveryScan| current && scan.after < part.read_id;
-        let scan = self.scan.as_mut().filter(requested)?;
+        let scan = self.scan_mut().filter(requested)?;
         let shard_scan = scan.shards.get_mut(usize::from(shard.0))?;
         if shard_scan.requested_from != Some(part.worker) || shard_scan.from != Some(part.from) {
             return None;
@@ -295,14 +312,14 @@ impl Recovery {
         {
             return None;
         }
-        let RecoveryScan { key, shards, .. } = self.take(timers)?;
+        let RecoveryScan { key, shards, .. } = self.take_scan(id, timers)?;
         let records = shards.into_iter().map(|shard_scan| shard_scan.records);
         Some((key, records.collect()))
     }
 
     /// Checks that no worker owes answers for two depots, and that no depot has two workers that owe. `Err` names the
     /// first contradiction.
-    pub(super) fn check(&self) -> Result<(), Contradiction> {
+    pub(super) fn check_reads(&self) -> Result<(), Contradiction> {
         let mut depots = BTreeSet::new();
         let mut open_read = self.unanswered.iter();
         match open_read.find(|(_, open_read)| !depots.insert(open_read.depot)) {
@@ -313,28 +330,37 @@ impl Recovery {
 }
 
 impl Leader {
-    /// Begins to read the inventories, once no order of another leader can write them.
-    pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
-        let clear = self.roster.all_clear();
-        let begun = self.tier.is_some() || self.recovery.key().is_some();
-        let Some(key) = self.roster.key(None).filter(|_| clear && !begun) else {
+    /// Begins to read the inventories of tiers without a pool, once no order of another leader can write them.
+    pub(super) fn open_pools(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
+        if !self.roster.all_clear() {
             return;
-        };
+        }
         let again = now + self.settings.fence / 4;
         let shards = self.roster.shards().count();
-        self.recovery
-            .begin(key, self.next_id, shards, again, &mut self.timers);
-        self.request_parts(now, effects);
+        for id in self.tiers.ids() {
+            let key = self.roster.key(id, self.tiers.wanted_key());
+            let (Some(tier), Some(key)) = (self.tiers.get_mut(id), key) else {
+                continue;
+            };
+            if tier.is_shut() {
+                self.timers.set(again, Timer::RecoveryScan(id));
+                tier.begin_reading(key, self.next_id, shards, again);
+                self.request_parts(now, id, effects);
+            }
+        }
     }
 
     /// Requests the next part of each shard that has no request open. All requests of one call have one number.
-    pub(super) fn request_parts(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
-        let Some(page_bytes) = self.recovery.key().map(|key| key.page_bytes) else {
+    fn request_parts(&mut self, now: Time, id: TierId, effects: &mut Vec<LeaderEffect>) {
+        let Some(tier) = self.tiers.get_mut(id) else {
+            return;
+        };
+        let Some(page_bytes) = tier.scan().map(|scan| scan.key.page_bytes) else {
             return;
         };
         let read_id = self.next_id + 1;
         let first_check = now + self.settings.fence / 4;
-        for request in self.recovery.next_parts(&self.roster) {
+        for request in tier.next_parts(id, &self.roster) {
             let PartRequest {
                 worker,
                 depot,
@@ -348,33 +374,48 @@ impl Leader {
                 read_id,
                 from,
             });
-            self.recovery
-                .note_request(worker, depot, read_id, first_check, &mut self.timers);
+            tier.note_request((id, worker), depot, read_id, first_check, &mut self.timers);
+        }
+    }
+
+    /// Requests the next parts of all tiers.
+    pub(super) fn request_all_parts(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
+        for id in self.tiers.ids() {
+            self.request_parts(now, id, effects);
+        }
+    }
+
+    /// No inventory request of this worker is in flight any longer.
+    pub(super) fn settle_reads(&mut self, worker: WorkerId) {
+        for (id, tier) in self.tiers.iter_mut() {
+            tier.take_unanswered((id, worker), &mut self.timers);
         }
     }
 
     /// Fences a worker that does not answer within the fence time: only its end proves that it writes no entry any
     /// longer.
-    pub(super) fn read_overdue(&mut self, now: Time, worker: WorkerId) {
+    pub(super) fn read_overdue(&mut self, now: Time, id: TierId, worker: WorkerId) {
         let fence = self.settings.fence;
-        if self
-            .recovery
-            .check_unanswered(now, worker, fence, &mut self.timers)
-        {
+        let timers = &mut self.timers;
+        let tier = self.tiers.get_mut(id);
+        if tier.is_some_and(|tier| tier.check_unanswered(now, (id, worker), fence, timers)) {
             self.roster.request_fence([worker]);
         }
     }
 
     /// True while this worker owes the answer to an inventory request.
     pub fn has_unanswered_read(&self, worker: WorkerId) -> bool {
-        self.recovery.unanswered.contains_key(&worker)
+        let mut tiers = self.tiers.iter();
+        tiers.any(|(_, tier)| tier.unanswered.contains_key(&worker))
     }
 
     /// Requests missing parts again, because a request or an answer may have been lost.
-    pub(super) fn reading_due(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
+    pub(super) fn reading_due(&mut self, now: Time, id: TierId, effects: &mut Vec<LeaderEffect>) {
         let again = now + self.settings.fence / 4;
-        if self.recovery.request_anew(again, &mut self.timers) {
-            self.request_parts(now, effects);
+        let timers = &mut self.timers;
+        let tier = self.tiers.get_mut(id);
+        if tier.is_some_and(|tier| tier.request_anew(id, again, timers)) {
+            self.request_parts(now, id, effects);
         }
     }
 
@@ -386,18 +427,30 @@ impl Leader {
         worker: WorkerId,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        self.recovery.reader_lost(worker);
-        self.request_parts(now, effects);
+        for (_, tier) in self.tiers.iter_mut() {
+            tier.reader_lost(worker);
+        }
+        self.request_all_parts(now, effects);
     }
 
-    /// Starts the reading again, because the records read so far may list pages that have been removed since.
-    pub(super) fn restart_reading(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
-        if self.recovery.stop(&mut self.timers) {
-            self.open_pool(now, effects);
+    /// Stops the reading of a tier. Returns whether there was one.
+    pub(super) fn stop_reading(&mut self, id: TierId) -> bool {
+        let tier = self.tiers.get_mut(id);
+        tier.is_some_and(|tier| tier.take_scan(id, &mut self.timers).is_some())
+    }
+
+    /// Starts the readings again, because the records read so far may list pages that have been removed since.
+    pub(super) fn restart_readings(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
+        let mut stopped = false;
+        for id in self.tiers.ids() {
+            stopped |= self.stop_reading(id);
+        }
+        if stopped {
+            self.open_pools(now, effects);
         }
     }
 
-    /// Handles a part of an inventory. The pool opens with the last part.
+    /// Handles a part of an inventory. The pool of its tier opens with the last part.
     pub(super) fn inventory(
         &mut self,
         now: Time,
@@ -405,18 +458,21 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         let due = now + self.settings.fence / 4;
-        self.recovery
-            .answered(part.worker, part.read_id, due, &mut self.timers);
-        let read = self
-            .recovery
-            .take_part(part, &self.roster, &mut self.timers);
-        if let Some((key, records)) = read {
+        let (worker, number) = (part.worker, part.read_id);
+        for (id, tier) in self.tiers.iter_mut() {
+            tier.answered((id, worker), number, due, &mut self.timers);
+        }
+        let id = self.roster.tier_of(worker, part.depot);
+        if let Some(id) = id
+            && let Some(tier) = self.tiers.get_mut(id)
+            && let Some((key, records)) = tier.take_part(id, part, &self.roster, &mut self.timers)
+        {
             let pool = Pool::recover(key.pages, self.settings.ratio, &records);
             self.counts.recovered_pages += u64::from(pool.page_states().ready);
-            self.tier.open(key, pool);
-            self.reset_again();
+            tier.open(key, pool);
+            self.reset_again(id);
         }
-        self.request_parts(now, effects);
+        self.request_all_parts(now, effects);
     }
 }
 
@@ -427,7 +483,7 @@ mod tests {
 
     #[test]
     fn two_workers_that_read_one_depot_are_detected() {
-        let mut recovery = Recovery::default();
+        let mut tier = Tier::default();
         for (rank, depot) in [(0, 1), (1, 2)] {
             let worker = WorkerId {
                 replica: Replica(0),
@@ -439,13 +495,13 @@ mod tests {
                 due: Time(0),
                 checks: 0,
             };
-            recovery.unanswered.insert(worker, read);
+            tier.unanswered.insert(worker, read);
         }
-        assert_eq!(recovery.check(), Ok(()));
-        for read in recovery.unanswered.values_mut() {
+        assert_eq!(tier.check_reads(), Ok(()));
+        for read in tier.unanswered.values_mut() {
             read.depot = DepotId(1);
         }
-        let why = recovery.check().expect_err("one depot");
+        let why = tier.check_reads().expect_err("one depot");
         assert!(why.to_string().ends_with("read one depot"), "{why:?}");
     }
 }

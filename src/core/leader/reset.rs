@@ -1,4 +1,4 @@
-//! Resets: pages are removed from the pool, then from every inventory, and then the reset is answered.
+//! Resets: pages are removed from the pools, then from every inventory, and then the reset is answered.
 //!
 //! A reset may cover every page of a large arena, so it runs in slices, with other events in between: one slice in the
 //! step that requests it, the next ones by a timer. From that first step on no lookup finds a page of the reset. The
@@ -11,14 +11,15 @@ use std::time::Duration;
 
 use crate::Contradiction;
 use crate::event::LeaderEffect;
-use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::sweep::Sweep;
 use kvferry_types::{
-    Answer, ResetAnswer, ResetId, ResetScope, Scope, Shard, Time, TransferId, WorkerId,
+    Answer, PerTier, ResetAnswer, ResetId, ResetScope, Scope, Shard, TierId, Time, TransferId,
+    WorkerId,
 };
 
 use super::roster::Roster;
+use super::tier::Tiers;
 use super::timers::{Timer, Timers};
 use super::{Leader, ReplyTo};
 
@@ -37,11 +38,24 @@ const RESET_PAUSE: Duration = Duration::from_micros(500);
 #[derive(Debug)]
 enum ResetStage {
     /// Counts the holders of pages.
-    CountingHolders { sweep: Sweep, holders: u64 },
-    /// Removes pages from the pool.
-    RemovingPages(Sweep),
-    /// All pages are removed from the pool; the shards remove them from their inventories.
+    CountingHolders {
+        sweeps: PerTier<Sweep>,
+        holders: u64,
+    },
+    /// Removes pages from the pools.
+    RemovingPages(PerTier<Sweep>),
+    /// All pages are removed from the pools; the shards remove them from their inventories.
     Invalidating,
+}
+
+impl ResetStage {
+    /// The sweeps over the pools.
+    fn sweeps(&self) -> Option<&PerTier<Sweep>> {
+        match self {
+            Self::CountingHolders { sweeps, .. } | Self::RemovingPages(sweeps) => Some(sweeps),
+            Self::Invalidating => None,
+        }
+    }
 }
 
 /// A reset that has not been answered.
@@ -89,12 +103,40 @@ enum Advance {
     Nothing,
     /// Pages of the reset have holders: the reset is refused.
     Refuse { holders: u64 },
-    /// Blocks were visited; these copies into pages of the reset are cancelled.
-    Cancel(Vec<TransferId>),
+    /// Blocks were removed; these copies into pages of the reset are cancelled.
+    Removed { cancel: Vec<TransferId> },
     /// A worker removes the pages from its inventory.
     Invalidate(WorkerId),
-    /// The pool was closed: no page of it is found any longer.
-    NoPool,
+}
+
+/// True if every sweep over a pool that serves is over.
+fn are_over(sweeps: &PerTier<Sweep>, tiers: &Tiers) -> bool {
+    let mut sweeps = sweeps.iter();
+    sweeps.all(|(tier, sweep)| sweep.is_over() || tiers.serving(tier).is_none())
+}
+
+impl Tiers {
+    /// Begins a walk over the pages of a scope in each pool that serves.
+    fn begin_sweeps(&mut self, scope: &Scope) -> PerTier<Sweep> {
+        let serving = self.all_serving();
+        serving
+            .map(|(tier, pool)| (tier, pool.begin_sweep(scope.clone())))
+            .collect()
+    }
+
+    /// True if a pool of these walks serves.
+    fn any_serves(&self, sweeps: &PerTier<Sweep>) -> bool {
+        sweeps.tiers().any(|tier| self.serving(tier).is_some())
+    }
+
+    /// Ends walks: the pages of their scope are found again.
+    fn end_sweeps(&mut self, sweeps: &PerTier<Sweep>) {
+        for (tier, pool) in self.all_serving() {
+            if let Some(sweep) = sweeps.get(tier) {
+                pool.end_sweep(sweep);
+            }
+        }
+    }
 }
 
 /// The resets that are not answered.
@@ -134,7 +176,7 @@ impl Resets {
         reply_to: ReplyTo,
         scope: Scope,
         through: TransferId,
-        sweep: Sweep,
+        sweeps: PerTier<Sweep>,
         roster: &Roster,
         timers: &mut Timers,
     ) {
@@ -144,7 +186,7 @@ impl Resets {
             reply_to,
             scope,
             through,
-            stage: ResetStage::CountingHolders { sweep, holders: 0 },
+            stage: ResetStage::CountingHolders { sweeps, holders: 0 },
             pages: 0,
             ending: BTreeSet::new(),
             missing: roster.shards().collect(),
@@ -169,11 +211,11 @@ impl Resets {
         resets.find(|(_, reset)| to_do(reset)).map(|(id, _)| *id)
     }
 
-    /// Runs a slice of one reset. `pool` is the pool that serves.
+    /// Runs a slice of one reset. The pages of a pool that does not serve any longer are not found.
     fn advance(
         &mut self,
         id: ResetId,
-        pool: Option<&mut Pool>,
+        tiers: &mut Tiers,
         roster: &Roster,
         budget: &mut u32,
     ) -> Advance {
@@ -187,39 +229,43 @@ impl Resets {
         if let Some(worker) = worker {
             return Advance::Invalidate(worker);
         }
-        let Some(pool) = pool else {
-            reset.stage = ResetStage::Invalidating;
-            return Advance::NoPool;
-        };
+        let mut filling = Vec::new();
         match &mut reset.stage {
-            ResetStage::CountingHolders { sweep, holders } => {
-                *holders += pool.count_holders(sweep, budget);
-                if !sweep.is_over() {
+            ResetStage::CountingHolders { sweeps, .. } if !tiers.any_serves(sweeps) => {
+                reset.stage = ResetStage::Invalidating;
+                Advance::Removed { cancel: filling }
+            }
+            ResetStage::CountingHolders { sweeps, holders } => {
+                for (tier, sweep) in sweeps.iter_mut() {
+                    if let Some(pool) = tiers.serving(tier) {
+                        *holders += pool.count_holders(sweep, budget);
+                    }
+                }
+                if !are_over(sweeps, tiers) {
                     return Advance::Nothing;
                 }
                 let holders = *holders;
                 if holders > 0 {
                     return Advance::Refuse { holders };
                 }
-                sweep.again();
-                let over = ResetStage::Invalidating;
-                if let ResetStage::CountingHolders { sweep, .. } =
-                    std::mem::replace(&mut reset.stage, over)
-                {
-                    reset.stage = ResetStage::RemovingPages(sweep);
-                }
+                let mut sweeps = std::mem::take(sweeps);
+                sweeps.iter_mut().for_each(|(_, sweep)| sweep.again());
+                reset.stage = ResetStage::RemovingPages(sweeps);
                 Advance::Nothing
             }
-            ResetStage::RemovingPages(sweep) => {
-                let mut filling = Vec::new();
-                reset.pages += pool.remove_next(sweep, budget, &mut filling);
-                if sweep.is_over() {
-                    pool.end_sweep(sweep);
-                    reset.stage = ResetStage::Invalidating;
+            ResetStage::RemovingPages(sweeps) => {
+                for (tier, sweep) in sweeps.iter_mut() {
+                    if let Some(pool) = tiers.serving_mut(tier) {
+                        reset.pages += pool.remove_next(sweep, budget, &mut filling);
+                    }
                 }
                 reset.ending.extend(filling.iter().copied());
                 filling.sort_unstable();
-                Advance::Cancel(filling)
+                if are_over(sweeps, tiers) {
+                    tiers.end_sweeps(sweeps);
+                    reset.stage = ResetStage::Invalidating;
+                }
+                Advance::Removed { cancel: filling }
             }
             ResetStage::Invalidating => Advance::Nothing,
         }
@@ -282,21 +328,17 @@ impl Resets {
         counts
     }
 
-    /// Takes a reset out, with its timer; no page of `pool` is hidden for it any longer.
+    /// Takes a reset out, with its timer; no page is hidden for it any longer.
     fn take(
         &mut self,
         id: ResetId,
-        pool: Option<&mut Pool>,
+        tiers: &mut Tiers,
         timers: &mut Timers,
     ) -> Option<PendingReset> {
         let reset = self.open.remove(&id)?;
         timers.clear(reset.reply_to.deadline, Timer::Reset(id));
-        if let (
-            Some(pool),
-            ResetStage::CountingHolders { sweep, .. } | ResetStage::RemovingPages(sweep),
-        ) = (pool, &reset.stage)
-        {
-            pool.end_sweep(sweep);
+        if let Some(sweeps) = reset.stage.sweeps() {
+            tiers.end_sweeps(sweeps);
         }
         Some(reset)
     }
@@ -315,19 +357,19 @@ impl Leader {
     pub(super) fn reset(&mut self, reply_to: ReplyTo, scope: ResetScope) -> Result<(), Refusal> {
         self.resets.room_for(&scope)?;
         let scope = self.scope(scope);
-        let Some(pool) = self.tier.serving_mut() else {
+        if self.tiers.serving(TierId::Host).is_none() {
             return Err(match self.roster.any_replica() {
                 true => Refusal::Reading,
                 false => self.roster.not_ready(),
             });
-        };
-        let sweep = pool.begin_sweep(scope.clone());
+        }
+        let sweeps = self.tiers.begin_sweeps(&scope);
         let through = TransferId(self.next_id);
         self.resets.begin(
             reply_to,
             scope,
             through,
-            sweep,
+            sweeps,
             &self.roster,
             &mut self.timers,
         );
@@ -382,7 +424,7 @@ impl Leader {
     }
 
     fn next_reset_to_do(&self) -> Option<ResetId> {
-        let closes = self.tier.closing().is_some();
+        let closes = self.tiers.any_closes();
         self.resets.next_to_do(closes, &self.roster)
     }
 
@@ -393,14 +435,16 @@ impl Leader {
         budget: &mut u32,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        let pool = self.tier.serving_mut();
-        match self.resets.advance(id, pool, &self.roster, budget) {
+        let advance = self
+            .resets
+            .advance(id, &mut self.tiers, &self.roster, budget);
+        match advance {
             Advance::Nothing => {}
             Advance::Refuse { holders } => {
                 self.refuse_reset(id, Refusal::Leased { holders }, effects);
             }
-            Advance::Cancel(filling) => {
-                for transfer in filling {
+            Advance::Removed { cancel } => {
+                for transfer in cancel {
                     self.transfers.cancel(transfer);
                 }
                 // After a new pool has opened, the last shard may have answered between two slices.
@@ -409,18 +453,26 @@ impl Leader {
             Advance::Invalidate(worker) => {
                 effects.extend(self.resets.invalidate(id, worker, &self.roster, budget));
             }
-            Advance::NoPool => self.answer_if_over(now, id, effects),
         }
     }
 
-    /// A pool has opened with the pages that the depots list: starts to remove the pages of all open resets from that
-    /// pool.
-    pub(super) fn reset_again(&mut self) {
-        let Some(pool) = self.tier.serving_mut() else {
+    /// The pool of a tier has opened with the pages that the depots list: the pages of all open resets are removed from
+    /// that pool, too.
+    pub(super) fn reset_again(&mut self, tier: TierId) {
+        let Some(pool) = self.tiers.serving_mut(tier) else {
             return;
         };
         for reset in self.resets.open.values_mut() {
-            reset.stage = ResetStage::RemovingPages(pool.begin_sweep(reset.scope.clone()));
+            let sweep = pool.begin_sweep(reset.scope.clone());
+            match &mut reset.stage {
+                ResetStage::CountingHolders { sweeps, .. } | ResetStage::RemovingPages(sweeps) => {
+                    sweeps.insert(tier, sweep);
+                }
+                ResetStage::Invalidating => {
+                    let sweeps = [(tier, sweep)].into_iter().collect();
+                    reset.stage = ResetStage::RemovingPages(sweeps);
+                }
+            }
         }
     }
 
@@ -442,21 +494,19 @@ impl Leader {
         let reset = self.resets.open.get(&id);
         if reset.is_some_and(PendingReset::is_over) {
             self.end_reset(id, effects);
-            self.restart_reading(now, effects);
+            self.restart_readings(now, effects);
         }
     }
 
     fn end_reset(&mut self, id: ResetId, effects: &mut Vec<LeaderEffect>) {
-        let pool = self.tier.serving_mut();
-        if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
+        if let Some(reset) = self.resets.take(id, &mut self.tiers, &mut self.timers) {
             let answer = Ok(Answer::Reset(ResetAnswer { pages: reset.pages }));
             self.answer(reset.reply_to.engine, reset.reply_to.id, answer, effects);
         }
     }
 
     fn refuse_reset(&mut self, id: ResetId, refusal: Refusal, effects: &mut Vec<LeaderEffect>) {
-        let pool = self.tier.serving_mut();
-        if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
+        if let Some(reset) = self.resets.take(id, &mut self.tiers, &mut self.timers) {
             self.answer(
                 reset.reply_to.engine,
                 reset.reply_to.id,

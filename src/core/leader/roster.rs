@@ -14,8 +14,8 @@ use crate::event::{AttachRequest, LeaderEffect, WorkerMemory, Workers};
 use crate::refusal::Refusal;
 use crate::shard_set::{SHARDS_MAX, ShardSet};
 use kvferry_types::{
-    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, Rank, Replica, Shard,
-    Sharding, Time, TransferId, WorkerId,
+    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, PerTier, Rank, Replica,
+    Shard, Sharding, TierId, Time, TransferId, WorkerId,
 };
 
 use super::Leader;
@@ -47,8 +47,8 @@ pub(super) struct Roster {
     sharding: Sharding,
     replicas: u16,
     seats: Vec<Seat>,
-    /// The depot of each shard, once a worker has named it.
-    depots: Vec<Option<DepotId>>,
+    /// The depot of each shard in each tier, once a worker has named it.
+    depots: PerTier<Vec<Option<DepotId>>>,
     /// Why the last worker that requested to attach was not admitted; `None` if it was.
     last_rejection: Option<Refusal>,
     /// When the roster next checks for workers that have not attached yet and are not known to be dead.
@@ -60,14 +60,15 @@ pub(super) struct Roster {
 }
 
 impl Roster {
-    pub(super) fn new(replicas: u16, sharding: Sharding) -> Self {
+    pub(super) fn new(replicas: u16, sharding: Sharding, tiers: &[TierId]) -> Self {
+        let depots = vec![None; usize::from(sharding.shards())];
         let (replicas, ranks) = (replicas.min(REPLICAS_MAX), sharding.ranks().min(SHARDS_MAX));
         Self {
             ranks,
             sharding,
             replicas,
             seats: vec![Seat::default(); usize::from(replicas) * usize::from(ranks)],
-            depots: vec![None; usize::from(sharding.shards())],
+            depots: tiers.iter().map(|tier| (*tier, depots.clone())).collect(),
             last_rejection: None,
             overdue_check_at: None,
             overdue_checks: 0,
@@ -121,9 +122,16 @@ impl Roster {
         u32::try_from(there.count()).unwrap_or(u32::MAX)
     }
 
-    /// The depot of a shard, once a worker has named it.
-    pub(super) fn depot(&self, shard: Shard) -> Option<DepotId> {
-        *self.depots.get(usize::from(shard.0))?
+    /// The depot of a shard in a tier, once a worker has named it.
+    pub(super) fn depot(&self, tier: TierId, shard: Shard) -> Option<DepotId> {
+        *self.depots.get(tier)?.get(usize::from(shard.0))?
+    }
+
+    /// The tier in which this is the depot of a worker's shard.
+    pub(super) fn tier_of(&self, worker: WorkerId, depot: DepotId) -> Option<TierId> {
+        let shard = self.shard_of(worker);
+        let mut tiers = self.depots.tiers();
+        tiers.find(|tier| self.depot(*tier, shard) == Some(depot))
     }
 
     pub(super) fn lost(&mut self, worker: WorkerId) {
@@ -214,9 +222,9 @@ impl Roster {
             .any(|(_, memory)| key.is_for(&memory.geometry))
     }
 
-    /// The key of a pool for a complete replica: one whose memory `known` is for, if there is one. The smallest depot
-    /// sets the number of pages, up to the limit of an arena.
-    pub(super) fn key(&self, known: Option<&TierKey>) -> Option<TierKey> {
+    /// The key of the pool of a tier for a complete replica: one whose memory `known` is for, if there is one. The
+    /// smallest depot sets the number of pages, up to the limit of an arena.
+    pub(super) fn key(&self, tier: TierId, known: Option<&TierKey>) -> Option<TierKey> {
         let is_known =
             |memory: &WorkerMemory| known.is_some_and(|known| known.is_for(&memory.geometry));
         let (_, memory) = self
@@ -227,7 +235,7 @@ impl Roster {
             layout_fingerprint,
             ..
         } = memory.geometry;
-        let depots: Option<Vec<DepotId>> = self.depots.iter().copied().collect();
+        let depots: Option<Vec<DepotId>> = self.depots.get(tier)?.iter().copied().collect();
         let mut key = TierKey {
             page_bytes,
             layout_fingerprint,
@@ -237,16 +245,19 @@ impl Roster {
         let rooms = self
             .memories()
             .filter(|(_, memory)| key.is_for(&memory.geometry));
-        let room = rooms.map(|(_, memory)| memory.arena_pages).min();
+        let room = rooms.map(|(_, memory)| memory.pages_of(tier)).min();
         key.pages = key.pages.min(room?);
         Some(key)
     }
 
     /// False when a shard has another depot than this key names, or when the complete replicas need another key.
-    pub(super) fn have(&self, key: &TierKey) -> bool {
-        let depots = self.depots.iter().zip(&key.depots);
+    pub(super) fn have(&self, tier: TierId, key: &TierKey) -> bool {
+        let depots = self.depots.get(tier).into_iter().flatten().zip(&key.depots);
         let mut depots = depots.filter_map(|(now, then)| now.map(|now| now == *then));
-        depots.all(|same| same) && self.key(Some(key)).is_none_or(|wanted| wanted == *key)
+        depots.all(|same| same)
+            && self
+                .key(tier, Some(key))
+                .is_none_or(|wanted| wanted == *key)
     }
 
     /// For each shard an attached worker, if there is one.
@@ -326,8 +337,10 @@ impl Roster {
         self.last_rejection = verdict.clone().err();
         let worker = attached.worker;
         if verdict.is_ok() {
-            let shard = self.shard_of(worker);
-            self.depots[usize::from(shard.0)] = Some(attached.depot);
+            let shard = usize::from(self.shard_of(worker).0);
+            for (tier, depots) in self.depots.iter_mut() {
+                depots[shard] = attached.depots.get(tier).map(|named| named.depot);
+            }
         }
         if let Some(seat) = self.seat(worker) {
             seat.attached = verdict.is_ok();
@@ -385,8 +398,12 @@ impl Roster {
             if !seat.clear {
                 return Err(format!("{worker} is attached and not clear").into());
             }
-            if self.depot(self.shard_of(worker)).is_none() {
-                return Err(format!("{worker} is attached and its shard has no depot").into());
+            let shard = self.shard_of(worker);
+            let mut tiers = self.depots.tiers();
+            if let Some(tier) = tiers.find(|tier| self.depot(*tier, shard).is_none()) {
+                return Err(
+                    format!("{worker} is attached and its shard has no depot in {tier}").into(),
+                );
             }
         }
         Ok(())
@@ -395,7 +412,7 @@ impl Roster {
     fn validate(
         &self,
         attached: &AttachRequest,
-        least_pages: u32,
+        least_pages: &PerTier<u32>,
         key: Option<&TierKey>,
     ) -> Result<(), Refusal> {
         let worker = attached.worker;
@@ -410,29 +427,36 @@ impl Roster {
         let shares = |(id, seat): &(WorkerId, &Seat)| {
             self.shard_of(*id) == self.shard_of(worker) && *id != worker && seat.attached
         };
-        let known = self.depot(self.shard_of(worker));
-        if let Some((other, _)) = self.all().find(shares)
-            && known.is_some_and(|known| known != attached.depot)
-        {
-            return Err(Refusal::DepotNotShared { worker, other });
-        }
-        let another = |shard: &Shard| *shard != self.shard_of(worker);
-        let mut others = self.shards().filter(another);
-        if let Some(shard) = others.find(|shard| self.depot(*shard) == Some(attached.depot)) {
-            return Err(Refusal::DepotOfTwoShards {
-                worker,
-                shard: shard.0,
-            });
+        let sharer = self.all().find(shares).map(|(other, _)| other);
+        for tier in self.depots.tiers() {
+            let Some(depot) = attached.depots.get(tier).map(|named| named.depot) else {
+                return Err(Refusal::DepotMissing { worker, tier });
+            };
+            let known = self.depot(tier, self.shard_of(worker));
+            if let Some(other) = sharer
+                && known.is_some_and(|known| known != depot)
+            {
+                return Err(Refusal::DepotNotShared { worker, other });
+            }
+            if let Some(shard) = self.other_user(attached, tier, depot) {
+                return Err(Refusal::DepotOfTwoShards {
+                    worker,
+                    shard: shard.0,
+                });
+            }
         }
         let Some(memory) = &attached.memory else {
             return Ok(());
         };
-        if memory.arena_pages < least_pages {
-            return Err(Refusal::DepotTooSmall {
-                worker,
-                arena_pages: memory.arena_pages,
-                least_pages,
-            });
+        for (tier, least_pages) in least_pages.iter() {
+            let (arena_pages, least_pages) = (memory.pages_of(tier), *least_pages);
+            if arena_pages < least_pages {
+                return Err(Refusal::DepotTooSmall {
+                    worker,
+                    arena_pages,
+                    least_pages,
+                });
+            }
         }
         for (other, theirs) in self.memories().filter(|(other, _)| *other != worker) {
             let same_replica = other.replica == worker.replica;
@@ -450,6 +474,22 @@ impl Roster {
             }
         }
         Ok(())
+    }
+
+    /// The shard for which a depot is used already: another shard, or the same one in another tier.
+    fn other_user(&self, attached: &AttachRequest, tier: TierId, depot: DepotId) -> Option<Shard> {
+        let own = self.shard_of(attached.worker);
+        let mut others = attached.depots.iter().filter(|(other, _)| *other != tier);
+        if others.any(|(_, named)| named.depot == depot) {
+            return Some(own);
+        }
+        let uses = self
+            .depots
+            .tiers()
+            .flat_map(|other| self.shards().map(move |shard| (other, shard)));
+        let mut uses = uses.filter(|(_, shard)| *shard != own);
+        let user = uses.find(|(other, shard)| self.depot(*other, *shard) == Some(depot));
+        user.map(|(_, shard)| shard)
     }
 
     /// Checks that the worker was started for engines of as many ranks and shards as this leader. A replica is complete
@@ -562,11 +602,11 @@ impl Leader {
         }
         self.fail_copies_of(worker, effects);
         self.resets.request_again(worker);
-        self.recovery.settle_read(worker, &mut self.timers);
+        self.settle_reads(worker);
         self.roster.begin_attach(worker);
         let verdict = self.validate(&attached).map(|()| TransferId(self.next_id));
         self.roster.end_attach(attached, &verdict);
-        self.close_unfit_tier();
+        self.close_unfit_tiers();
         effects.push(LeaderEffect::Admit {
             worker,
             attach,
@@ -578,44 +618,58 @@ impl Leader {
 
     /// Checks a worker against the settings and the pool in use, and then against the other workers.
     fn validate(&self, attached: &AttachRequest) -> Result<(), Refusal> {
-        let (depot_epoch, epoch) = (attached.depot_epoch, self.settings.epoch);
-        // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch of
-        // this leader.
-        if depot_epoch > epoch || (depot_epoch == epoch && self.next_id == 0) {
-            return Err(Refusal::EpochUsed {
-                worker: attached.worker,
-                depot_epoch,
-                epoch,
-            });
-        }
-        if let (Some(depot_bytes), Some(memory)) = (self.settings.depot_bytes, &attached.memory) {
-            let page_bytes = memory.geometry.page_bytes;
-            let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_ENTRY_BYTES);
-            if page_bytes == 0 || u64::from(memory.arena_pages) > most_pages {
-                return Err(Refusal::DepotTooLarge {
+        let epoch = self.settings.epoch;
+        for (_, named) in attached.depots.iter() {
+            let depot_epoch = named.epoch;
+            // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch
+            // of this leader.
+            if depot_epoch > epoch || (depot_epoch == epoch && self.next_id == 0) {
+                return Err(Refusal::EpochUsed {
                     worker: attached.worker,
-                    arena_pages: memory.arena_pages,
-                    page_bytes,
-                    most_pages,
+                    depot_epoch,
+                    epoch,
                 });
             }
         }
+        if let Some(memory) = &attached.memory {
+            let page_bytes = memory.geometry.page_bytes;
+            for (tier, depot_bytes) in self.settings.depot_bytes.iter() {
+                let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_ENTRY_BYTES);
+                let arena_pages = memory.pages_of(tier);
+                if page_bytes == 0 || u64::from(arena_pages) > most_pages {
+                    return Err(Refusal::DepotTooLarge {
+                        worker: attached.worker,
+                        arena_pages,
+                        page_bytes,
+                        most_pages,
+                    });
+                }
+            }
+        }
+        let least_pages = self.tiers.ids().into_iter();
+        let least_pages = least_pages.map(|tier| (tier, self.least_pages(tier, attached)));
+        self.roster
+            .validate(attached, &least_pages.collect(), self.tiers.wanted_key())
+    }
+
+    /// The pages that a worker's depot of a tier must have room for: those of a block, and those of a pool that is in
+    /// use and does not close for this worker.
+    fn least_pages(&self, tier: TierId, attached: &AttachRequest) -> u32 {
         let block = match self.settings.host_tier {
             true => self.settings.ratio.pages(),
             false => 0,
         };
-        let in_use = self.tier.serving();
+        let in_use = self.tiers.serving(tier);
         let in_use = in_use.filter(|pool| pool.pins() > 0 || !self.transfers.is_empty());
         // A pool that closes for this memory, or for its depot, needs no room.
-        let stays = self.tier.key().filter(|key| {
+        let stays = self.tiers.key(tier).filter(|key| {
             let shard = usize::from(self.roster.shard_of(attached.worker).0);
+            let depot = attached.depots.get(tier).map(|named| named.depot);
             let memory = attached.memory.as_ref();
-            key.depots.get(shard) == Some(&attached.depot)
+            key.depots.get(shard).copied() == depot
                 && memory.is_some_and(|memory| key.is_for(&memory.geometry))
         });
-        let least_pages = in_use.and(stays).map_or(0, |key| key.pages).max(block);
-        self.roster
-            .validate(attached, least_pages, self.wanted_key())
+        in_use.and(stays).map_or(0, |key| key.pages).max(block)
     }
 
     /// The connection of a worker broke.
@@ -639,7 +693,7 @@ impl Leader {
     ) {
         self.roster.dead(worker);
         self.resets.request_again(worker);
-        self.recovery.settle_read(worker, &mut self.timers);
+        self.settle_reads(worker);
         self.reader_lost(now, worker, effects);
         self.fail_copies_of(worker, effects);
         self.roster_changed(now, effects);
@@ -651,13 +705,14 @@ impl Leader {
             self.roster.stop_overdue_checks(&mut self.timers);
             self.refuse_parked(effects);
         }
-        self.open_pool(now, effects);
-        self.request_parts(now, effects);
+        self.open_pools(now, effects);
+        self.request_all_parts(now, effects);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::leader::tests::serving;
 
     #[test]
@@ -671,8 +726,8 @@ mod tests {
             "{why:?}"
         );
         leader.roster.seats[0].clear = true;
-        leader.roster.depots[0] = None;
+        leader.roster.depots = PerTier::host(vec![None; 2]);
         let why = leader.roster.check().expect_err("no depot");
-        assert!(why.to_string().ends_with("has no depot"), "{why:?}");
+        assert!(why.to_string().ends_with("has no depot in g2"), "{why:?}");
     }
 }

@@ -16,7 +16,7 @@ use crate::session::{HASH_BYTES_PER_ENGINE_MAX, Slot};
 use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
     EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, RequestId, Shard, SlotId,
-    TransferId,
+    TierId, TransferId,
 };
 
 use super::load::check_device_pages;
@@ -293,7 +293,7 @@ impl Leader {
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
         self.check_current(reply_to, id)?;
-        let Some(pool) = self.tier.serving_mut() else {
+        let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
             return Err(Refusal::Reading);
         };
         let session = self.sessions.open(reply_to.engine);
@@ -405,11 +405,11 @@ impl Leader {
     pub(super) fn filled(
         &mut self,
         transfer: TransferId,
-        shard: Shard,
+        (tier, shard): (TierId, Shard),
         complete: bool,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        let Some(pool) = self.tier.pool_mut() else {
+        let Some(pool) = self.tiers.pool_mut(tier) else {
             return;
         };
         let Some(published) = pool.ended(transfer, shard, complete) else {
@@ -468,7 +468,7 @@ impl Leader {
 
     /// Makes the sequence of a store the newest, tail first, and returns the answer.
     fn end_store(&mut self, store: &PendingStore) -> Answer {
-        if let Some(pool) = self.tier.serving_mut() {
+        if let Some(pool) = self.tiers.serving_mut(TierId::Host) {
             let mut runs: Vec<BlockRun> = Vec::new();
             let looks = pool.walk_around(&store.domain, &store.hashes, &store.wanted, &mut runs);
             self.counts.store_looks += u64::from(looks);

@@ -1,14 +1,14 @@
 //! Tests of the independent recount and of the limit on the hash bytes of an engine.
 
 use super::*;
-use crate::event::{AttachRequest, WorkerMemory};
+use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use crate::shard_set::ShardSet;
 use kvferry_types::{
-    Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, Rank,
-    Replica, Request, Shard,
+    Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, PerTier,
+    Rank, Replica, Request, Shard, TierId,
 };
 
 #[test]
@@ -44,12 +44,12 @@ fn a_pin_without_a_holder_is_detected() {
         pages: 16,
         depots: vec![DepotId(1)],
     };
-    leader.tier.open(key, pool);
+    if let Some(tier) = leader.tiers.get_mut(TierId::Host) {
+        tier.open(key, pool);
+    }
     let why = leader.check().expect_err("a pin is held by nobody");
     assert_eq!(why.to_string(), "0 held and 0 leased, the pool counts 1");
-    if let Some(pool) = leader.tier.pool_mut() {
-        pool.unpin(pin);
-    }
+    leader.tiers.unpin(TierId::Host, pin);
     assert_eq!(leader.check(), Ok(()));
 }
 
@@ -116,15 +116,17 @@ fn attached(arena_pages: u32) -> LeaderEvent {
             device_pages: 2 * arena_pages,
             ..geometry()
         },
-        arena_pages,
+        arena_pages: PerTier::host(arena_pages),
     };
     LeaderEvent::Attach(AttachRequest {
         worker: WORKER,
         ranks: 1,
         shards: 1,
         attach: AttachId(1),
-        depot: DepotId(1),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(1),
+            epoch: Epoch(0),
+        }),
         memory: Some(memory),
     })
 }
@@ -440,6 +442,7 @@ fn end(
         complete_pages: 0,
         bytes: 0,
         copy_us: 0,
+        bad_source: false,
     });
     let ended = LeaderEvent::Ended {
         worker: WorkerId {

@@ -1,15 +1,19 @@
-//! The tier of host memory: which pages its pool is for, when the pool opens, and when it closes.
+//! The tiers: which pages the pool of a tier is for, when it opens, and when it closes.
 //!
 //! A pool identifies pages by number. Which bytes a number means depends on the page size, the layout and the depot of
 //! each shard. The pool carries these as its [`TierKey`], and closes as soon as the workers have another key. A closing
 //! pool serves no page and holds none; its copies are cancelled and awaited, because they still read and write at the
 //! old offsets. Then the pool is dropped, and the inventories are read for the new key.
 
+use std::collections::BTreeMap;
+
+use crate::Contradiction;
 use crate::event::LeaderEffect;
-use crate::pool::{Pool, PoolCounts};
-use kvferry_types::{DepotId, GroupGeometry, Time};
+use crate::pool::{Pin, Pool, PoolCounts};
+use kvferry_types::{DepotId, GroupGeometry, PerTier, TierId, Time, WorkerId};
 
 use super::Leader;
+use super::recovery::{RecoveryScan, UnansweredRead};
 
 /// Identity of a pool: two keys that differ in any field mean different bytes by the same page number.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,170 +36,274 @@ impl TierKey {
     }
 }
 
-/// A pool with its key. See the module.
-#[derive(Debug)]
-struct Tier {
-    key: TierKey,
-    pool: Pool,
-    closing: bool,
+/// The stage of a tier.
+#[derive(Debug, Default)]
+pub(super) enum TierState {
+    /// There is no pool.
+    #[default]
+    Shut,
+    /// The inventories are read, and a pool opens with the last part of them.
+    Reading(RecoveryScan),
+    /// The pool serves.
+    Open {
+        /// The pages that the pool is for.
+        key: TierKey,
+        pool: Pool,
+    },
+    /// The pool has stopped serving and waits for the ends of its last copies.
+    Closing(Pool),
+}
+
+/// One tier below the device. See the module.
+#[derive(Debug, Default)]
+pub(super) struct Tier {
+    pub(super) state: TierState,
+    /// Inventory requests that were not answered, including those of readings that were stopped.
+    pub(super) unanswered: BTreeMap<WorkerId, UnansweredRead>,
+    /// Counters of the pools that were closed.
+    closed: PoolCounts,
 }
 
 impl Tier {
-    fn new(key: TierKey, pool: Pool) -> Self {
-        Self {
-            key,
-            pool,
-            closing: false,
+    /// Opens a pool. There must be none.
+    pub(super) fn open(&mut self, key: TierKey, pool: Pool) {
+        self.state = TierState::Open { key, pool };
+    }
+
+    /// Closes the pool: forgets its blocks, whose holders have been removed.
+    fn close(&mut self) {
+        self.state = match std::mem::take(&mut self.state) {
+            TierState::Open { mut pool, .. } => {
+                pool.reset();
+                TierState::Closing(pool)
+            }
+            state => state,
+        };
+    }
+
+    /// Drops a closed pool, whose copies have ended.
+    fn drop_closed(&mut self) {
+        if let TierState::Closing(pool) = &self.state {
+            self.closed = self.closed.with(pool.counts());
+            self.state = TierState::Shut;
         }
     }
 
     /// The pool for requests; `None` while it closes.
     fn serving(&self) -> Option<&Pool> {
-        (!self.closing).then_some(&self.pool)
+        match &self.state {
+            TierState::Open { pool, .. } => Some(pool),
+            _ => None,
+        }
     }
 
     /// Like `serving`, but mutable.
     fn serving_mut(&mut self) -> Option<&mut Pool> {
-        (!self.closing).then_some(&mut self.pool)
-    }
-
-    /// The key; `None` while the pool closes.
-    fn key(&self) -> Option<&TierKey> {
-        (!self.closing).then_some(&self.key)
-    }
-}
-
-/// The pool of host memory, if there is one, and what was counted in those before it.
-#[derive(Debug, Default)]
-pub(super) struct HostTier {
-    tier: Option<Tier>,
-    /// Counters of the pools that were closed.
-    closed: PoolCounts,
-}
-
-impl HostTier {
-    /// Opens a pool. There must be none.
-    pub(super) fn open(&mut self, key: TierKey, pool: Pool) {
-        self.tier = Some(Tier::new(key, pool));
-    }
-
-    /// Closes the pool: forgets its blocks, whose holders have been removed. Returns false if no pool serves.
-    fn close(&mut self) -> bool {
-        let Some(tier) = self.tier.as_mut().filter(|tier| !tier.closing) else {
-            return false;
-        };
-        tier.closing = true;
-        tier.pool.reset();
-        true
-    }
-
-    /// Drops a closed pool, whose copies have ended. Returns whether there was one.
-    fn drop_closed(&mut self) -> bool {
-        let Some(tier) = self.tier.take_if(|tier| tier.closing) else {
-            return false;
-        };
-        self.closed = self.closed.with(tier.pool.counts());
-        true
-    }
-
-    /// True when a pool serves or closes.
-    pub(super) fn is_some(&self) -> bool {
-        self.tier.is_some()
-    }
-
-    /// The pool for requests; `None` while it closes.
-    pub(super) fn serving(&self) -> Option<&Pool> {
-        self.tier.as_ref().and_then(Tier::serving)
-    }
-
-    /// Like `serving`, but mutable.
-    pub(super) fn serving_mut(&mut self) -> Option<&mut Pool> {
-        self.tier.as_mut().and_then(Tier::serving_mut)
-    }
-
-    /// The key of the pool that serves.
-    pub(super) fn key(&self) -> Option<&TierKey> {
-        self.tier.as_ref().and_then(Tier::key)
+        match &mut self.state {
+            TierState::Open { pool, .. } => Some(pool),
+            _ => None,
+        }
     }
 
     /// The pool for the ends of copies, also while it closes.
-    pub(super) fn pool(&self) -> Option<&Pool> {
-        self.tier.as_ref().map(|tier| &tier.pool)
+    fn pool(&self) -> Option<&Pool> {
+        match &self.state {
+            TierState::Open { pool, .. } | TierState::Closing(pool) => Some(pool),
+            _ => None,
+        }
     }
 
     /// Like `pool`, but mutable.
-    pub(super) fn pool_mut(&mut self) -> Option<&mut Pool> {
-        self.tier.as_mut().map(|tier| &mut tier.pool)
+    fn pool_mut(&mut self) -> Option<&mut Pool> {
+        match &mut self.state {
+            TierState::Open { pool, .. } | TierState::Closing(pool) => Some(pool),
+            _ => None,
+        }
     }
 
-    /// A pool that has stopped serving and waits for the ends of its last copies.
-    pub(super) fn closing(&self) -> Option<&Pool> {
-        let tier = self.tier.as_ref().filter(|tier| tier.closing)?;
-        Some(&tier.pool)
+    fn closing(&self) -> Option<&Pool> {
+        match &self.state {
+            TierState::Closing(pool) => Some(pool),
+            _ => None,
+        }
     }
 
-    /// Counters of all pools since the start.
-    pub(super) fn counts(&self) -> PoolCounts {
-        let now = self.tier.as_ref().map(|tier| tier.pool.counts());
-        self.closed.with(now.unwrap_or_default())
+    /// The key of the pool that serves.
+    fn key(&self) -> Option<&TierKey> {
+        match &self.state {
+            TierState::Open { key, .. } => Some(key),
+            _ => None,
+        }
+    }
+
+    /// The key of the pool that serves, or of the pool that is being recovered.
+    fn wanted_key(&self) -> Option<&TierKey> {
+        self.key().or(self.scan().map(RecoveryScan::key))
+    }
+
+    /// True if no pool serves or closes, and none is being recovered.
+    pub(super) fn is_shut(&self) -> bool {
+        matches!(self.state, TierState::Shut)
+    }
+}
+
+/// The tiers of the settings.
+#[derive(Debug)]
+pub(super) struct Tiers(PerTier<Tier>);
+
+impl Tiers {
+    pub(super) fn new(tiers: impl IntoIterator<Item = TierId>) -> Self {
+        let tiers = tiers.into_iter().map(|tier| (tier, Tier::default()));
+        Self(tiers.collect())
+    }
+
+    /// The tiers, fastest first.
+    pub(super) fn ids(&self) -> Vec<TierId> {
+        self.0.tiers().collect()
+    }
+
+    pub(super) fn get_mut(&mut self, tier: TierId) -> Option<&mut Tier> {
+        self.0.get_mut(tier)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (TierId, &Tier)> {
+        self.0.iter()
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (TierId, &mut Tier)> {
+        self.0.iter_mut()
+    }
+
+    /// The pool of a tier for requests; `None` while it closes.
+    pub(super) fn serving(&self, tier: TierId) -> Option<&Pool> {
+        self.0.get(tier).and_then(Tier::serving)
+    }
+
+    /// Like `serving`, but mutable.
+    pub(super) fn serving_mut(&mut self, tier: TierId) -> Option<&mut Pool> {
+        self.0.get_mut(tier).and_then(Tier::serving_mut)
+    }
+
+    /// The pools for requests.
+    pub(super) fn all_serving(&mut self) -> impl Iterator<Item = (TierId, &mut Pool)> {
+        let tiers = self.iter_mut();
+        tiers.filter_map(|(id, tier)| Some((id, tier.serving_mut()?)))
+    }
+
+    /// The key of the pool of a tier that serves.
+    pub(super) fn key(&self, tier: TierId) -> Option<&TierKey> {
+        self.0.get(tier).and_then(Tier::key)
+    }
+
+    /// The pool of a tier for the ends of copies, also while it closes.
+    pub(super) fn pool_mut(&mut self, tier: TierId) -> Option<&mut Pool> {
+        self.0.get_mut(tier).and_then(Tier::pool_mut)
+    }
+
+    /// Releases a pin on a block of a tier. A tier has its pool for as long as that pool has pins or copies.
+    pub(super) fn unpin(&mut self, tier: TierId, pin: Pin) {
+        if let Some(pool) = self.pool_mut(tier) {
+            pool.unpin(pin);
+        }
+    }
+
+    /// The pools, also those that close.
+    pub(super) fn pools(&self) -> impl Iterator<Item = (TierId, &Pool)> {
+        self.iter()
+            .filter_map(|(id, tier)| Some((id, tier.pool()?)))
+    }
+
+    /// The key of a pool that serves, or that is being recovered. All of them are for pages of one geometry.
+    pub(super) fn wanted_key(&self) -> Option<&TierKey> {
+        self.iter().find_map(|(_, tier)| tier.wanted_key())
+    }
+
+    /// True while a pool closes.
+    pub(super) fn any_closes(&self) -> bool {
+        self.iter().any(|(_, tier)| tier.closing().is_some())
+    }
+
+    /// Counters of all pools of a tier since the start.
+    pub(super) fn counts(&self, tier: TierId) -> PoolCounts {
+        let Some(tier) = self.0.get(tier) else {
+            return PoolCounts::default();
+        };
+        let now = tier.pool().map(Pool::counts);
+        tier.closed.with(now.unwrap_or_default())
+    }
+
+    /// Recounts what each pool counts. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
+        self.iter().try_for_each(|(_, tier)| tier.check_reads())?;
+        self.pools().try_for_each(|(_, pool)| pool.check())
     }
 }
 
 impl Leader {
-    /// The key of the pool that serves, or of the pool that is being recovered.
-    pub(super) fn wanted_key(&self) -> Option<&TierKey> {
-        self.tier.key().or(self.recovery.key())
-    }
-
-    /// Closes the pool and stops the reading whose key differs from what the workers have. Called after each change of
+    /// Closes the pools and stops the readings whose key differs from what the workers have. Called after each change of
     /// the roster.
-    pub(super) fn close_unfit_tier(&mut self) {
-        let Some(key) = self.wanted_key() else {
-            return;
-        };
-        if self.roster.have(key) {
-            return;
+    pub(super) fn close_unfit_tiers(&mut self) {
+        for tier in self.tiers.ids() {
+            let key = self.tiers.0.get(tier).and_then(Tier::wanted_key);
+            if key.is_none_or(|key| self.roster.have(tier, key)) {
+                continue;
+            }
+            self.stop_reading(tier);
+            self.close_tier(tier);
         }
-        self.recovery.stop(&mut self.timers);
-        self.close_tier();
     }
 
-    /// Closes the pool: releases all holds, forgets its blocks, and cancels its copies.
-    fn close_tier(&mut self) {
-        if self.tier.serving().is_none() {
+    /// Closes a pool: releases all holds, forgets its blocks, and cancels the transfers that touch it.
+    fn close_tier(&mut self, tier: TierId) {
+        if self.tiers.serving(tier).is_none() {
             return;
         }
         for (engine, slot) in self.sessions.slot_ids() {
             self.drop_holds(engine, slot);
         }
-        self.tier.close();
-        self.transfers.cancel_all();
+        if let Some(closes) = self.tiers.get_mut(tier) {
+            closes.close();
+        }
+        self.transfers.cancel_tier(tier);
     }
 
-    /// Drops a closed pool whose last copy has ended, and opens the next one.
-    pub(super) fn reopen_tier(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
-        if self.transfers.is_empty() && self.tier.drop_closed() {
-            self.open_pool(now, effects);
+    /// Drops closed pools whose last transfers have ended, and opens the next ones.
+    pub(super) fn reopen_tiers(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
+        let mut dropped = false;
+        for (id, tier) in self.tiers.iter_mut() {
+            if tier.closing().is_some() && !self.transfers.touch(id) {
+                tier.drop_closed();
+                dropped = true;
+            }
+        }
+        if dropped {
+            self.open_pools(now, effects);
         }
     }
 
-    /// The G2 pool that serves; `None` before every rank has attached and while a pool closes.
+    /// The pool of host memory that serves; `None` before every rank has attached and while a pool closes.
     pub fn pool(&self) -> Option<&Pool> {
-        self.tier.serving()
+        self.pool_of(TierId::Host)
+    }
+
+    /// The pool of a tier that serves.
+    pub fn pool_of(&self, tier: TierId) -> Option<&Pool> {
+        self.tiers.serving(tier)
     }
 
     /// A pool that has stopped serving and waits for the ends of its last copies.
-    pub fn closing_pool(&self) -> Option<&Pool> {
-        self.tier.closing()
+    pub fn closing_pool(&self, tier: TierId) -> Option<&Pool> {
+        self.tiers.0.get(tier).and_then(Tier::closing)
     }
 
-    /// The key of the pool that serves.
-    pub fn tier_key(&self) -> Option<&TierKey> {
-        self.tier.key()
+    /// The key of the pool of a tier that serves.
+    pub fn tier_key(&self, tier: TierId) -> Option<&TierKey> {
+        self.tiers.key(tier)
     }
 
-    /// True while inventories are being read.
-    pub fn is_reading(&self) -> bool {
-        self.recovery.key().is_some()
+    /// True while inventories of a tier are being read.
+    pub fn is_reading(&self, tier: TierId) -> bool {
+        let tier = self.tiers.0.get(tier);
+        tier.is_some_and(|tier| tier.scan().is_some())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_types::{EngineId, ResetId, SlotId, Time, TransferId, WorkerId};
+use kvferry_types::{EngineId, ResetId, SlotId, TierId, Time, TransferId, WorkerId};
 
 /// Number of a `cancel_stores` request.
 pub(super) type CancelId = u64;
@@ -25,10 +25,10 @@ pub(super) enum Timer {
     Resets,
     /// The deadline of a `cancel_stores`.
     Cancel(CancelId),
-    /// Missing parts of inventories are requested again.
-    RecoveryScan,
+    /// Missing parts of the inventories of a tier are requested again.
+    RecoveryScan(TierId),
     /// A worker that owes the answer to an inventory request is checked.
-    UnansweredRead(WorkerId),
+    UnansweredRead(TierId, WorkerId),
     /// Workers that have not attached are checked.
     AttachOverdue,
     /// An engine without a connection is forgotten.

@@ -186,12 +186,6 @@ impl Transfers {
         }
     }
 
-    /// Cancels every copy, at the end of this step.
-    pub(super) fn cancel_all(&mut self) {
-        let ids: Vec<TransferId> = self.in_flight.keys().copied().collect();
-        ids.into_iter().for_each(|id| self.cancel(id));
-    }
-
     /// The cancels of this step for each worker, without copies that have ended meanwhile.
     fn take_cancels(&mut self) -> impl Iterator<Item = (WorkerId, Vec<TransferId>)> {
         let cancels = std::mem::take(&mut self.cancels);
@@ -209,6 +203,20 @@ impl Transfers {
         let in_flight = self.in_flight.iter();
         let awaited = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
         awaited.map(|(id, transfer)| (*id, transfer.edge))
+    }
+
+    /// Cancels every transfer that reads or writes a tier, at the end of this step.
+    pub(super) fn cancel_tier(&mut self, tier: TierId) {
+        let in_flight = self.in_flight.iter();
+        let touching = in_flight.filter(|(_, transfer)| transfer.edge.touches(tier));
+        let ids: Vec<TransferId> = touching.map(|(id, _)| *id).collect();
+        ids.into_iter().for_each(|id| self.cancel(id));
+    }
+
+    /// True while a transfer reads or writes a tier.
+    pub(super) fn touch(&self, tier: TierId) -> bool {
+        let mut in_flight = self.in_flight.values();
+        in_flight.any(|transfer| transfer.edge.touches(tier))
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -268,7 +276,7 @@ impl Leader {
         let (edge, outcome) = self.transfers.ended(worker, id, end, &mut self.timers)?;
         if edge.to != TierId::Device {
             let shard = self.roster.shard_of(worker);
-            self.filled(id, shard, end == WorkerEnd::Complete, effects);
+            self.filled(id, (edge.to, shard), end == WorkerEnd::Complete, effects);
         } else if let Some(outcome) = outcome {
             self.load_ended(id, outcome, effects);
         }
@@ -286,7 +294,7 @@ impl Leader {
         if late.first {
             self.counts.late_copies += 1;
             if late.edge.to != TierId::Device
-                && let Some(pool) = self.tier.pool_mut()
+                && let Some(pool) = self.tiers.pool_mut(late.edge.to)
             {
                 pool.quarantine(id);
                 self.never_published(id, effects);

@@ -1,14 +1,24 @@
 //! Validation of orders: a copy is checked when its order arrives, before memory or the inventory is written.
 
-use kvferry_types::{Direction, Edge, PageList, Record, Transfer};
+use kvferry_types::{PageList, PerTier, Record, TierId, Transfer};
 
 /// Bounds for the pages that copies may name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBounds {
     /// Pages of the engine's registered memory.
     pub device_pages: u32,
-    /// Pages of that size in the depot.
-    pub arena_pages: u32,
+    /// Pages of that size in the depot of each tier.
+    pub arena_pages: PerTier<u32>,
+}
+
+impl MemoryBounds {
+    /// The name of a tier's memory and its pages; `None` if the worker does not reach the tier.
+    fn of(&self, tier: TierId) -> Option<(String, u32)> {
+        match tier {
+            TierId::Device => Some(("device".to_owned(), self.device_pages)),
+            tier => Some((format!("arena of {tier}"), *self.arena_pages.get(tier)?)),
+        }
+    }
 }
 
 /// A copy that failed validation.
@@ -35,50 +45,42 @@ fn invalid<T>(
 }
 
 /// Checks that every page lies within its memory, that both sides of each pair have the same number of pages, and that
-/// the record of a store lists the pages that the store writes.
-pub(super) fn check(transfer: &Transfer, bounds: MemoryBounds) -> Result<(), Invalid> {
-    let MemoryBounds {
-        device_pages,
-        arena_pages,
-    } = bounds;
-    let direction = match (transfer.edge, transfer.edge.direction()) {
-        (Edge::LOAD | Edge::STORE, Some(direction)) => direction,
-        (edge, _) => {
-            let remedy = "name the device and a tier of this worker";
-            return invalid("from, to", edge.to_string(), remedy);
-        }
-    };
-    let (from, to) = match direction {
-        Direction::Load => (("arena", arena_pages), ("device", device_pages)),
-        Direction::Store => (("device", device_pages), ("arena", arena_pages)),
+/// the record lists the pages that are written to a tier.
+pub(super) fn check(transfer: &Transfer, bounds: &MemoryBounds) -> Result<(), Invalid> {
+    let edge = transfer.edge;
+    let names_engine = transfer.device.is_some() == edge.touches(TierId::Device);
+    let ends = bounds.of(edge.from).zip(bounds.of(edge.to));
+    let Some((from, to)) = ends.filter(|_| edge.from != edge.to && names_engine) else {
+        let remedy = "name two tiers of this worker, and the engine if one is the device";
+        return invalid("from, to", edge.to_string(), remedy);
     };
     if transfer.pairs.is_empty() {
         return invalid("pairs", "empty", "name at least one");
     }
     for pair in &transfer.pairs {
-        within("pairs.src", &pair.src, from)?;
-        within("pairs.dst", &pair.dst, to)?;
+        within("pairs.src", &pair.src, &from)?;
+        within("pairs.dst", &pair.dst, &to)?;
         let (src, dst) = (pair.src.pages(), pair.dst.pages());
         if src != dst {
             let value = format!("{src} sources for {dst} destinations");
             return invalid("pairs", value, "name as many on both sides");
         }
     }
-    match (&transfer.record, direction) {
-        (None, _) => Ok(()),
-        (Some(_), Direction::Load) => {
+    match &transfer.record {
+        None => Ok(()),
+        Some(_) if edge.to == TierId::Device => {
             invalid("record", "there", "leave it out: a load lists nothing")
         }
-        (Some(record), Direction::Store) => lists(transfer, record),
+        Some(record) => lists(transfer, record),
     }
 }
 
 fn within(
     field: &'static str,
     list: &PageList,
-    (memory, pages): (&str, u32),
+    (memory, pages): &(String, u32),
 ) -> Result<(), Invalid> {
-    let inside = |run: &&kvferry_types::PageRun| run.count > 0 && run.end() <= u64::from(pages);
+    let inside = |run: &&kvferry_types::PageRun| run.count > 0 && run.end() <= u64::from(*pages);
     match list.0.iter().find(|run| !inside(run)) {
         None => Ok(()),
         Some(run) => {
@@ -118,7 +120,7 @@ fn lists(transfer: &Transfer, record: &Record) -> Result<(), Invalid> {
 mod tests {
     use super::*;
     use kvferry_types::{
-        Anchor, DomainId, Fingerprint, FragmentPair, PageRun, Stored, Time, TransferId,
+        Anchor, DomainId, Edge, Fingerprint, FragmentPair, PageRun, Stored, Time, TransferId,
     };
 
     /// An index in a block has 16 bits in the inventory.

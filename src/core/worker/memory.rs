@@ -37,8 +37,8 @@ impl Memory {
         self.engine
     }
 
-    pub(super) fn bounds(&self) -> MemoryBounds {
-        self.bounds
+    pub(super) fn bounds(&self) -> &MemoryBounds {
+        &self.bounds
     }
 
     pub(super) fn written(&self) -> RequestId {

@@ -174,14 +174,25 @@ pub enum WorkerEffect {
         /// The last request that must be written.
         through: RequestId,
     },
-    /// Remove these arena pages from the inventory, because they are about to be overwritten.
-    Unlist(PageRun),
+    /// Remove these arena pages from the inventory of a tier, because they are about to be overwritten, or failed their
+    /// checksum.
+    Unlist {
+        /// The tier.
+        tier: TierId,
+        /// The pages.
+        run: PageRun,
+    },
     /// Run these copies and report their ends.
     Start(Vec<Transfer>),
     /// Stop this copy between two steps (CPU) or parts (GPU). Its end must still be reported.
     Stop(TransferId),
-    /// Add these pages to the inventory: their last byte was copied.
-    List(Record),
+    /// Add these pages to the inventory of a tier: their last byte was copied.
+    List {
+        /// The tier.
+        tier: TierId,
+        /// The pages.
+        record: Record,
+    },
     /// Remove the pages of a scope from the inventory, in slices, if they were stored by `through` or before, and then
     /// report to the leader. Copies start and end meanwhile. After the deadline no page is removed, and the leader
     /// receives a report of that instead.
@@ -338,21 +349,21 @@ impl Worker {
         }
     }
 
-    /// Starts ready copies, all in one batch. The pages of a depot that they overwrite are removed from its inventory
+    /// Starts ready copies, all in one batch. The pages of a tier that they overwrite are removed from its inventory
     /// first.
     fn start(&mut self, effects: &mut Vec<WorkerEffect>) {
         let started = self.copies.start(self.settings.running_max);
         if started.is_empty() {
             return;
         }
-        let to_depot = started
+        let to_tier = started
             .iter()
-            .filter(|transfer| transfer.edge.to == TierId::Host);
-        for run in to_depot
-            .flat_map(|transfer| &transfer.pairs)
-            .flat_map(|pair| &pair.dst.0)
-        {
-            effects.push(WorkerEffect::Unlist(*run));
+            .filter(|transfer| transfer.edge.to != TierId::Device);
+        for transfer in to_tier {
+            let tier = transfer.edge.to;
+            for run in transfer.pairs.iter().flat_map(|pair| &pair.dst.0) {
+                effects.push(WorkerEffect::Unlist { tier, run: *run });
+            }
         }
         effects.push(WorkerEffect::Start(started));
     }
@@ -395,13 +406,17 @@ impl Worker {
             orphan,
             ..
         } = task;
+        if ended.bad_source {
+            effects.extend(unlist_bad_page(&transfer, ended.complete_pages));
+        }
         if transfer.edge.to != TierId::Device {
             ended.complete &= !stopped && now <= transfer.deadline;
         }
         if ended.complete
             && let Some(record) = transfer.record
         {
-            effects.push(WorkerEffect::List(record));
+            let tier = transfer.edge.to;
+            effects.push(WorkerEffect::List { tier, record });
         }
         if !orphan {
             self.orders.remember(ended);
@@ -410,6 +425,18 @@ impl Worker {
         let answered = self.abandoned.ended(ended.transfer);
         effects.extend(answered.map(|number| WorkerEffect::Abandoned { number }));
     }
+}
+
+/// Removes the page of a source that failed its checksum from the inventory, so that no later leader finds it.
+fn unlist_bad_page(transfer: &Transfer, complete_pages: u32) -> Option<WorkerEffect> {
+    let tier = transfer.edge.from;
+    let mut pages = transfer.pairs.iter().flat_map(|pair| pair.src.iter_pages());
+    let bad = pages.nth(complete_pages as usize);
+    let run = PageRun {
+        start: bad.filter(|_| tier != TierId::Device)?,
+        count: 1,
+    };
+    Some(WorkerEffect::Unlist { tier, run })
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_types::{Direction, EndedCopy, Epoch, Time, Transfer, TransferId};
+use kvferry_types::{EndedCopy, Epoch, TierId, Time, Transfer, TransferId};
 
 use crate::Contradiction;
 
@@ -161,14 +161,15 @@ impl Worker {
         let id = transfer.id;
         let full = self.copies.len() >= WORKER_COPIES_MAX;
         let carried_out = self.leader.is_admitted() && !full && id > self.orders.floor;
-        let Some(device) = transfer.device.filter(|_| carried_out) else {
-            return false;
-        };
-        let memory = self.memory.as_ref();
-        let memory = memory.filter(|memory| memory.engine() == device.engine);
-        let Some(memory) =
-            memory.filter(|memory| memory.may_copy_for(device.request, &self.abandoned))
-        else {
+        let device = transfer.device;
+        // The bounds of all pages are those of the registered memory, also for a transfer between two tiers.
+        let memory = self.memory.as_ref().filter(|_| carried_out);
+        let Some(memory) = memory.filter(|memory| {
+            device.is_none_or(|device| {
+                memory.engine() == device.engine
+                    && memory.may_copy_for(device.request, &self.abandoned)
+            })
+        }) else {
             return false;
         };
         if let Err(problem) = check(&transfer, memory.bounds()) {
@@ -179,8 +180,11 @@ impl Worker {
             });
             return false;
         }
-        let written = device.after <= memory.written();
-        if !written && transfer.edge.direction() == Some(Direction::Load) {
+        let unwritten = device.filter(|device| device.after > memory.written());
+        let written = unwritten.is_none();
+        if let Some(device) = unwritten
+            && transfer.edge.to == TierId::Device
+        {
             effects.push(WorkerEffect::Await {
                 engine: device.engine,
                 through: device.after,
@@ -234,6 +238,7 @@ pub(super) fn refused(transfer: TransferId) -> EndedCopy {
         complete_pages: 0,
         bytes: 0,
         copy_us: 0,
+        bad_source: false,
     }
 }
 

@@ -1,10 +1,10 @@
 use super::*;
-use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, PageList};
+use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, PageList, PerTier, TierId};
 
 const ENGINE: EngineId = EngineId([1; 16]);
 const BOUNDS: MemoryBounds = MemoryBounds {
     device_pages: 64,
-    arena_pages: 32,
+    arena_pages: PerTier::host(32),
 };
 const FENCE_NS: u64 = 10_000_000_000;
 
@@ -146,6 +146,7 @@ fn complete(transfer: u64) -> EndedCopy {
         complete_pages: 0,
         bytes: 1,
         copy_us: 1,
+        bad_source: false,
     }
 }
 
@@ -171,7 +172,10 @@ fn a_store_reads_nothing_before_it_is_written_and_unlists_before_it_writes() {
     let mut worker = worker();
     assert_eq!(order(&mut worker, 1, 1, vec![store(1, 5)]), []);
     assert_eq!(written(&mut worker, 4), []);
-    let out = WorkerEffect::Unlist(PageRun { start: 0, count: 1 });
+    let out = WorkerEffect::Unlist {
+        tier: TierId::Host,
+        run: PageRun { start: 0, count: 1 },
+    };
     let start = WorkerEffect::Start(vec![store(1, 5)]);
     assert_eq!(written(&mut worker, 5), [out, start]);
 }
@@ -291,7 +295,13 @@ fn a_store_is_listed_before_its_end_is_reported() {
     let effects = ended(&mut worker, 0, vec![complete(1)]);
     assert_eq!(
         effects,
-        [WorkerEffect::List(record), report(1, vec![complete(1)])]
+        [
+            WorkerEffect::List {
+                tier: TierId::Host,
+                record
+            },
+            report(1, vec![complete(1)])
+        ]
     );
 }
 

@@ -14,7 +14,8 @@ pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBod
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{RankStatus, Status, StatusAnswer};
 pub use worker::{
-    Attach, Attached, AttachedMemory, Cancel, Ended, Readiness, TransferBody, TransferOrder,
+    Attach, AttachDepot, Attached, AttachedMemory, Cancel, Ended, Readiness, TransferBody,
+    TransferOrder,
 };
 
 use schemars::JsonSchema;

@@ -22,13 +22,8 @@ pub struct Attach {
     pub kv_shards: u16,
     /// Sequence number of attaches over one connection. A repeated number is a retry.
     pub attach: u64,
-    /// Identity of the depot of the worker's shard: 16 random bytes, drawn when the depot was created.
-    #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
-    pub depot: [u8; 16],
-    /// Epoch of the leader that read the depot's inventory last; 0 without one. A leader ends if its epoch is not above
-    /// those of all leaders before it.
-    pub depot_epoch: u64,
+    /// The depot of the worker's shard in each tier that the worker reaches, one for each tier.
+    pub depots: Vec<AttachDepot>,
     /// The memory of the worker's engine, once a rank has registered it.
     #[serde(default)]
     pub memory: Option<AttachedMemory>,
@@ -44,7 +39,22 @@ pub struct AttachedMemory {
     /// Geometry of the memory.
     #[schemars(with = "serde_json::Value")]
     pub geometry: GroupGeometry,
-    /// Pages of that size for which the depot has room.
+}
+
+/// The pages of one shard in one tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct AttachDepot {
+    /// The tier: 2 is host memory, 3 a disk, 4 storage of other hosts.
+    pub tier: u8,
+    /// Identity of the depot: 16 random bytes, drawn when the depot was created.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub depot: [u8; 16],
+    /// Epoch of the leader that read the depot's inventory last; 0 without one. A leader ends if its epoch is not above
+    /// those of all leaders before it.
+    pub epoch: u64,
+    /// Pages of the size of the engine's pages for which the depot has room; 0 without an engine's memory.
+    #[serde(default)]
     pub arena_pages: u32,
 }
 

@@ -13,6 +13,7 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         Refusal::NoSuchWorker { .. }
         | Refusal::SettingDiffers { .. }
         | Refusal::DepotNotShared { .. }
+        | Refusal::DepotMissing { .. }
         | Refusal::DepotOfTwoShards { .. }
         | Refusal::DepotTooSmall { .. }
         | Refusal::DepotTooLarge { .. }

@@ -11,17 +11,17 @@ use std::time::Duration;
 
 use crate::Holder;
 use kvferry_core::{
-    AttachRequest, CANCELLED_MAX, LOAD_RUNS_MAX, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
-    Refusal, WorkerMemory, Workers,
+    AttachRequest, AttachedDepot, CANCELLED_MAX, LOAD_RUNS_MAX, Leader, LeaderEffect, LeaderEvent,
+    LeaderSettings, Refusal, WorkerMemory, Workers,
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
-    Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Invalidate,
-    Message, ReadInventory, Readiness, TransferOrder,
+    Attach, AttachDepot, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode,
+    Invalidate, Message, ReadInventory, Readiness, TransferOrder,
 };
 use kvferry_types::{
-    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, PeerId, Request, RequestId, ResetId,
-    Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, PeerId, PerTier, Request, RequestId,
+    ResetId, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 use errors::to_error;
@@ -202,18 +202,35 @@ impl<P: fmt::Debug> LeaderShell<P> {
         if let Some(peer) = self.workers.get_mut(&worker) {
             peer.attaching = Some((id, correlation));
         }
+        let depots = match depots(&attach.depots) {
+            Ok(depots) => depots,
+            Err(error) => {
+                let peer = self.workers.get(&worker).map(|worker| worker.holder.peer);
+                if let Some(peer) = peer {
+                    host.reply(peer, correlation, Message::Error(error));
+                }
+                return;
+            }
+        };
+        let arena_pages = depots.iter().map(|(tier, depot)| (tier, depot.arena_pages));
         let memory = attach.memory.map(|memory| WorkerMemory {
             engine: EngineId(memory.engine),
             geometry: memory.geometry,
-            arena_pages: memory.arena_pages,
+            arena_pages: arena_pages.collect(),
+        });
+        let depots = depots.iter().map(|(tier, depot)| {
+            let attached = AttachedDepot {
+                depot: DepotId(u128::from_be_bytes(depot.depot)),
+                epoch: Epoch(depot.epoch),
+            };
+            (tier, attached)
         });
         let attached = AttachRequest {
             worker,
             ranks: attach.ranks,
             shards: attach.kv_shards,
             attach: id,
-            depot: DepotId(u128::from_be_bytes(attach.depot)),
-            depot_epoch: Epoch(attach.depot_epoch),
+            depots: depots.collect(),
             memory,
         };
         self.step(host, LeaderEvent::Attach(attached));
@@ -418,6 +435,23 @@ impl<P: fmt::Debug> LeaderShell<P> {
             Err(error) => format!("{why}; but that epoch could not be noted: {error}"),
         });
     }
+}
+
+/// The depots of an attach request by tier. Refuses numbers that name no tier below the device, and repeated ones.
+fn depots(depots: &[AttachDepot]) -> Result<PerTier<AttachDepot>, ErrorBody> {
+    let mut all = PerTier::default();
+    for depot in depots {
+        let tier = TierId::of_number(depot.tier).filter(|tier| *tier != TierId::Device);
+        let new = tier.is_some_and(|tier| all.insert(tier, *depot).is_none());
+        if !new {
+            let text = format!(
+                "attach.depots.tier is {}: name each of the tiers 2 to 4 once",
+                depot.tier
+            );
+            return Err(ErrorBody::new(ErrorCode::Invalid, text));
+        }
+    }
+    Ok(all)
 }
 
 #[cfg(test)]

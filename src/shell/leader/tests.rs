@@ -5,8 +5,8 @@ use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
-    AttachedMemory, Ended, Hello, Inventory, Lookup, RankStatus, Reset, Role, Status, Store,
-    VERSION,
+    AttachDepot, AttachedMemory, Ended, Hello, Inventory, Lookup, RankStatus, Reset, Role, Status,
+    Store, VERSION,
 };
 use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, Sharding};
 
@@ -205,8 +205,12 @@ impl World {
             ranks,
             kv_shards: ranks,
             attach: 1,
-            depot: DEPOT,
-            depot_epoch: 0,
+            depots: vec![AttachDepot {
+                tier: 2,
+                depot: DEPOT,
+                epoch: 0,
+                arena_pages: 64,
+            }],
             memory,
         };
         self.send(peer, Message::Attach(attach));
@@ -274,7 +278,6 @@ fn attached_memory() -> AttachedMemory {
             content_digest: [0; 16],
             layout_fingerprint: [0; 16],
         },
-        arena_pages: 64,
     }
 }
 
@@ -511,6 +514,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         complete_pages: 2,
         bytes: 8192,
         copy_us: 1,
+        bad_source: false,
     });
     let copies = copies.collect();
     world.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));

@@ -4,10 +4,11 @@ use std::error::Error;
 use std::time::Duration;
 
 use crate::HolderPeers;
+use kvferry_core::AttachedDepot;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
-    RequestId, Scope, Stored, Time, Transfer, TransferId,
+    EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, PerTier, Record, Registration,
+    RequestId, Scope, Stored, TierId, Time, Transfer, TransferId,
 };
 
 /// Why the process of a worker must end.
@@ -84,16 +85,14 @@ pub trait WorkerHost: HolderPeers {
     /// Handles a rank's own report of what it has written, where no timeline is used.
     fn written(&mut self, memory: &Self::Memory, through: RequestId);
 
-    /// The depot; `None` until it is mapped.
-    fn depot(&self) -> Option<DepotId>;
+    /// The depot of each tier, with the epoch of the last leader that read its inventory; without a depot that is not
+    /// mapped yet.
+    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal>;
 
-    /// The epoch of the last leader that read the depot's inventory.
-    fn last_reader(&self) -> Result<Epoch, Fatal>;
+    /// Number of pages of this size that fit into the depot of a tier.
+    fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32;
 
-    /// Number of pages of this size that fit into the depot.
-    fn arena_pages(&self, page_bytes: u64) -> u32;
-
-    /// Reads a part of the inventory, in pages of the size that `read` names. If the depot held pages of another size,
+    /// Reads a part of the inventory of the depot that `read` names, in pages of the size that it names. If the depot held pages of another size,
     /// its inventory is cleared first. Replies to `order` with the part, or with an error.
     fn read_inventory(
         &mut self,
@@ -103,13 +102,14 @@ pub trait WorkerHost: HolderPeers {
         read: ReadInventory,
     ) -> Result<(), Fatal>;
 
-    /// Removes pages from the inventory before they are overwritten.
-    fn unlist(&mut self, run: PageRun) -> Result<(), Fatal>;
+    /// Removes pages from the inventory of a tier before they are overwritten, or because they failed their checksum.
+    fn unlist(&mut self, tier: TierId, run: PageRun) -> Result<(), Fatal>;
 
-    /// Removes the pages of a scope that were stored by `through` or before from the inventory, one slice per call.
-    /// Returns where the next slice begins; `None` after the last one.
+    /// Removes the pages of a scope that were stored by `through` or before from the inventory of a tier, one slice per
+    /// call. Returns where the next slice begins; `None` after the last one, and for a tier without a depot.
     fn unlist_scope(
         &mut self,
+        tier: TierId,
         scope: &Scope,
         through: Stored,
         from: u32,
@@ -118,9 +118,9 @@ pub trait WorkerHost: HolderPeers {
     /// Schedules a call of [`super::WorkerShell::continue_invalidations`] after all events that wait now.
     fn invalidate_later(&mut self) -> Result<(), Fatal>;
 
-    /// Adds stored pages to the inventory. Pages that cannot be listed are still served, but the next leader does not
+    /// Adds stored pages to the inventory of a tier. Pages that cannot be listed are still served, but the next leader does not
     /// find them.
-    fn list(&mut self, record: &Record);
+    fn list(&mut self, tier: TierId, record: &Record);
 
     /// Starts copies. Their ends are reported with [`super::WorkerShell::copies_ended`].
     fn start(&mut self, copies: Vec<Transfer>, memory: &Self::Memory) -> Result<(), Fatal>;

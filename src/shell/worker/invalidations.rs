@@ -7,7 +7,7 @@ use std::fmt;
 use super::{Fatal, WorkerHost, WorkerShell};
 use kvferry_core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
 use kvferry_protocol::{ErrorBody, ErrorCode, Invalidated, Message};
-use kvferry_types::{RequestId, ResetId, Scope, Stored, Time};
+use kvferry_types::{RequestId, ResetId, Scope, Stored, TierId, Time};
 
 /// Entries of the inventory that one slice of a reset visits: about 1 ms.
 pub const INVALIDATE_SLICE_ENTRIES: u32 = 8192;
@@ -31,8 +31,8 @@ pub(super) struct PendingInvalidation {
     order: RequestId,
     /// Time at which the leader gives the reset up.
     deadline: Time,
-    /// The entry at which the next slice begins.
-    next: u32,
+    /// The tier and the entry at which the next slice begins.
+    next: (TierId, u32),
 }
 
 /// Waiting resets, in the order of their arrival. A leader orders each reset once over one connection.
@@ -57,7 +57,7 @@ impl PendingInvalidation {
             through,
             order,
             deadline,
-            next: 0,
+            next: (TierId::Host, 0),
         }
     }
 }
@@ -142,7 +142,12 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let Some(mut invalidate) = self.invalidations.queue.pop_front() else {
             return Ok(());
         };
-        match host.unlist_scope(&invalidate.scope, invalidate.through, invalidate.next)? {
+        let (tier, from) = invalidate.next;
+        let next = host.unlist_scope(tier, &invalidate.scope, invalidate.through, from)?;
+        let depots = host.depots()?;
+        let slower = depots.tiers().find(|slower| *slower > tier);
+        let next = next.map(|next| (tier, next));
+        match next.or(slower.map(|slower| (slower, 0))) {
             Some(next) => {
                 invalidate.next = next;
                 self.invalidations.queue.push_front(invalidate);

@@ -12,10 +12,11 @@ use std::fmt;
 use std::time::Duration;
 
 use kvferry_core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
-use kvferry_protocol::{Attach, AttachedMemory, Empty, Ended, ErrorBody, ErrorCode, Message};
+use kvferry_protocol::{
+    Attach, AttachDepot, AttachedMemory, Empty, Ended, ErrorBody, ErrorCode, Message,
+};
 use kvferry_types::{
-    AttachId, EndedCopy, EngineId, Epoch, GroupGeometry, LinkId, RequestId, Sharding, Time,
-    TransferId, WorkerId,
+    AttachId, EndedCopy, EngineId, Epoch, LinkId, RequestId, Sharding, Time, TransferId, WorkerId,
 };
 
 pub use host::{Fatal, Registering, WorkerHost};
@@ -230,8 +231,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                     tracing::trace!(worker = %self.worker, "the rank reports what it has written");
                 }
             }
-            WorkerEffect::Unlist(run) => host.unlist(run)?,
-            WorkerEffect::List(record) => host.list(&record),
+            WorkerEffect::Unlist { tier, run } => host.unlist(tier, run)?,
+            WorkerEffect::List { tier, record } => host.list(tier, &record),
             WorkerEffect::Invalidate {
                 id,
                 scope,
@@ -257,29 +258,31 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Sends an attach request; without an answer in time the core attaches again. The answer arrives in order with the
     /// leader's orders, because the orders that follow it need an admitted worker.
     fn attach<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H, attach: AttachId) {
-        let memory = self.ranks.registered().map(|(engine, memory)| {
-            let geometry: GroupGeometry = host.geometry(memory);
-            AttachedMemory {
+        let memory = self
+            .ranks
+            .registered()
+            .map(|(engine, memory)| AttachedMemory {
                 engine: engine.0,
-                arena_pages: host.arena_pages(geometry.page_bytes),
-                geometry,
-            }
+                geometry: host.geometry(memory),
+            });
+        let depots = match host.depots() {
+            Ok(depots) => depots,
+            Err(error) => return tracing::error!(%error, "a depot cannot be read: not attached"),
+        };
+        let page_bytes = memory.as_ref().map(|memory| memory.geometry.page_bytes);
+        let depots = depots.iter().map(|(tier, named)| AttachDepot {
+            tier: tier.number(),
+            depot: named.depot.0.to_be_bytes(),
+            epoch: named.epoch.0,
+            arena_pages: page_bytes.map_or(0, |page_bytes| host.arena_pages(tier, page_bytes)),
         });
-        let Some(depot) = host.depot() else {
-            return tracing::error!(worker = %self.worker, "no depot is mapped: not attached");
-        };
-        let depot_epoch = match host.last_reader() {
-            Ok(epoch) => epoch,
-            Err(error) => return tracing::error!(%error, "the depot cannot be read: not attached"),
-        };
         let request = Attach {
             replica: self.worker.replica.0,
             rank: self.worker.rank.0,
             ranks: self.sharding.ranks(),
             kv_shards: self.sharding.shards(),
             attach: attach.0,
-            depot: depot.0.to_be_bytes(),
-            depot_epoch: depot_epoch.0,
+            depots: depots.collect(),
             memory,
         };
         let request = Message::Attach(request);

@@ -10,7 +10,7 @@ use kvferry_core::{MemoryBounds, WorkerEvent};
 use kvferry_protocol::{
     Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Written,
 };
-use kvferry_types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId};
+use kvferry_types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId, TierId};
 
 /// A connected rank.
 #[derive(Debug)]
@@ -444,9 +444,12 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         let geometry = host.geometry(&memory);
+        let depots = host.depots()?;
+        let tiers = depots.tiers();
+        let arena_pages = tiers.map(|tier| (tier, host.arena_pages(tier, geometry.page_bytes)));
         let bounds = MemoryBounds {
             device_pages: geometry.device_pages,
-            arena_pages: host.arena_pages(geometry.page_bytes),
+            arena_pages: arena_pages.collect(),
         };
         let before = ranks.mapped.replace(Mapped {
             number,
@@ -539,7 +542,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return;
         }
         let page_bytes = geometry.page_bytes;
-        let arena_pages = host.arena_pages(page_bytes);
+        let arena_pages = host.arena_pages(TierId::Host, page_bytes);
         tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
         if arena_pages > 0 && arena_pages < geometry.device_pages {
             tracing::warn!(

@@ -3,6 +3,7 @@
 mod orders;
 mod ranks;
 
+use kvferry_core::AttachedDepot;
 use std::time::Duration;
 
 use super::*;
@@ -12,8 +13,8 @@ use kvferry_protocol::{
     Unregister, VERSION, Written,
 };
 use kvferry_types::{
-    Attention, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
-    Scope, Stored, Transfer,
+    Attention, DepotId, GroupGeometry, GroupId, Nonce, PageRun, PeerId, PerTier, Rank, Record,
+    Registration, Replica, Scope, Stored, TierId, Transfer,
 };
 
 const WORKER: WorkerId = WorkerId {
@@ -136,15 +137,14 @@ impl WorkerHost for Process {
 
     fn written(&mut self, _: &Mapping, _: RequestId) {}
 
-    fn depot(&self) -> Option<DepotId> {
-        Some(DEPOT)
+    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal> {
+        Ok(PerTier::host(AttachedDepot {
+            depot: DEPOT,
+            epoch: Epoch(0),
+        }))
     }
 
-    fn last_reader(&self) -> Result<Epoch, Fatal> {
-        Ok(Epoch(0))
-    }
-
-    fn arena_pages(&self, _: u64) -> u32 {
+    fn arena_pages(&self, _: TierId, _: u64) -> u32 {
         64
     }
 
@@ -160,13 +160,21 @@ impl WorkerHost for Process {
         Ok(())
     }
 
-    fn unlist(&mut self, _: PageRun) -> Result<(), Fatal> {
+    fn unlist(&mut self, _: TierId, _: PageRun) -> Result<(), Fatal> {
         Ok(())
     }
 
-    fn unlist_scope(&mut self, _: &Scope, _: Stored, from: u32) -> Result<Option<u32>, Fatal> {
-        self.unlisted_from.push(from);
-        Ok((from == 0).then_some(32))
+    fn unlist_scope(
+        &mut self,
+        tier: TierId,
+        _: &Scope,
+        _: Stored,
+        from: u32,
+    ) -> Result<Option<u32>, Fatal> {
+        if tier == TierId::Host {
+            self.unlisted_from.push(from);
+        }
+        Ok((from == 0 && tier == TierId::Host).then_some(32))
     }
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {
@@ -174,7 +182,7 @@ impl WorkerHost for Process {
         Ok(())
     }
 
-    fn list(&mut self, _: &Record) {}
+    fn list(&mut self, _: TierId, _: &Record) {}
 
     fn start(&mut self, _: Vec<Transfer>, _: &Mapping) -> Result<(), Fatal> {
         Ok(())

@@ -143,6 +143,7 @@ impl TimedCopies {
             complete_pages: 0,
             bytes: 0,
             copy_us: microseconds(task.started_at, now),
+            bad_source: false,
         })
     }
 
@@ -171,6 +172,7 @@ impl TimedCopies {
                 complete_pages: 0,
                 bytes: task.bytes,
                 copy_us: microseconds(task.started_at, at),
+                bad_source: false,
             };
             ended.push((rank, copy));
         }

@@ -27,8 +27,8 @@ use kvferry_core::{
     WorkerEffect, WorkerEvent, WorkerSettings, Workers,
 };
 use kvferry_types::{
-    Answer, AttachId, Direction, EndedCopy, GroupGeometry, Rank, Replica, Request, RequestId,
-    SlotId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, Direction, EndedCopy, GroupGeometry, PerTier, Rank, Replica, Request,
+    RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
 };
 use kvferry_workload::scheduler::{Scheduler, Served};
 
@@ -108,7 +108,7 @@ impl Timed {
             let (engine, after) = (ENGINE, RequestId(0));
             let bounds = MemoryBounds {
                 device_pages: geometry.device_pages,
-                arena_pages,
+                arena_pages: PerTier::host(arena_pages),
             };
             let admitted = WorkerEvent::Admitted {
                 attach: AttachId(1),
@@ -358,9 +358,9 @@ impl Timed {
                         self.send(TimedEvent::Reported { rank, copies });
                     }
                     // No process restarts, so no inventory is read.
-                    WorkerEffect::Unlist(_)
+                    WorkerEffect::Unlist { .. }
                     | WorkerEffect::Await { .. }
-                    | WorkerEffect::List(_)
+                    | WorkerEffect::List { .. }
                     | WorkerEffect::Invalidate { .. }
                     | WorkerEffect::Attach { .. }
                     | WorkerEffect::Registered { .. }

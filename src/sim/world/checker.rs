@@ -4,20 +4,21 @@ use std::collections::BTreeMap;
 
 use super::context::expected;
 use super::leader::LeaderProcess;
+use super::oracle::FillingPages;
 use super::storage::Storage;
 use super::{NodeId, SimWorld};
-use kvferry_core::{BlockView, CANCELS_MAX, Contradiction, TierKey};
-use kvferry_types::{Shard, TransferId};
+use kvferry_core::{BlockView, CANCELS_MAX, Contradiction, Leader, TierKey};
+use kvferry_types::{PerTier, Shard, TierId, TransferId};
 
 /// An arena with fewer pages has its contents checked at every check, one of `n` pages at one of `n / PAGES_AT_ONCE +
 /// 1` checks.
 const PAGES_AT_ONCE: u32 = 192;
 
-/// The leader's state of each arena page.
+/// The leader's state of the arena pages of its tiers.
 #[derive(Debug, Default)]
 struct Pages {
-    readable: Vec<bool>,
-    filling: BTreeMap<u32, TransferId>,
+    readable: PerTier<Vec<bool>>,
+    filling: FillingPages,
 }
 
 impl SimWorld {
@@ -34,7 +35,10 @@ impl SimWorld {
             Err(found) => self.env.violated(found.to_string()),
             Ok(pages) => {
                 let now = self.env.now();
-                let readable = |page: u32| pages.readable.get(page as usize) == Some(&true);
+                let readable = |(tier, page): (TierId, u32)| {
+                    let readable = pages.readable.get(tier);
+                    readable.and_then(|readable| readable.get(page as usize)) == Some(&true)
+                };
                 if let Some(late) = self.env.oracle.published(now, pages.filling, readable) {
                     self.env.violated(late);
                 }
@@ -69,26 +73,38 @@ impl SimWorld {
         if contents {
             leader.check()?;
         }
-        if let (Some(key), Some(pool)) = (leader.tier_key(), leader.pool()) {
+        let mut pages = Pages::default();
+        for tier in self.env.depots.tiers() {
+            self.check_tier(leader, tier, contents, &mut pages)?;
+        }
+        Ok(pages)
+    }
+
+    fn check_tier(
+        &self,
+        leader: &Leader,
+        tier: TierId,
+        contents: bool,
+        pages: &mut Pages,
+    ) -> Result<(), Contradiction> {
+        if let (Some(key), Some(pool)) = (leader.tier_key(tier), leader.pool_of(tier)) {
             let ranks = self.env.setup.ranks;
-            self.env.oracle.roster.check(key, pool, ranks)?;
+            self.env.oracle.roster.check(tier, key, pool, ranks)?;
         }
         // A closing pool serves nothing. Its last copies still touch its pages, and no others.
-        let Some(pool) = leader.pool().or(leader.closing_pool()) else {
-            return match self.env.oracle.touched.writers().next() {
-                Some((shard, page, transfer)) if leader.is_reading() => Err(format!(
-                    "{transfer} writes arena page {page} of shard {shard} while inventories are read"
+        let Some(pool) = leader.pool_of(tier).or(leader.closing_pool(tier)) else {
+            return match self.env.oracle.touched.writers(tier).next() {
+                Some((shard, page, transfer)) if leader.is_reading(tier) => Err(format!(
+                    "{transfer} writes page {page} of shard {shard} in {tier} while inventories are read"
                 )
                 .into()),
-                _ => Ok(Pages::default()),
+                _ => Ok(()),
             };
         };
         // Every page is either in exactly one block or free.
         let mut held = vec![false; pool.capacity_pages() as usize];
-        let mut pages = Pages {
-            readable: vec![false; pool.capacity_pages() as usize],
-            filling: BTreeMap::new(),
-        };
+        let mut readable = vec![false; pool.capacity_pages() as usize];
+        let mut fills: BTreeMap<u32, TransferId> = BTreeMap::new();
         let (mut ready, mut filling, mut pins) = (0, 0, 0);
         for block in pool.view() {
             let more = block.filling.map_or(0, |(_, pages)| pages);
@@ -97,17 +113,17 @@ impl SimWorld {
                     return Err(format!("arena page {page} is in two blocks").into());
                 }
             }
-            pages.readable[block.start as usize..][..block.ready as usize].fill(true);
+            readable[block.start as usize..][..block.ready as usize].fill(true);
             if let Some((TransferId(transfer), count)) = block.filling {
                 let first = block.start + block.ready;
                 let filled = (first..first + count).map(|page| (page, TransferId(transfer)));
-                pages.filling.extend(filled);
+                fills.extend(filled);
             }
             ready += block.ready;
             filling += more;
             pins += u64::from(block.pins);
-            if contents && let Some(key) = leader.tier_key() {
-                self.check_contents(key, &block)?;
+            if contents && let Some(key) = leader.tier_key(tier) {
+                self.check_contents(tier, key, &block)?;
             }
         }
         let states = pool.page_states();
@@ -123,26 +139,37 @@ impl SimWorld {
             return Err(format!("blocks have {pins} holders, the pool has {}", pool.pins()).into());
         }
         // Every page that is written belongs to the copy that writes it.
-        for (shard, page, transfer) in self.env.oracle.touched.writers() {
-            if pages.filling.get(&page) != Some(&transfer) {
+        for (shard, page, transfer) in self.env.oracle.touched.writers(tier) {
+            if fills.get(&page) != Some(&transfer) {
                 return Err(format!(
-                    "{transfer} writes arena page {page} of shard {shard}, which is not, or no longer, its own"
+                    "{transfer} writes page {page} of shard {shard} in {tier}, which is not, or no longer, its own"
                 ).into());
             }
         }
-        Ok(pages)
+        let fills = fills
+            .into_iter()
+            .map(|(page, transfer)| ((tier, page), transfer));
+        pages.filling.extend(fills);
+        pages.readable.insert(tier, readable);
+        Ok(())
     }
 
     /// Checks that every page that can be served holds the expected content on every shard, and was not removed by a
     /// reset. A lost depot is skipped: the leader has not been notified yet, and no worker with the new depot has
     /// attached.
-    fn check_contents(&self, key: &TierKey, block: &BlockView<'_>) -> Result<(), Contradiction> {
+    fn check_contents(
+        &self,
+        tier: TierId,
+        key: &TierKey,
+        block: &BlockView<'_>,
+    ) -> Result<(), Contradiction> {
         let Some((namespace, shape)) = self.env.namespace_of(block.domain) else {
             return Ok(());
         };
         for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints)
         {
-            let depots = self.env.depots.iter().zip(&key.depots);
+            let depots = self.env.depots.get(tier).into_iter().flatten();
+            let depots = depots.zip(&key.depots);
             for (shard, (depot, known)) in (0..).map(Shard).zip(depots) {
                 if depot.id() != *known {
                     continue;
@@ -151,7 +178,7 @@ impl SimWorld {
                 let holds = depot.read(shape, page);
                 if holds != must {
                     return Err(format!(
-                        "arena page {page} can be served, and holds {holds:x} on {shard}, not {must:x}"
+                        "page {page} of {tier} can be served, and holds {holds:x} on {shard}, not {must:x}"
                     ).into());
                 }
             }
@@ -164,7 +191,7 @@ impl SimWorld {
                 .came_back(namespace, block.domain, *fingerprint)
             {
                 return Err(
-                    format!("arena page {page} came back: it was forgotten at {at}").into(),
+                    format!("page {page} of {tier} came back: it was forgotten at {at}").into(),
                 );
             }
         }
@@ -233,12 +260,10 @@ impl SimWorld {
     pub(super) fn check_end(&mut self) {
         self.checks = 0;
         let mut wrong = self.check_leader(true).err().map(|found| found.to_string());
-        if let Some(pool) = self
-            .leader
-            .state
-            .as_ref()
-            .and_then(|leader| leader.core().pool())
-        {
+        let leader = self.leader.state.as_ref();
+        let tiers = self.env.depots.tiers();
+        let pools = tiers.filter_map(|tier| leader?.core().pool_of(tier));
+        for pool in pools {
             let states = pool.page_states();
             let set_aside = states.reserved + states.filling + states.quarantined;
             if pool.pins() != 0 || set_aside != 0 {

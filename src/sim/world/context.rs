@@ -18,7 +18,7 @@ use super::{Counts, SimEvent};
 use kvferry_core::{Domain, Refusal};
 use kvferry_protocol::HEADER_BYTES;
 use kvferry_types::{
-    Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry, GroupId, Rank,
+    Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry, GroupId, PerTier, Rank,
     RequestId, Shard, TierId, Time, Transfer, WorkerId,
 };
 
@@ -44,7 +44,8 @@ pub(super) struct SimContext {
     pub(super) net: Net,
     pub(super) faults: FaultCounts,
     pub(super) counts: Counts,
-    pub(super) depots: Vec<SimDepot>,
+    /// The depots of each tier, by shard.
+    pub(super) depots: PerTier<Vec<SimDepot>>,
     depots_made: u128,
     /// Registered memory of each engine, dead incarnations included.
     engines: BTreeMap<EngineId, Memory>,
@@ -95,7 +96,7 @@ impl SimContext {
             rng,
             faults: FaultCounts::default(),
             counts: Counts::default(),
-            depots: Vec::new(),
+            depots: PerTier::default(),
             depots_made: 0,
             engines: BTreeMap::new(),
             memories: BTreeMap::new(),
@@ -112,31 +113,42 @@ impl SimContext {
             digest: SipHasher24::new(),
             setup,
         };
-        for _ in 0..env.setup.sharding.shards() {
-            let depot = env.make_depot();
-            env.depots.push(depot);
+        for tier in env.setup.tiers.clone() {
+            let shards = 0..env.setup.sharding.shards();
+            let depots = shards.map(|_| env.make_depot(tier)).collect();
+            env.depots.insert(tier, depots);
         }
         env
     }
 
     /// Makes an empty depot, with room for at least one block of the largest pages.
-    fn make_depot(&mut self) -> SimDepot {
+    fn make_depot(&mut self, tier: TierId) -> SimDepot {
         self.depots_made += 1;
         let setup = &self.setup;
         let largest = setup.shapes.iter().map(|shape| shape.cells).max();
         let least = setup.ratio.max(4) * largest.unwrap_or(1);
         let mut cells = setup.arena_pages * setup.shapes[0].cells;
+        if tier != TierId::Host {
+            cells = (u64::from(cells) * setup.lower_tier_percent / 100) as u32;
+        }
         if setup.depots_differ {
             cells = self.rng.u32(cells / 2..=cells);
         }
         SimDepot::new(DepotId(self.depots_made), cells.max(least))
     }
 
-    /// Replaces the depot of a shard by a new, empty one.
-    pub(super) fn lose_depot(&mut self, shard: usize) {
-        let depot = self.make_depot();
-        self.depots[shard] = depot;
+    /// Replaces the depot of a shard in a tier by a new, empty one.
+    pub(super) fn lose_depot(&mut self, tier: TierId, shard: usize) {
+        let depot = self.make_depot(tier);
+        if let Some(depots) = self.depots.get_mut(tier) {
+            depots[shard] = depot;
+        }
         self.decided = true;
+    }
+
+    /// The depot of a shard in a tier.
+    pub(super) fn depot(&mut self, tier: TierId, shard: usize) -> Option<&mut SimDepot> {
+        self.depots.get_mut(tier)?.get_mut(shard)
     }
 
     pub(super) fn now(&self) -> Time {
@@ -332,22 +344,31 @@ impl SimContext {
     }
 
     /// Content that a copy reads from its source.
-    pub(super) fn read(&self, copy: &Transfer, rank: Rank, page: u32) -> Content {
+    pub(super) fn read(&self, copy: &Transfer, shape: Shape, rank: Rank, page: u32) -> Content {
         let engine = copy.device.unwrap_or_default().engine;
         match copy.edge.from {
             TierId::Device => self
                 .memories
                 .get(&engine)
                 .map_or(EMPTY, |ranks| device(ranks, rank, page)),
-            _ => {
-                let shape = self.memory(engine).shape;
-                self.depots[self.depot_of(rank)].read(shape, page)
+            tier => {
+                let depots = self.depots.get(tier);
+                depots.map_or(NOWHERE, |depots| {
+                    depots[self.depot_of(rank)].read(shape, page)
+                })
             }
         }
     }
 
     /// Writes content to the destination of a copy.
-    pub(super) fn write(&mut self, copy: &Transfer, rank: Rank, page: u32, content: Content) {
+    pub(super) fn write(
+        &mut self,
+        copy: &Transfer,
+        shape: Shape,
+        rank: Rank,
+        page: u32,
+        content: Content,
+    ) {
         self.counts.pages_copied += 1;
         let engine = copy.device.unwrap_or_default().engine;
         match copy.edge.to {
@@ -365,11 +386,11 @@ impl SimContext {
                     }
                 }
             }
-            _ => {
-                let depot = self.depot_of(rank);
-                let shape = self.memory(engine).shape;
+            tier => {
+                let shard = self.depot_of(rank);
                 self.decided = true;
-                if !self.depots[depot].write(shape, page, content) {
+                let depot = self.depot(tier, shard);
+                if !depot.is_some_and(|depot| depot.write(shape, page, content)) {
                     let transfer = copy.id;
                     self.violated(format!("{transfer} writes page {page}, which no depot has"));
                 }

@@ -13,7 +13,7 @@ use kvferry_core::{
 };
 use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
-use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
+use kvferry_types::{Epoch, PeerId, RequestId, TierId, Time, WorkerId};
 
 /// One incarnation of the leader.
 #[derive(Debug)]
@@ -229,7 +229,7 @@ impl LeaderHost for Host<'_> {
             | LeaderEvent::Ended { .. }
             | LeaderEvent::Tick => {}
         }
-        self.before = core.tier_key().cloned();
+        self.before = core.tier_key(TierId::Host).cloned();
     }
 
     fn after_step(&mut self, core: &Leader, effects: &[LeaderEffect]) {
@@ -270,10 +270,10 @@ impl Host<'_> {
         let roster = &mut self.env.oracle.roster;
         let Some(refusal) = refusal else {
             let shard = self.env.setup.sharding.of(worker.rank);
-            return roster.attached(worker, shard, attached.depot, attached.memory);
+            return roster.attached(worker, shard, &attached.depots, attached.memory);
         };
         roster.gone(worker);
-        if self.before.is_some() && core.tier_key() != self.before.as_ref() {
+        if self.before.is_some() && core.tier_key(TierId::Host) != self.before.as_ref() {
             self.env.violated(format!(
                 "a pool ended though {worker} was refused: {refusal}"
             ));

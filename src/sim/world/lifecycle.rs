@@ -28,6 +28,7 @@ impl SimWorld {
                     LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
                 settings.sharding = env.setup.sharding;
                 settings.replicas = env.setup.replicas;
+                settings.tiers.clone_from(&env.setup.tiers);
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;
@@ -52,7 +53,12 @@ impl SimWorld {
                     return;
                 };
                 if env.setup.standalone && incarnation > 1 {
-                    env.lose_depot(env.depot_of(id.rank));
+                    let shard = env.depot_of(id.rank);
+                    env.setup
+                        .tiers
+                        .clone()
+                        .into_iter()
+                        .for_each(|tier| env.lose_depot(tier, shard));
                     env.faults.injected(Fault::DepotLoss);
                 }
                 *process = SimProcess {

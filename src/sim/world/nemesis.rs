@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::faults::Fault;
 use super::setup::{Chances, TROUBLES, pick};
 use super::{LIVENESS_BOUND, NodeId, QUIET_STEPS_MAX, SimEvent, SimWorld};
-use kvferry_types::{Rank, Replica, WorkerId};
+use kvferry_types::{Rank, Replica, TierId, WorkerId};
 
 /// The fault that counts the pauses of a process.
 pub(super) fn pause_of(who: NodeId) -> Fault {
@@ -198,7 +198,12 @@ impl SimWorld {
 
     /// Loses the depot of a shard, together with all workers that had it.
     fn lose_a_depot(&mut self) {
-        let shard = self.env.rng.usize(0..self.env.depots.len());
+        let shards = usize::from(self.env.setup.sharding.shards());
+        let shard = self.env.rng.usize(0..shards);
+        let tier = match self.env.setup.tiers[..] {
+            [only] => only,
+            ref tiers => *pick(&mut self.env.rng, tiers),
+        };
         self.env.faults.injected(Fault::DepotLoss);
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
         for worker in workers {
@@ -207,7 +212,7 @@ impl SimWorld {
                 self.crash(who);
             }
         }
-        self.env.lose_depot(shard);
+        self.env.lose_depot(tier, shard);
     }
 
     /// Counts the effect when a pool closes. When a reading of inventories starts, an engine may leave.
@@ -215,14 +220,18 @@ impl SimWorld {
         let Some(leader) = &self.leader.state else {
             return;
         };
-        let reading = leader.core().is_reading();
+        let reading = leader.core().is_reading(TierId::Host);
         let began = reading && !self.seen.1;
         self.seen.1 = reading;
-        if leader.core().tier_key() != self.seen.0.as_ref() {
+        if leader.core().tier_key(TierId::Host) != self.seen.0.as_ref() {
             let before = self.seen.0.take();
-            self.seen.0 = leader.core().tier_key().cloned();
+            self.seen.0 = leader.core().tier_key(TierId::Host).cloned();
             if let Some(before) = before {
-                let lost = self.env.oracle.roster.has_other_depots(&before);
+                let lost = self
+                    .env
+                    .oracle
+                    .roster
+                    .has_other_depots(TierId::Host, &before);
                 self.env.faults.took_effect(match lost {
                     true => Fault::DepotLoss,
                     false => Fault::OtherShape,
@@ -262,7 +271,7 @@ impl SimWorld {
         }
         self.env.faults.injected(Fault::ReadingLeft);
         let leader = self.leader.state.as_ref();
-        if leader.is_some_and(|leader| leader.core().is_reading()) {
+        if leader.is_some_and(|leader| leader.core().is_reading(TierId::Host)) {
             self.env.faults.took_effect(Fault::ReadingLeft);
         }
         self.crash(who);

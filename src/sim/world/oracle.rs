@@ -27,8 +27,8 @@ pub(super) struct TouchedPages<'a> {
 /// Pages that running copies read and write.
 #[derive(Debug, Default)]
 pub(super) struct PageAccesses {
-    /// Cells of the depots, by shard and cell.
-    depot: BTreeMap<(u16, u32), Uses>,
+    /// Cells of the depots, by tier, shard and cell.
+    depot: BTreeMap<(TierId, u16, u32), Uses>,
     /// Pages of the engines' memory, by engine, rank and page.
     device: BTreeMap<(EngineId, u16, u32), Uses>,
     pub(super) violation: Option<String>,
@@ -90,46 +90,40 @@ impl PageAccesses {
             pages,
             cells,
         } = *touched;
-        let store = copy.edge.to != TierId::Device;
         let end = copy.device.unwrap_or_default();
         let rank = worker.rank.0;
         for (source, destination) in pages {
-            let (device, depot) = if store {
-                (*source, *destination)
-            } else {
-                (*destination, *source)
-            };
-            let copier = PageUser {
-                worker,
-                incarnation,
-                transfer: copy.id,
-                request: end.request,
-                page: depot,
-            };
-            let cells = depot * cells..(depot + 1) * cells;
-            let clashes = cells.filter_map(|cell| {
-                with(
-                    self.depot.entry((shard.0, cell)).or_default(),
-                    copier,
-                    store,
-                )
-            });
-            if let Some(other) = clashes.last() {
-                self.violation = Some(format!(
-                    "depot page {depot} of {shard}: {} of {worker} touches what {} of {} writes or reads",
-                    copy.id, other.transfer, other.worker
-                ));
-            }
-            let clash = with(
-                self.device.entry((end.engine, rank, device)).or_default(),
-                copier,
-                !store,
-            );
-            if let Some(other) = clash {
-                self.violation = Some(format!(
-                    "device page {device} of rank {rank}: {} of {worker} touches what {} of {} writes or reads",
-                    copy.id, other.transfer, other.worker
-                ));
+            for (tier, page, writes) in [
+                (copy.edge.from, *source, false),
+                (copy.edge.to, *destination, true),
+            ] {
+                let copier = PageUser {
+                    worker,
+                    incarnation,
+                    transfer: copy.id,
+                    request: end.request,
+                    page,
+                };
+                let (clash, place) = if tier == TierId::Device {
+                    let uses = self.device.entry((end.engine, rank, page)).or_default();
+                    (
+                        with(uses, copier, writes),
+                        format!("device page {page} of rank {rank}"),
+                    )
+                } else {
+                    let cells = page * cells..(page + 1) * cells;
+                    let clashes = cells.filter_map(|cell| {
+                        let uses = self.depot.entry((tier, shard.0, cell)).or_default();
+                        with(uses, copier, writes)
+                    });
+                    (clashes.last(), format!("page {page} of {shard} in {tier}"))
+                };
+                if let Some(other) = clash {
+                    self.violation = Some(format!(
+                        "{place}: {} of {worker} touches what {} of {} writes or reads",
+                        copy.id, other.transfer, other.worker
+                    ));
+                }
             }
         }
         self.remove_unused();
@@ -152,9 +146,10 @@ impl PageAccesses {
         self.device.retain(|_, uses| used(uses));
     }
 
-    /// Depot pages that are being written, one entry for each cell: shard, page and copy.
-    pub(super) fn writers(&self) -> impl Iterator<Item = (u16, u32, TransferId)> {
-        self.depot.iter().flat_map(|((shard, _), uses)| {
+    /// Pages of a tier that are being written, one entry for each cell: shard, page and copy.
+    pub(super) fn writers(&self, tier: TierId) -> impl Iterator<Item = (u16, u32, TransferId)> {
+        let cells = self.depot.range((tier, 0, 0)..=(tier, u16::MAX, u32::MAX));
+        cells.flat_map(|((_, shard, _), uses)| {
             let copiers = uses.writers.iter();
             copiers.map(|copier| (*shard, copier.page, copier.transfer))
         })
@@ -162,7 +157,7 @@ impl PageAccesses {
 
     /// True when any copy runs.
     pub(super) fn any_copy(&self) -> bool {
-        !self.device.is_empty()
+        !self.device.is_empty() || !self.depot.is_empty()
     }
 
     /// The copy that touches a page of an engine's memory, and its worker. A copy that writes comes first.
@@ -220,6 +215,9 @@ struct ConfirmedReset {
     at: Time,
 }
 
+/// Arena pages that are filling, by tier, and the copy that fills each.
+pub(super) type FillingPages = BTreeMap<(TierId, u32), TransferId>;
+
 /// The model of one world.
 #[derive(Debug, Default)]
 pub(super) struct Oracle {
@@ -232,7 +230,7 @@ pub(super) struct Oracle {
     /// Deadline of each copy of the leader's epoch, by the leader's clock.
     deadlines: BTreeMap<TransferId, Time>,
     /// Arena pages that were filling at the last check, and the copy that fills each.
-    filling: BTreeMap<u32, TransferId>,
+    filling: FillingPages,
     /// Confirmed resets, in the order of the times at which they were requested.
     resets: Vec<ConfirmedReset>,
     /// The workers that the leader has admitted.
@@ -406,8 +404,8 @@ impl Oracle {
     pub(super) fn published(
         &mut self,
         now: Time,
-        filling: BTreeMap<u32, TransferId>,
-        readable: impl Fn(u32) -> bool,
+        filling: FillingPages,
+        readable: impl Fn((TierId, u32)) -> bool,
     ) -> Option<String> {
         let before = std::mem::replace(&mut self.filling, filling);
         let late = before.iter().find(|(page, transfer)| {
@@ -418,8 +416,10 @@ impl Oracle {
                 .is_some_and(|deadline| now > *deadline);
             over && late && readable(**page)
         });
-        late.map(|(page, transfer)| {
-            format!("arena page {page} can be read, and {transfer} ended after its deadline")
+        late.map(|((tier, page), transfer)| {
+            format!(
+                "arena page {page} of {tier} can be read, and {transfer} ended after its deadline"
+            )
         })
     }
 

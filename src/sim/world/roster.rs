@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_core::{ARENA_PAGES_MAX, Contradiction, Pool, TierKey, WorkerMemory};
-use kvferry_types::{DepotId, EngineId, Replica, Shard, WorkerId};
+use kvferry_core::{ARENA_PAGES_MAX, AttachedDepot, Contradiction, Pool, TierKey, WorkerMemory};
+use kvferry_types::{DepotId, EngineId, PerTier, Replica, Shard, TierId, WorkerId};
 
 /// The admitted workers of one leader.
 #[derive(Debug, Default)]
 pub(super) struct AdmittedWorkers {
     memories: BTreeMap<WorkerId, WorkerMemory>,
-    depots: BTreeMap<Shard, DepotId>,
+    depots: BTreeMap<(TierId, Shard), DepotId>,
     /// Workers that have attached or died since the leader started: they run no copy of an older leader.
     clear: BTreeSet<WorkerId>,
 }
@@ -20,10 +20,12 @@ impl AdmittedWorkers {
         &mut self,
         worker: WorkerId,
         shard: Shard,
-        depot: DepotId,
+        depots: &PerTier<AttachedDepot>,
         memory: Option<WorkerMemory>,
     ) {
-        self.depots.insert(shard, depot);
+        for (tier, named) in depots.iter() {
+            self.depots.insert((tier, shard), named.depot);
+        }
         self.gone(worker);
         if let Some(memory) = memory {
             self.memories.insert(worker, memory);
@@ -46,9 +48,9 @@ impl AdmittedWorkers {
     }
 
     /// True when a shard has another depot than this pool's key.
-    pub(super) fn has_other_depots(&self, key: &TierKey) -> bool {
-        let mut depots = self.depots.iter();
-        depots.any(|(shard, depot)| key.depots.get(usize::from(shard.0)) != Some(depot))
+    pub(super) fn has_other_depots(&self, tier: TierId, key: &TierKey) -> bool {
+        let mut depots = self.depots.iter().filter(|((of, _), _)| *of == tier);
+        depots.any(|((_, shard), depot)| key.depots.get(usize::from(shard.0)) != Some(depot))
     }
 
     /// Memory of the replicas of which every rank has memory of the same engine.
@@ -68,11 +70,12 @@ impl AdmittedWorkers {
     /// Checks that a serving pool fits the depots, the page shape and the room of the workers.
     pub(super) fn check(
         &self,
+        tier: TierId,
         key: &TierKey,
         pool: &Pool,
         ranks: u16,
     ) -> Result<(), Contradiction> {
-        if self.has_other_depots(key) {
+        if self.has_other_depots(tier, key) {
             let depots = &self.depots;
             return Err(format!("a pool of {key:?} serves, the depots are {depots:?}").into());
         }
@@ -90,7 +93,7 @@ impl AdmittedWorkers {
             return Err(format!("a pool of {key:?} serves, the engines have {geometry:?}").into());
         }
         let rooms = self.memories.values().filter(|memory| same(memory));
-        let room = rooms.map(|memory| memory.arena_pages).min().unwrap_or(0);
+        let room = rooms.map(|memory| memory.pages_of(tier)).min().unwrap_or(0);
         let room = room.min(ARENA_PAGES_MAX);
         if (key.pages, pool.capacity_pages()) != (room, room) {
             let pages = pool.capacity_pages();

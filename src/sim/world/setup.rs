@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use kvferry_types::{Epoch, Sharding};
+use kvferry_types::{Epoch, Sharding, TierId};
 
 /// Number of draws for process faults; see `nemesis`.
 pub(super) const TROUBLES: u8 = 14;
@@ -26,6 +26,8 @@ const LIMITS: u64 = 0x6c69_6d69_7473;
 const GRANULE: u64 = 0x6772_616e_756c;
 /// Like [`LARGE`], for times.
 const TIMES: u64 = 0x7469_6d65_7321;
+/// Like [`LARGE`], for the tiers below host memory.
+const TIERS: u64 = 0x7469_6572_7321;
 /// Bytes of one cell of memory.
 pub(super) const CELL_BYTES: u64 = 1024;
 /// Cells of the largest page.
@@ -53,6 +55,10 @@ pub struct Setup {
     pub ratio: u32,
     /// Pages of each shard's arena.
     pub arena_pages: u32,
+    /// The tiers below the device.
+    pub tiers: Vec<TierId>,
+    /// Size of the depots of tiers below host memory, in percent of those of host memory.
+    pub lower_tier_percent: u64,
     /// Page shapes that the incarnations of engines use. The first is the most frequent.
     pub shapes: Vec<Shape>,
     /// Incarnations of an engine with another shape than the first, per million.
@@ -159,6 +165,7 @@ impl Setup {
         let mut times = Rng::with_seed(rng.clone().u64(..) ^ TIMES);
         let mut divide = Rng::with_seed(rng.clone().u64(..) ^ DIVIDE);
         let mut unseen = Rng::with_seed(rng.clone().u64(..) ^ UNSEEN);
+        let mut tiers = Rng::with_seed(rng.clone().u64(..) ^ TIERS);
         let mut granule = Rng::with_seed(rng.clone().u64(..) ^ GRANULE);
         let mut limits = Rng::with_seed(rng.clone().u64(..) ^ LIMITS);
         let ranks = rng.u16(1..=4);
@@ -176,6 +183,8 @@ impl Setup {
             device_pages,
             more_device_pages: 0,
             standalone: false,
+            tiers: vec![TierId::Host],
+            lower_tier_percent: 100,
             depots_differ: false,
             processes_unseen: false,
             inventory_pages: 100,
@@ -242,6 +251,7 @@ impl Setup {
         setup.divide_time = setup.fence.mul_f64(*pick(&mut divide, &[0.001, 0.02, 0.2]));
         setup.pause_while_dividing = *pick(&mut divide, &[0, 100_000, 500_000]);
         setup.processes_unseen = unseen.u8(0..6) == 0;
+        setup.add_tiers(&mut tiers);
         setup.granule = *pick(&mut granule, &[1, 1, 8, usize::MAX]);
         setup.leader_dies_in_copy = *pick(&mut granule, &[0, 0, 2_000, 20_000]);
         if limits.bool() {
@@ -288,6 +298,14 @@ impl Setup {
         self.depots_differ = rng.bool();
         self.inventory_pages = rng.u32(1..=100).max(self.arena_pages / 64);
         self.leave_while_reading = *pick(rng, &[0, 100_000, 500_000]);
+    }
+
+    /// Draws the tiers below host memory.
+    fn add_tiers(&mut self, rng: &mut Rng) {
+        let below = *pick(rng, &[0, 0, 1, 1, 2]);
+        self.tiers
+            .extend([TierId::Disk, TierId::Remote].iter().take(below));
+        self.lower_tier_percent = *pick(rng, &[50, 100, 200, 400]);
     }
 
     /// Draws times. A hold may end long before or long after the deadline of the load that needs it.

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 use kvferry::cli::bench::rig::{ENGINE, HASH_BYTES, hashes};
 use kvferry::error::CommandError;
 use kvferry_core::{
-    AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, Pool, Refusal,
-    WorkerMemory,
+    AnchorKey, AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
+    Pool, Refusal, WorkerMemory,
 };
 use kvferry_protocol::{Envelope, HEADER_BYTES, Header, Lookup, Message, VERSION, decode, encode};
 use kvferry_types::{
     Answer, AttachId, DepotId, EndedCopy, Epoch, GroupGeometry, GroupId, LookupAnswer, PageHashes,
-    PageList, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetId, ResetScope, SlotId,
-    StoreAnswer, Time, WorkerId,
+    PageList, PerTier, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetId, ResetScope,
+    SlotId, StoreAnswer, Time, WorkerId,
 };
 
 /// Prompts that are stored together, one block of each in turn, so that the blocks of a prompt lie far apart.
@@ -97,12 +97,14 @@ impl PreloadedLeader {
             ranks: 1,
             shards: 1,
             attach: AttachId(1),
-            depot,
-            depot_epoch: Epoch(0),
+            depots: PerTier::host(AttachedDepot {
+                depot,
+                epoch: Epoch(0),
+            }),
             memory: Some(WorkerMemory {
                 engine: ENGINE,
                 geometry: geometry(),
-                arena_pages,
+                arena_pages: PerTier::host(arena_pages),
             }),
         };
         let inventory = LeaderEvent::Inventory {
@@ -177,6 +179,7 @@ impl PreloadedLeader {
                     complete_pages: 0,
                     bytes: 0,
                     copy_us: 0,
+                    bad_source: false,
                 }),
                 _ => None,
             })

@@ -14,8 +14,8 @@ use kvferry::cli::bench::rig::{ENGINE, HASH_BYTES, client, hashes, process};
 use kvferry::cli::block_on;
 use kvferry::error::CommandError;
 use kvferry_protocol::{
-    Attach, AttachedMemory, Call, Ended, Inventory, Lookup, LookupAnswer, Message, Role, Status,
-    Store,
+    Attach, AttachDepot, AttachedMemory, Call, Ended, Inventory, Lookup, LookupAnswer, Message,
+    Role, Status, Store,
 };
 use kvferry_transport::{
     Address, Client, Incoming, Limits, Server, ServerEvent, ServerSettings, Transport,
@@ -227,12 +227,15 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
         ranks: 1,
         kv_shards: 1,
         attach: 1,
-        depot: [1; 16],
-        depot_epoch: 0,
+        depots: vec![AttachDepot {
+            tier: 2,
+            depot: [1; 16],
+            epoch: 0,
+            arena_pages: 2 * pages,
+        }],
         memory: Some(AttachedMemory {
             engine: ENGINE.0,
             geometry: geometry(),
-            arena_pages: 2 * pages,
         }),
     };
     let orders = worker.clone();
@@ -274,6 +277,7 @@ fn obey(order: Message) -> Option<Message> {
                 complete_pages: 0,
                 bytes: 0,
                 copy_us: 0,
+                bad_source: false,
             });
             let copies = copies.collect();
             Some(Message::Ended(Ended { rank: 0, copies }))

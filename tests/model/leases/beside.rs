@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use kvferry_core::{
-    AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, WorkerMemory,
+    AnchorKey, AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
+    WorkerMemory,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, Direction, Epoch, GroupGeometry, GroupId, LookupAnswer, PageHashes,
-    Rank, Ratio, Replica, Request, RequestId, Time, Transfer, TransferId, WorkerId,
+    PerTier, Rank, Ratio, Replica, Request, RequestId, TierId, Time, Transfer, TransferId,
+    WorkerId,
 };
 
 use super::super::harness::{RANKS, ranks};
@@ -40,15 +42,17 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> AttachRequest {
     let memory = WorkerMemory {
         engine: ENGINE,
         geometry,
-        arena_pages: PAGES as u32,
+        arena_pages: PerTier::host(PAGES as u32),
     };
     AttachRequest {
         worker,
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(1),
-        depot: DepotId(depot << 16 | u128::from(worker.rank.0)),
-        depot_epoch: Epoch(0),
+        depots: PerTier::host(AttachedDepot {
+            depot: DepotId(depot << 16 | u128::from(worker.rank.0)),
+            epoch: Epoch(0),
+        }),
         memory: Some(memory),
     }
 }
@@ -192,7 +196,10 @@ impl Leases {
         if let Err(why) = leader.check() {
             return Some(why.to_string());
         }
-        let pool = leader.pool().or(leader.closing_pool()).expect("a pool");
+        let pool = leader
+            .pool()
+            .or(leader.closing_pool(TierId::Host))
+            .expect("a pool");
         let states = pool.page_states();
         let ready = state.blocks.iter().filter(|block| !block.filling).count();
         let late = state

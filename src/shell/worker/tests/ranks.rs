@@ -47,6 +47,7 @@ impl World {
             complete_pages: 0,
             bytes: 0,
             copy_us: 0,
+            bad_source: false,
         };
         self.run(|shell, process| shell.copies_ended(process, vec![ended]));
     }

@@ -6,14 +6,17 @@ use std::time::Duration;
 use super::super::faults::Fault;
 use super::super::oracle::{PageAccesses, TouchedPages};
 use super::super::saboteur::Lie;
+use super::super::setup::{CELL_BYTES, Shape};
 use super::super::storage::TORN;
 use super::super::{SimContext, SimEvent};
-use kvferry_types::{EndedCopy, TierId, Transfer, TransferId, WorkerId};
+use kvferry_types::{EndedCopy, EngineId, TierId, Transfer, TransferId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
 struct RunningCopy {
     copy: Transfer,
+    /// Shape of the pages: that of the worker's memory.
+    shape: Shape,
     /// Source and destination pages.
     pages: Vec<(u32, u32)>,
     done: usize,
@@ -70,7 +73,8 @@ impl RunningCopies {
         }
     }
 
-    pub(super) fn start(&mut self, env: &mut SimContext, copy: Transfer) {
+    pub(super) fn start(&mut self, env: &mut SimContext, copy: Transfer, memory: EngineId) {
+        let shape = env.memory(memory).shape;
         let pairs = copy.pairs.iter();
         let pages: Vec<(u32, u32)> = pairs
             .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
@@ -81,10 +85,11 @@ impl RunningCopies {
             Fate::Slow => env.setup.request_timeout,
             _ => env.setup.page_time,
         };
-        self.touch(env, &copy, &pages, PageAccesses::begin);
+        self.touch(env, (&copy, shape), &pages, PageAccesses::begin);
         let transfer = copy.id;
         let running = RunningCopy {
             copy,
+            shape,
             pages,
             done: 0,
             stop: false,
@@ -132,7 +137,7 @@ impl RunningCopies {
     fn touch(
         &self,
         env: &mut SimContext,
-        copy: &Transfer,
+        (copy, shape): (&Transfer, Shape),
         pages: &[(u32, u32)],
         with: fn(&mut PageAccesses, &TouchedPages<'_>),
     ) {
@@ -142,10 +147,7 @@ impl RunningCopies {
             incarnation: self.incarnation,
             copy,
             pages,
-            cells: env
-                .memory(copy.device.unwrap_or_default().engine)
-                .shape
-                .cells,
+            cells: shape.cells,
         };
         with(&mut env.oracle.touched, &touched);
         env.check_touched();
@@ -157,7 +159,13 @@ impl RunningCopies {
             return;
         };
         if let Some((_, destination)) = running.pages.get(running.done) {
-            env.write(&running.copy, self.worker.rank, *destination, TORN);
+            env.write(
+                &running.copy,
+                running.shape,
+                self.worker.rank,
+                *destination,
+                TORN,
+            );
         }
     }
 
@@ -204,8 +212,9 @@ impl RunningCopies {
                 env.faults.injected(Fault::LateWriter);
                 env.faults.took_effect(Fault::LateWriter);
             }
-            let content = env.read(&running.copy, rank, source);
-            env.write(&running.copy, rank, destination, content);
+            let shape = running.shape;
+            let content = env.read(&running.copy, shape, rank, source);
+            env.write(&running.copy, shape, rank, destination, content);
             running.done += 1;
             let pace = running.pace;
             self.tear(env, transfer);
@@ -234,14 +243,15 @@ impl RunningCopies {
         complete: bool,
     ) -> Option<EndedCopy> {
         let running = self.running.remove(&transfer)?;
-        self.touch(env, &running.copy, &running.pages, PageAccesses::end);
-        let engine = running.copy.device.unwrap_or_default().engine;
+        let copy = (&running.copy, running.shape);
+        self.touch(env, copy, &running.pages, PageAccesses::end);
         Some(EndedCopy {
             transfer,
             complete: complete || env.lies(Lie::SwallowError),
             complete_pages: u32::try_from(running.done).unwrap_or(0),
-            bytes: running.done as u64 * env.geometry(engine).page_bytes,
+            bytes: running.done as u64 * u64::from(running.shape.cells) * CELL_BYTES,
             copy_us: 1,
+            bad_source: false,
         })
     }
 }

@@ -6,14 +6,15 @@ use std::time::Duration;
 use super::super::client::SimClient;
 use super::super::saboteur::Lie;
 use super::super::server::{SimServer, connection};
-use super::super::storage::{Hold, Storage};
+use super::super::storage::{Hold, SimDepot, Storage};
 use super::super::{SimContext, SimEvent};
 use super::copies::RunningCopies;
+use kvferry_core::AttachedDepot;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, Record, Registration,
-    RequestId, Scope, Stored, Time, Transfer, TransferId, WorkerId,
+    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, PerTier, Record,
+    Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 /// A depot that is being divided for a reading, entry by entry. The process receives nothing meanwhile, and continues
@@ -23,8 +24,8 @@ pub(super) struct Dividing {
     link: LinkId,
     order: RequestId,
     read: ReadInventory,
-    /// Depot that is divided. Another one may have replaced it meanwhile.
-    depot: DepotId,
+    /// Tier and id of the depot that is divided. Another one may have replaced it meanwhile.
+    depot: (TierId, DepotId),
     /// First entry that is not cleared yet.
     next: u32,
     /// Time that one slice takes.
@@ -107,32 +108,48 @@ impl Host<'_> {
             return;
         };
         let shape = SimContext::shape(dividing.read.page_bytes, [0; 16]);
-        let depot = &mut self.env.depots[shard];
-        if depot.id() == dividing.depot {
+        let (tier, id) = dividing.depot;
+        let depot = self.env.depot(tier, shard);
+        if let Some(depot) = depot.filter(|depot| depot.id() == id) {
             let pages = depot.pages(shape);
             let end = dividing.next.saturating_add(pages / DIVIDE_SLICES + 1);
             let end = end.min(pages);
             (dividing.next..end).for_each(|page| depot.clear(page));
             dividing.next = end;
+            if end == pages {
+                depot.divided(shape);
+            }
             self.env.decided = true;
             if end < pages {
                 return self.divide_later();
             }
-            depot.divided(shape);
         }
         if let Some(Dividing {
-            link, order, read, ..
+            link,
+            order,
+            read,
+            depot,
+            ..
         }) = self.parts.dividing.take()
         {
-            self.send_inventory(link, order, &read);
+            self.send_inventory(link, order, depot.0, &read);
         }
     }
 
-    fn send_inventory(&mut self, link: LinkId, order: RequestId, read: &ReadInventory) {
+    fn send_inventory(
+        &mut self,
+        link: LinkId,
+        order: RequestId,
+        tier: TierId,
+        read: &ReadInventory,
+    ) {
         let shape = SimContext::shape(read.page_bytes, [0; 16]);
-        let depot = &self.env.depots[self.shard()];
-        let message = if depot.holds() == Some(shape.cells) {
-            let end = read.from.saturating_add(self.env.setup.inventory_pages);
+        let shard = self.shard();
+        let part = self.env.setup.inventory_pages;
+        let depot = self.env.depot(tier, shard);
+        let depot = depot.filter(|depot| depot.holds() == Some(shape.cells));
+        let message = if let Some(depot) = depot {
+            let end = read.from.saturating_add(part);
             let mut pages = depot.listed();
             pages.retain(|page| (read.from..end).contains(&page.page));
             let next = (end < depot.pages(shape)).then_some(end);
@@ -231,16 +248,21 @@ impl WorkerHost for Host<'_> {
 
     fn written(&mut self, _: &EngineId, _: RequestId) {}
 
-    fn depot(&self) -> Option<DepotId> {
-        Some(self.env.depots[self.shard()].id())
+    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal> {
+        let shard = self.shard();
+        let tiers = self.env.depots.iter();
+        let named = tiers.map(|(tier, depots)| {
+            let depot = &depots[shard];
+            let (depot, epoch) = (depot.id(), depot.last_reader());
+            (tier, AttachedDepot { depot, epoch })
+        });
+        Ok(named.collect())
     }
 
-    fn last_reader(&self) -> Result<Epoch, Fatal> {
-        Ok(self.env.depots[self.shard()].last_reader())
-    }
-
-    fn arena_pages(&self, page_bytes: u64) -> u32 {
-        self.env.depots[self.shard()].pages(SimContext::shape(page_bytes, [0; 16]))
+    fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32 {
+        let depots = self.env.depots.get(tier);
+        let shape = SimContext::shape(page_bytes, [0; 16]);
+        depots.map_or(0, |depots| depots[self.shard()].pages(shape))
     }
 
     fn read_inventory(
@@ -252,11 +274,23 @@ impl WorkerHost for Host<'_> {
     ) -> Result<(), Fatal> {
         let shape = SimContext::shape(read.page_bytes, [0; 16]);
         let shard = self.shard();
-        let depot = &mut self.env.depots[shard];
+        let named = |depots: &Vec<SimDepot>| depots[shard].id().0.to_be_bytes() == read.depot;
+        let tier = {
+            let mut tiers = self.env.depots.iter();
+            tiers
+                .find(|(_, depots)| named(depots))
+                .map(|(tier, _)| tier)
+        };
+        let Some(tier) = tier else {
+            return Ok(());
+        };
+        let Some(depot) = self.env.depot(tier, shard) else {
+            return Ok(());
+        };
         match depot.hold(shape, (epoch, read.read_id)) {
-            Hold::Held => self.send_inventory(link, order, &read),
+            Hold::Held => self.send_inventory(link, order, tier, &read),
             Hold::Divide => {
-                let depot = depot.id();
+                let depot = (tier, depot.id());
                 let time = self.env.setup.divide_time.mul_f64(self.env.rng.f64());
                 self.parts.dividing = Some(Dividing {
                     link,
@@ -277,24 +311,28 @@ impl WorkerHost for Host<'_> {
         Ok(())
     }
 
-    fn unlist(&mut self, run: PageRun) -> Result<(), Fatal> {
+    fn unlist(&mut self, tier: TierId, run: PageRun) -> Result<(), Fatal> {
         if self.env.lies(Lie::KeepRecord) {
             return Ok(());
         }
         let shard = self.shard();
-        self.env.depots[shard].unlist_run(run);
+        if let Some(depot) = self.env.depot(tier, shard) {
+            depot.unlist_run(run);
+        }
         Ok(())
     }
 
     fn unlist_scope(
         &mut self,
+        tier: TierId,
         scope: &Scope,
         through: Stored,
         from: u32,
     ) -> Result<Option<u32>, Fatal> {
         let shard = self.shard();
         let end = from.saturating_add(self.env.setup.inventory_pages);
-        Ok(self.env.depots[shard].invalidate_scope(scope, through, from..end))
+        let depot = self.env.depot(tier, shard);
+        Ok(depot.and_then(|depot| depot.invalidate_scope(scope, through, from..end)))
     }
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {
@@ -306,25 +344,28 @@ impl WorkerHost for Host<'_> {
         Ok(())
     }
 
-    fn list(&mut self, record: &Record) {
+    fn list(&mut self, tier: TierId, record: &Record) {
         let shard = self.shard();
-        self.env.depots[shard].list(record);
+        if let Some(depot) = self.env.depot(tier, shard) {
+            depot.list(record);
+        }
     }
 
     fn start(&mut self, copies: Vec<Transfer>, memory: &EngineId) -> Result<(), Fatal> {
         if self.env.lies(Lie::RecordEarly) {
-            let records = copies.iter().filter_map(|copy| copy.record.as_ref());
-            records.for_each(|record| self.list(record));
+            let records = copies.iter();
+            let records = records.filter_map(|copy| Some((copy.edge.to, copy.record.as_ref()?)));
+            records.for_each(|(tier, record)| self.list(tier, record));
         }
         for copy in copies {
-            let engine = copy.device.unwrap_or_default().engine;
+            let engine = copy.device.map_or(*memory, |device| device.engine);
             if engine != *memory {
                 self.env.violated(format!(
                     "{} of engine {engine} was started with the memory of {memory}",
                     copy.id
                 ));
             }
-            self.parts.copies.start(self.env, copy);
+            self.parts.copies.start(self.env, copy, *memory);
         }
         Ok(())
     }
