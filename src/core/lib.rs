@@ -16,8 +16,10 @@ mod anchor;
 mod arena;
 mod around;
 mod blocks;
+mod change;
 mod check;
 mod contradiction;
+mod cover;
 mod decision;
 mod event;
 mod eviction;
@@ -36,6 +38,8 @@ mod worker;
 pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
+pub use blocks::BlockRef;
+pub use change::Change;
 pub use contradiction::Contradiction;
 pub use event::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory, Workers,
@@ -43,8 +47,8 @@ pub use event::{
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
     CANCELS_MAX, COUNTERS, Counter, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings,
-    OPEN_REQUESTS_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX,
-    TierKey,
+    MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX,
+    RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
 pub use pool::{
     BlockRun, PageStates, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind, Reserved,

@@ -10,10 +10,14 @@ use std::collections::BTreeMap;
 use crate::anchor::Domain;
 use crate::arena::Arena;
 use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
+use crate::change::{Change, Changes};
+use crate::cover::walk_tiers;
 use crate::index::{Index, Match, MatchGoal};
 use crate::prefetch::HeadPrefetcher;
 use crate::shard_set::ShardSet;
-use kvferry_types::{Fingerprint, PageHashes, PageRecord, PageRun, Ratio, Shard, TransferId};
+use kvferry_types::{
+    Fingerprint, PageHashes, PageRecord, PageRun, Ratio, Shard, TierId, TransferId,
+};
 
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +69,13 @@ pub(super) struct Reservation {
 pub struct Pin {
     block: BlockRef,
     pages: u32,
+}
+
+impl Pin {
+    /// The block that is held.
+    pub(super) fn block(&self) -> BlockRef {
+        self.block
+    }
 }
 
 /// Consecutive pages of a sequence that lie in one block.
@@ -174,6 +185,7 @@ pub struct Pool {
     pub(super) reservations: BTreeMap<TransferId, Reservation>,
     counts: PoolCounts,
     pins: u64,
+    pub(super) changes: Changes,
 }
 
 impl Pool {
@@ -187,7 +199,13 @@ impl Pool {
             reservations: BTreeMap::new(),
             counts: PoolCounts::default(),
             pins: 0,
+            changes: Changes::default(),
         }
+    }
+
+    /// Largest number of pages in a block.
+    pub(super) fn ratio(&self) -> u32 {
+        self.ratio
     }
 
     /// Counters since the pool was created.
@@ -221,6 +239,18 @@ impl Pool {
         let head = self
             .index
             .head(&self.blocks, domain.anchor(hashes.fingerprint(position)))?;
+        self.longest_of(domain, head, hashes, position, want)
+    }
+
+    /// Like [`Self::longest`], of the blocks in the sibling list of `head`.
+    pub(super) fn longest_of(
+        &self,
+        domain: &Domain,
+        head: BlockIndex,
+        hashes: &PageHashes,
+        position: usize,
+        want: MatchGoal,
+    ) -> Option<Match> {
         Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
     }
 
@@ -242,35 +272,8 @@ impl Pool {
         covered: usize,
         runs: &mut Vec<BlockRun>,
     ) -> PrefixMatch {
-        let mut position = 0;
-        let mut pending = false;
-        let mut ahead = self.prefetcher(domain, hashes);
-        while position < hashes.len() {
-            let found = ahead.head(position).and_then(|head| {
-                let want = MatchGoal::Readable;
-                Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
-            });
-            let ready = found.map_or(0, |found| found.ready);
-            if let Some(found) = found.filter(|_| ready > 0) {
-                pending = found.pages > ready;
-                runs.push(BlockRun {
-                    position: position as u32,
-                    block: found.block,
-                    pages: ready,
-                });
-                position += ready as usize;
-            } else if position < covered {
-                pending = false;
-                position += 1;
-            } else {
-                pending = pending || found.is_some();
-                break;
-            }
-        }
-        PrefixMatch {
-            end: position as u32,
-            pending,
-        }
+        let tiers = [(TierId::Host, self)];
+        walk_tiers(&tiers, domain, hashes, covered, |_, run| runs.push(run))
     }
 
     /// Makes the runs the most recently used ones, last run first, so that the root of a sequence outlives its tail.
@@ -430,6 +433,7 @@ impl Pool {
             }
         } else {
             held.ready += u16::try_from(pages).unwrap_or(0);
+            self.note_stored(block);
         }
         self.blocks.update_order(block);
         self.free_if_unheld(block);
@@ -464,12 +468,20 @@ impl Pool {
     /// Forgets every block, so that no lookup finds one. Pinned and filling pages are freed with their last holder.
     pub fn reset(&mut self) {
         let all: Vec<BlockIndex> = self.blocks.by_age().map(|(index, _)| index).collect();
+        self.changes.add(|| Change::Cleared);
         for index in all {
-            self.retire_block(index);
+            self.forget_block(index);
         }
     }
 
+    /// Forgets a block. Its pages are freed with their last holder.
     pub(super) fn retire_block(&mut self, index: BlockIndex) {
+        let ready = u32::from(self.blocks.get(index).ready);
+        self.note_removed(index, 0, ready);
+        self.forget_block(index);
+    }
+
+    fn forget_block(&mut self, index: BlockIndex) {
         if !self.blocks.get(index).retired {
             self.index.remove(&mut self.blocks, index);
             self.blocks.get_mut(index).retired = true;
@@ -580,6 +592,7 @@ impl Pool {
             start: end - count,
             count,
         };
+        self.note_removed(index, run.start - self.blocks.get(index).start, count);
         self.arena.release(run.start, count);
         self.counts.evicted += 1;
         self.counts.evicted_pages += u64::from(count);

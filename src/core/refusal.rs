@@ -179,6 +179,12 @@ pub enum Refusal {
         /// Its maximum.
         max: u64,
     },
+    /// The pages of a load lie in a slower tier and could not be brought into host memory.
+    #[error(
+        "no page of this load could be brought into host memory: it is full of pages in use, or their source is bad; \
+         compute the pages"
+    )]
+    NotPromoted,
     /// A copy failed on this number of ranks; it has ended everywhere.
     #[error("the copy failed on {0} rank(s); nothing writes these pages any longer")]
     CopyFailed(u32),

@@ -5,6 +5,8 @@
 //! the sweep, the blocks in its scope are hidden: lookups do not find them, so that no block that was counted as free
 //! can be pinned, and no page is served that the reset is going to forget. Blocks created later are not in scope.
 
+use std::collections::BTreeMap;
+
 use crate::blocks::{BlockIndex, Blocks, Hidden};
 use crate::pool::Pool;
 use kvferry_types::{Scope, TransferId};
@@ -70,15 +72,22 @@ impl Pool {
         self.blocks.show(&sweep.hidden);
     }
 
-    /// Counts the holders of the next blocks in scope. Examines at most `budget` pages and one block.
-    pub fn count_holders(&self, sweep: &mut Sweep, budget: &mut u32) -> u64 {
+    /// Counts the holders of the next blocks in scope, without those of `moves`, by block. Examines at most `budget` pages
+    /// and one block.
+    pub fn count_holders(
+        &self,
+        sweep: &mut Sweep,
+        budget: &mut u32,
+        moves: &BTreeMap<BlockIndex, u32>,
+    ) -> u64 {
         let mut holders = 0;
         while let Some(index) = sweep.next(&self.blocks, budget) {
             let block = self.blocks.get(index);
             holders += if block.retired {
                 0
             } else {
-                u64::from(block.pins)
+                let moves = moves.get(&index).copied().unwrap_or(0);
+                u64::from(block.pins.saturating_sub(moves))
             };
         }
         holders

@@ -1,5 +1,7 @@
 //! Tests of the pool's second count, and helpers for several tests of the core.
 
+use std::collections::BTreeMap;
+
 use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
 use super::index::MatchGoal;
@@ -260,7 +262,10 @@ fn vacant_places_use_the_budget_of_a_sweep() {
     let mut sweep = pool.begin_sweep(Scope::Everything);
     for is_over in [false, false, true] {
         let mut budget = 4;
-        assert_eq!(pool.count_holders(&mut sweep, &mut budget), 0);
+        assert_eq!(
+            pool.count_holders(&mut sweep, &mut budget, &BTreeMap::new()),
+            0
+        );
         assert_eq!((sweep.is_over(), budget), (is_over, u32::from(is_over) * 2));
     }
     pool.end_sweep(&sweep);

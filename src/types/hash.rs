@@ -51,6 +51,15 @@ impl PageHashes {
         fits.then_some(Self { width, bytes })
     }
 
+    /// Hashes that consist of these fingerprints.
+    pub fn of_fingerprints(pages: impl IntoIterator<Item = Fingerprint>) -> Self {
+        let pages = pages.into_iter().map(|page| page.0.to_be_bytes());
+        Self {
+            width: HASH_BYTES_MIN,
+            bytes: pages.flatten().collect(),
+        }
+    }
+
     /// Width of one hash, in bytes.
     pub fn width(&self) -> usize {
         self.width

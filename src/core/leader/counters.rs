@@ -35,6 +35,14 @@ pub struct LeaderCounts {
     pub scatter_us: u64,
     /// Positions of sequences that stores looked up.
     pub store_looks: u64,
+    /// Transfers between tiers.
+    pub moves: u64,
+    /// Pages of those.
+    pub moved_pages: u64,
+    /// Blocks that were not moved to a slower tier, or not fetched from one, because too many waited.
+    pub moves_left_out: u64,
+    /// Pages of a source that failed their checksum; they are not served again.
+    pub bad_sources: u64,
     /// Slices in which resets were carried out.
     pub reset_slices: u64,
     /// Most pages that one slice examined.

@@ -1,17 +1,29 @@
-//! Loads: copies from G2 into the engine's memory.
+//! Loads: copies into the engine's memory.
+//!
+//! The pages of a load lie in host memory, or in slower tiers, from which they are promoted first. A load is divided into
+//! stretches, in the order of its pages: consecutive pages in host memory are one stretch, the pages of a block in a
+//! slower tier another. Each stretch is copied as soon as its pages are in host memory. A load whose pages do not fit
+//! into host memory together proceeds stretch by stretch.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
+use crate::Contradiction;
+use crate::anchor::Domain;
+use crate::blocks::BlockRef;
 use crate::decision::Decision;
 use crate::event::LeaderEffect;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
 use crate::session::PinnedRun;
 use kvferry_types::{
-    Answer, DeviceEnd, Edge, EngineId, GroupGeometry, LoadAnswer, Replica, Transfer,
+    Answer, DeviceEnd, Edge, EngineId, GroupGeometry, LoadAnswer, PageHashes, PageRun, Replica,
+    Transfer,
 };
 use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TierId, TransferId};
 
+use super::moves::{MoveSource, MoveTerms};
+use super::store::plan;
 use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
 
@@ -19,26 +31,179 @@ use super::{Leader, ReplyTo};
 /// number of pages: an order that names all of them could not be encoded, or not be decoded.
 pub const LOAD_RUNS_MAX: usize = 65_536;
 
-/// A load whose copy has not ended.
+/// Number of a load that waits for transfers.
+pub(super) type LoadKey = u64;
+
+/// Consecutive pages of a load.
+#[derive(Debug)]
+struct Stretch {
+    /// Position of the first page.
+    first: u32,
+    pages: u32,
+    destination: PageList,
+    stage: StretchStage,
+    /// Pins on the pages, released when the stretch has ended: one for each run.
+    lease: Vec<(TierId, Pin)>,
+}
+
+/// The progress of a stretch.
+#[derive(Debug)]
+enum StretchStage {
+    /// The pages lie in a slower tier.
+    Below(Below),
+    /// These transfers into host memory have not ended.
+    Promoting(BTreeSet<TransferId>),
+    /// The pages, or the first ones of them, lie in these runs of host memory.
+    Present(Vec<PageRun>),
+    /// The transfer of these runs into the engine's memory has not ended.
+    Copying(TransferId, Vec<PageRun>),
+    /// This many pages, from the first one on, were copied.
+    Ended(u32),
+}
+
+/// A step of a stretch whose last transfer has ended.
+enum Waited {
+    Promotions,
+    Copy,
+}
+
+/// Pages of a block in a slower tier.
+#[derive(Debug, Clone, Copy)]
+struct Below {
+    tier: TierId,
+    block: BlockRef,
+    run: PageRun,
+}
+
+impl Stretch {
+    fn end(&self) -> u32 {
+        self.first + self.pages
+    }
+
+    fn is_moving(&self) -> bool {
+        matches!(
+            self.stage,
+            StretchStage::Promoting(_) | StretchStage::Copying(..)
+        )
+    }
+
+    /// Notes the end of a transfer. Returns for which step it was the last one.
+    fn waited_for(&mut self, id: TransferId) -> Option<Waited> {
+        match &mut self.stage {
+            StretchStage::Copying(copy, _) if *copy == id => Some(Waited::Copy),
+            StretchStage::Promoting(waits) => {
+                (waits.remove(&id) && waits.is_empty()).then_some(Waited::Promotions)
+            }
+            _ => None,
+        }
+    }
+
+    /// True if not all of the pages were copied.
+    fn is_short(&self) -> bool {
+        matches!(self.stage, StretchStage::Ended(pages) if pages < self.pages)
+    }
+
+    /// The block and the arena page of page `index` of the stretch, while the stretch is copied.
+    fn source_of(&self, mut index: u32) -> Option<(BlockRef, u32)> {
+        let StretchStage::Copying(_, runs) = &self.stage else {
+            return None;
+        };
+        for (run, (_, pin)) in runs.iter().zip(&self.lease) {
+            if index < run.count {
+                return Some((pin.block(), run.start + index));
+            }
+            index -= run.count;
+        }
+        None
+    }
+
+    /// Cuts the stretch to its first `pages` pages. Returns the rest.
+    fn split(&mut self, pages: u32) -> Self {
+        let whole = std::mem::take(&mut self.destination);
+        let mut cursor = PageCursor::new(&whole);
+        self.destination = cursor.take(pages);
+        let rest = Self {
+            first: self.first + pages,
+            pages: self.pages - pages,
+            destination: cursor.take(self.pages - pages),
+            stage: StretchStage::Ended(0),
+            lease: Vec::new(),
+        };
+        self.pages = pages;
+        rest
+    }
+}
+
+/// A load that waits for transfers.
 #[derive(Debug)]
 struct PendingLoad {
     reply_to: ReplyTo,
-    /// Pins on its source pages, released when the copy has ended.
-    lease: Vec<Pin>,
+    replica: Replica,
+    after: RequestId,
+    domain: Domain,
+    hashes: Arc<PageHashes>,
+    stretches: Vec<Stretch>,
+    /// Workers on which a transfer of the load failed.
+    failed: u32,
 }
 
-/// The loads that wait for their copies.
+impl PendingLoad {
+    /// Pages, from the first one on, that were copied completely.
+    fn complete_pages(&self) -> u32 {
+        let mut complete = 0;
+        for stretch in &self.stretches {
+            if let StretchStage::Ended(pages) = stretch.stage {
+                complete += pages;
+            }
+            if stretch.is_short() {
+                break;
+            }
+        }
+        complete
+    }
+
+    fn is_moving(&self) -> bool {
+        self.stretches.iter().any(Stretch::is_moving)
+    }
+}
+
+/// The loads that wait for transfers.
 #[derive(Debug, Default)]
-pub(super) struct Loads(BTreeMap<TransferId, PendingLoad>);
+pub(super) struct Loads {
+    waiting: BTreeMap<LoadKey, PendingLoad>,
+    /// The loads that wait for each transfer.
+    waiters: BTreeMap<TransferId, Vec<LoadKey>>,
+    last: LoadKey,
+}
 
 impl Loads {
     /// Number of pins that loads hold.
     pub(super) fn pins(&self) -> usize {
-        self.0.values().map(|load| load.lease.len()).sum()
+        let stretches = self.waiting.values().flat_map(|load| &load.stretches);
+        stretches.map(|stretch| stretch.lease.len()).sum()
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.0.len()
+    /// Checks that every load waits for a transfer, and is noted there. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
+        for (key, load) in &self.waiting {
+            let noted = |id: &TransferId| {
+                let keys = self.waiters.get(id);
+                keys.is_some_and(|keys| keys.contains(key))
+            };
+            let waits = load.stretches.iter().all(|stretch| match &stretch.stage {
+                StretchStage::Promoting(ids) => ids.iter().all(noted),
+                StretchStage::Copying(id, _) => noted(id),
+                _ => true,
+            });
+            if !load.is_moving() || !waits {
+                return Err(format!("load {key} waits for no transfer").into());
+            }
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, transfer: TransferId, key: LoadKey) {
+        self.waiters.entry(transfer).or_default().push(key);
     }
 }
 
@@ -61,13 +226,12 @@ impl Leader {
         }
         let (replica, geometry) = self.served(reply_to.engine)?;
         check_device_pages(geometry, "destination", destination)?;
-        let (tokens_per_page, workers) =
-            (geometry.engine_page_tokens, self.roster.loading(replica));
+        let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
         self.check_current(reply_to, id)?;
-        let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
+        if self.tiers.serving(TierId::Host).is_none() {
             return Err(Refusal::Reading);
-        };
+        }
         let slot = self.sessions.open(reply_to.engine).slot(id, layout)?;
         let pages = u32::try_from(destination.pages()).unwrap_or(u32::MAX);
         let end = first_page.saturating_add(pages);
@@ -79,82 +243,320 @@ impl Leader {
         let mut sources = slot.covering(first_page, end).ok_or(not_pinned)?;
         // The engine computes the pages that are not loaded, as when a copy fails halfway.
         sources.truncate(LOAD_RUNS_MAX);
-        let pages: u32 = sources.iter().map(|(_, run)| run.count).sum();
-        let end = first_page + pages;
 
         let mut cursor = PageCursor::new(destination);
-        let mut pairs = Vec::with_capacity(sources.len());
-        let mut lease: Vec<Pin> = Vec::with_capacity(sources.len());
+        let mut stretches: Vec<Stretch> = Vec::new();
         let mut position = first_page;
+        let runs = sources.len() as u64;
         for (held, run) in sources {
             slot.decide(tokens_per_page, Decision::Loaded { position, run });
-            pairs.push(FragmentPair {
-                src: PageList::run(run.start, run.count),
-                dst: cursor.take(run.count),
-            });
             let PinnedRun {
-                arena_start, block, ..
+                tier,
+                arena_start,
+                block,
+                ..
             } = slot.held()[held];
-            lease.push(pool.pin(block, run.start + run.count - arena_start));
+            // A tier closes after its holds were released, so that each held run has a pool. A held block is forgotten
+            // only when one of its pages fails its checksum.
+            let pool = self.tiers.serving_mut(tier);
+            let Some(pool) = pool.filter(|pool| !pool.is_forgotten(block)) else {
+                break;
+            };
+            let pin = pool.pin(block, run.start + run.count - arena_start);
+            let last = stretches
+                .last_mut()
+                .map(|last| (&mut last.stage, &mut last.pages, &mut last.lease));
+            if let Some((StretchStage::Present(runs), pages, lease)) = last
+                && tier == TierId::Host
+            {
+                runs.push(run);
+                *pages += run.count;
+                lease.push((tier, pin));
+            } else {
+                let block = pin.block();
+                stretches.push(Stretch {
+                    first: position,
+                    pages: run.count,
+                    destination: PageList::default(),
+                    stage: match tier {
+                        TierId::Host => StretchStage::Present(vec![run]),
+                        tier => StretchStage::Below(Below { tier, block, run }),
+                    },
+                    lease: vec![(tier, pin)],
+                });
+            }
             position += run.count;
+        }
+        for stretch in &mut stretches {
+            stretch.destination = cursor.take(stretch.pages);
         }
         // The pins become a lease: holds on pages before the end of the load are released, because no other load needs
         // them.
-        for held in slot.take_held_before(end) {
-            pool.unpin(held.pin);
+        for held in slot.take_held_before(position) {
+            self.tiers.unpin(held.tier, held.pin);
         }
-        self.counts.loaded += pairs.len() as u64;
-        self.counts.loaded_pages += u64::from(pages);
+        self.counts.loaded += runs;
+        self.counts.loaded_pages += u64::from(position - first_page);
 
+        let load = PendingLoad {
+            reply_to,
+            replica,
+            after,
+            domain: slot.domain().clone(),
+            hashes: Arc::clone(slot.hashes()),
+            stretches,
+            failed: 0,
+        };
+        self.loads.last += 1;
+        self.advance_load(self.loads.last, load, effects);
+        Ok(())
+    }
+
+    /// Begins the transfers of a load that can begin now, and answers it if none is in flight.
+    fn advance_load(
+        &mut self,
+        key: LoadKey,
+        mut load: PendingLoad,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let mut index = 0;
+        while index < load.stretches.len() {
+            // Pages behind one that was not copied are of no use to the engine.
+            let useless = load.stretches[..index].iter().any(Stretch::is_short);
+            let stage = &load.stretches[index].stage;
+            match stage {
+                StretchStage::Below(_) | StretchStage::Present(_) if useless => {
+                    self.end_stretch(&mut load.stretches[index], 0);
+                }
+                StretchStage::Below(below) => {
+                    let below = *below;
+                    if !self.promote(key, &mut load, index, below, effects) {
+                        break;
+                    }
+                    // The stretch may have turned out to be present, or to have ended.
+                    if !load.stretches[index].is_moving() {
+                        continue;
+                    }
+                }
+                StretchStage::Present(_) => self.copy_stretch(key, &mut load, index, effects),
+                StretchStage::Promoting(_) | StretchStage::Copying(..) | StretchStage::Ended(_) => {
+                }
+            }
+            index += 1;
+        }
+        if load.is_moving() {
+            self.loads.waiting.insert(key, load);
+            return;
+        }
+        for stretch in &mut load.stretches {
+            self.end_stretch(stretch, 0);
+        }
+        let answer = match load.complete_pages() {
+            0 if load.failed == 0 => Err(Refusal::NotPromoted),
+            0 => Err(Refusal::CopyFailed(load.failed)),
+            pages => Ok(Answer::Load(LoadAnswer { pages })),
+        };
+        let ReplyTo { engine, id, .. } = load.reply_to;
+        self.answer(engine, id, answer, effects);
+    }
+
+    /// Orders the promotion of a stretch. Where host memory has room for its first pages only, the rest becomes a stretch
+    /// of its own. Returns false if there is no room now, and transfers of this load will make some.
+    fn promote(
+        &mut self,
+        key: LoadKey,
+        load: &mut PendingLoad,
+        index: usize,
+        below: Below,
+        effects: &mut Vec<LeaderEffect>,
+    ) -> bool {
+        let (first, end) = (load.stretches[index].first, load.stretches[index].end());
+        let ratio = self.settings.ratio.pages();
+        let workers = self.roster.moving(self.tiers.wanted_key());
+        // A reset in progress does not know blocks that are created now: pages that it removes are not promoted.
+        let source = self.tiers.serving(below.tier);
+        let movable = source.is_some_and(|pool| pool.movable(below.block).is_some());
+        let host = self.tiers.serving_mut(TierId::Host).filter(|_| movable);
+        let (Some(host), Some(_)) = (host, workers) else {
+            self.end_stretch(&mut load.stretches[index], 0);
+            return true;
+        };
+        let sequence = (&load.domain, &*load.hashes);
+        let cell = first / ratio * ratio;
+        let planned = plan(host, sequence, cell, first..end, &mut self.next_id);
+        let fits = end - first - planned.refused_pages;
+        if fits == 0 {
+            if load.is_moving() {
+                return false;
+            }
+            self.end_stretch(&mut load.stretches[index], 0);
+            return true;
+        }
+        if planned.refused_pages > 0 {
+            let mut rest = load.stretches[index].split(fits);
+            if let Some(pool) = self.tiers.serving_mut(below.tier)
+                && let Some(pin) = pool.pin_through(below.block, below.run.start + below.run.count)
+            {
+                rest.stage = StretchStage::Below(Below {
+                    run: PageRun {
+                        start: below.run.start + fits,
+                        count: below.run.count - fits,
+                    },
+                    ..below
+                });
+                rest.lease.push((below.tier, pin));
+            }
+            load.stretches.insert(index + 1, rest);
+        }
+        let edge = Edge {
+            from: below.tier,
+            to: TierId::Host,
+        };
+        let source = MoveSource {
+            tier: below.tier,
+            block: below.block,
+            start: below.run.start,
+            first,
+        };
+        let terms = MoveTerms {
+            deadline: load.reply_to.deadline,
+            by_setting: false,
+        };
+        self.order_moves(edge, &source, &planned.reserved, terms, effects);
+        let waits: BTreeSet<TransferId> = planned.waits.iter().map(|wait| wait.transfer).collect();
+        for transfer in &waits {
+            self.loads.wait(*transfer, key);
+        }
+        let stretch = &mut load.stretches[index];
+        match waits.is_empty() {
+            true => self.find_promoted(load, index),
+            false => stretch.stage = StretchStage::Promoting(waits),
+        }
+        true
+    }
+
+    /// The transfers into host memory that a stretch waited for have ended: holds what is there now instead of the source.
+    fn find_promoted(&mut self, load: &mut PendingLoad, index: usize) {
+        let stretch = &mut load.stretches[index];
+        for (tier, pin) in stretch.lease.drain(..) {
+            self.tiers.unpin(tier, pin);
+        }
+        let (mut position, end) = (stretch.first, stretch.end());
+        let mut present = Vec::new();
+        if let Some(host) = self.tiers.serving_mut(TierId::Host) {
+            for run in host.covering(&load.domain, &load.hashes, position, end) {
+                let until = (run.position + run.pages).min(end);
+                let pin = host.pin(run.block, until - run.position);
+                stretch.lease.push((TierId::Host, pin));
+                present.push(PageRun {
+                    start: host.arena_page(&run, position),
+                    count: until - position,
+                });
+                position = until;
+            }
+        }
+        stretch.stage = StretchStage::Present(present);
+    }
+
+    /// Orders the copy of a stretch into the engine's memory.
+    fn copy_stretch(
+        &mut self,
+        key: LoadKey,
+        load: &mut PendingLoad,
+        index: usize,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let stretch = &mut load.stretches[index];
+        let StretchStage::Present(runs) = &stretch.stage else {
+            return;
+        };
+        if runs.is_empty() {
+            return self.end_stretch(stretch, 0);
+        }
+        let mut cursor = PageCursor::new(&stretch.destination);
+        let pairs: Vec<FragmentPair> = runs
+            .iter()
+            .map(|run| FragmentPair {
+                src: PageList::run(run.start, run.count),
+                dst: cursor.take(run.count),
+            })
+            .collect();
+        let pages = runs.iter().map(|run| run.count).sum();
+        let workers = self.roster.loading(load.replica);
         self.next_id += 1;
-        let transfer = TransferId(self.next_id);
+        let id = TransferId(self.next_id);
+        let deadline = load.reply_to.deadline;
         let begun = Begun {
-            id: transfer,
+            id,
             edge: Edge::LOAD,
             workers: workers.clone(),
             pages,
-            deadline: reply_to.deadline,
+            deadline,
         };
         self.transfers.begin(begun, &mut self.timers);
-        self.loads
-            .0
-            .insert(transfer, PendingLoad { reply_to, lease });
+        self.loads.wait(id, key);
+        stretch.stage = StretchStage::Copying(id, runs.clone());
         let device = DeviceEnd {
-            engine: reply_to.engine,
-            request: reply_to.id,
-            after,
+            engine: load.reply_to.engine,
+            request: load.reply_to.id,
+            after: load.after,
         };
         let transfer = Transfer {
-            id: transfer,
+            id,
             edge: Edge::LOAD,
             device: Some(device),
             pairs,
             record: None,
-            deadline: reply_to.deadline,
+            deadline,
         };
         effects.push(LeaderEffect::Transfer { workers, transfer });
-        Ok(())
     }
 
-    /// The copy of a load has ended: releases its lease and answers it.
-    pub(super) fn load_ended(
+    /// Ends a stretch of which `pages` pages were copied, and releases its pins.
+    fn end_stretch(&mut self, stretch: &mut Stretch, pages: u32) {
+        for (tier, pin) in stretch.lease.drain(..) {
+            self.tiers.unpin(tier, pin);
+        }
+        if !matches!(stretch.stage, StretchStage::Ended(_)) {
+            stretch.stage = StretchStage::Ended(pages);
+        }
+    }
+
+    /// A transfer that loads may wait for has ended on every worker: the loads proceed.
+    pub(super) fn loads_go_on(
         &mut self,
         id: TransferId,
         outcome: TransferOutcome,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        let Some(PendingLoad { reply_to, lease }) = self.loads.0.remove(&id) else {
-            return;
-        };
-        if let Some(pool) = self.tiers.pool_mut(TierId::Host) {
-            lease.into_iter().for_each(|pin| pool.unpin(pin));
+        for key in self.loads.waiters.remove(&id).unwrap_or_default() {
+            let Some(mut load) = self.loads.waiting.remove(&key) else {
+                continue;
+            };
+            load.failed = load.failed.max(outcome.failed);
+            for index in 0..load.stretches.len() {
+                let stretch = &mut load.stretches[index];
+                match stretch.waited_for(id) {
+                    None => {}
+                    Some(Waited::Copy) => {
+                        self.counts.failed_copies += u64::from(outcome.failed > 0);
+                        self.end_copy(stretch, outcome);
+                    }
+                    Some(Waited::Promotions) => self.find_promoted(&mut load, index),
+                }
+            }
+            self.advance_load(key, load, effects);
         }
-        let answer = match outcome.complete_pages {
-            0 => Err(Refusal::CopyFailed(outcome.failed)),
-            pages => Ok(Answer::Load(LoadAnswer { pages })),
-        };
-        self.counts.failed_copies += u64::from(outcome.failed > 0);
-        self.answer(reply_to.engine, reply_to.id, answer, effects);
+    }
+
+    /// A copy from host memory has ended. If a page failed its checksum there, the block is cut at that page.
+    fn end_copy(&mut self, stretch: &mut Stretch, outcome: TransferOutcome) {
+        let bad = outcome.bad_page.and_then(|bad| stretch.source_of(bad));
+        self.end_stretch(stretch, outcome.complete_pages);
+        if let (Some((block, page)), Some(host)) = (bad, self.tiers.serving_mut(TierId::Host)) {
+            host.cut(block, page);
+            self.counts.bad_sources += 1;
+        }
     }
 
     /// The replica of an engine that is served, and the geometry of its memory.

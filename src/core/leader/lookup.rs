@@ -1,8 +1,9 @@
 //! Lookups: which pages of a sequence are in G2.
 
 use crate::anchor::Domain;
+use crate::blocks::BlockRef;
+use crate::cover::TierRun;
 use crate::decision::{Decision, RequestDigest};
-use crate::pool::BlockRun;
 use crate::refusal::Refusal;
 use crate::session::{PinnedRun, Slot};
 use kvferry_types::{Answer, LookupAnswer};
@@ -44,29 +45,37 @@ impl Leader {
         let domain = self.domain(geometry, namespace);
         self.check_current(reply_to, id)?;
         self.open_slot(reply_to, id, domain, layout, hashes)?;
-        let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
+        if self.tiers.serving(TierId::Host).is_none() {
             return Err(Refusal::Reading);
-        };
+        }
         let slot = self.sessions.open(reply_to.engine).any_slot(id);
         let slot = slot.ok_or(Refusal::UnknownSlot(id))?;
 
-        let mut runs: Vec<BlockRun> = Vec::new();
+        let mut runs: Vec<TierRun> = Vec::new();
         let (domain, hashes) = (slot.domain(), slot.hashes());
         let looked_up = hashes.len() as u64;
-        let reach = pool.walk(domain, hashes, device_pages as usize, &mut runs);
-        pool.touch(&runs);
+        let reach = self.tiers.walk(domain, hashes, device_pages, &mut runs);
+        self.tiers.touch(&runs);
         let hit_pages = reach.end.saturating_sub(device_pages);
-        for run in runs
+        let mut below: Vec<(TierId, BlockRef)> = Vec::new();
+        for TierRun { tier, run } in runs
             .iter()
-            .filter(|run| hit_pages > 0 && run.position + run.pages > device_pages)
+            .filter(|found| hit_pages > 0 && found.run.position + found.run.pages > device_pages)
         {
+            let Some(pool) = self.tiers.serving_mut(*tier) else {
+                continue;
+            };
+            let pin = pool.pin(run.block, run.pages);
+            if *tier != TierId::Host {
+                below.push((*tier, pin.block()));
+            }
             slot.hold(PinnedRun {
-                tier: TierId::Host,
+                tier: *tier,
                 position: run.position,
                 pages: run.pages,
                 arena_start: pool.arena_page(run, run.position),
                 block: run.block,
-                pin: pool.pin(run.block, run.pages),
+                pin,
             });
         }
         let until = now + self.settings.hold_for;
@@ -78,6 +87,9 @@ impl Leader {
             hit_pages,
         };
         slot.decide(tokens_per_page, found);
+        for (tier, block) in below {
+            self.fetch(tier, block);
+        }
         self.counts.lookups += 1;
         self.counts.lookup_pages += looked_up;
         self.counts.device_pages += u64::from(device_pages);

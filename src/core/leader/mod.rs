@@ -8,6 +8,7 @@ mod cancel;
 mod counters;
 mod load;
 mod lookup;
+mod moves;
 mod recovery;
 mod requests;
 mod reset;
@@ -34,6 +35,8 @@ use cancel::Cancels;
 pub use counters::{COUNTERS, Counter, LeaderCounts};
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
+use moves::Moves;
+pub use moves::{MOVES_WAITING_MAX, MoveEdge};
 use recovery::InventoryPart;
 pub use requests::OPEN_REQUESTS_MAX;
 use requests::Parked;
@@ -76,6 +79,8 @@ pub struct LeaderSettings {
     pub reset_slice_pages: u32,
     /// The tiers below the device. Every worker must name a depot for each of them. Default: host memory.
     pub tiers: Vec<TierId>,
+    /// Edges between tiers over which the leader moves pages by itself. Default: none.
+    pub moves: Vec<MoveEdge>,
     /// Bytes of the depot of one shard in each tier of which the leader knows them: a worker that reports more pages than
     /// fit is refused. The leader keeps 29 bytes for each page. Default: unknown.
     pub depot_bytes: PerTier<u64>,
@@ -101,6 +106,7 @@ impl LeaderSettings {
             deadline_max: Duration::from_secs(120),
             reset_slice_pages: RESET_SLICE_PAGES,
             tiers: vec![TierId::Host],
+            moves: Vec::new(),
             depot_bytes: PerTier::default(),
             host_tier: true,
             record_decisions: true,
@@ -123,7 +129,9 @@ pub struct Leader {
     parked: Parked,
     /// Copies in flight.
     transfers: Transfers,
-    /// Loads that wait for a copy.
+    /// Moves between tiers.
+    moves: Moves,
+    /// Loads that wait for transfers.
     loads: Loads,
     /// Stores that wait for copies.
     stores: Stores,
@@ -150,6 +158,7 @@ impl Leader {
             sessions: Sessions::default(),
             parked: Parked::default(),
             transfers: Transfers::default(),
+            moves: Moves::default(),
             loads: Loads::default(),
             stores: Stores::default(),
             cancels: Cancels::default(),
@@ -226,6 +235,7 @@ impl Leader {
         self.fire_timers(now, effects);
         self.reopen_tiers(now, effects);
         self.run_reset_slice(now, effects);
+        self.run_moves(now, effects);
         self.send_cancels(effects);
     }
 
@@ -325,16 +335,18 @@ impl Leader {
         self.tiers.check()?;
         let pins: u64 = self.tiers.pools().map(|(_, pool)| pool.pins()).sum();
         let (held, leased) = (self.sessions.pins(), self.loads.pins());
-        if (held + leased) as u64 != pins {
-            return Err(format!("{held} held and {leased} leased, the pool counts {pins}").into());
+        let moved = self.moves.pins();
+        if (held + leased + moved) as u64 != pins {
+            return Err(format!(
+                "{held} held, {leased} leased and {moved} moved, the pools count {pins}"
+            )
+            .into());
         }
         if held > 0 && self.tiers.key(TierId::Host).is_none() {
             return Err(format!("{held} held, and no pool serves").into());
         }
-        if self.loads.len() > self.transfers.len() {
-            return Err("a load waits for no copy".to_owned().into());
-        }
-        Ok(())
+        self.loads.check()?;
+        self.moves.check(&self.tiers)
     }
 
     /// Ends a slot: releases its holds and adds its decisions to the digest. An unknown slot has already been finished.

@@ -467,7 +467,10 @@ impl Leader {
             && let Some(tier) = self.tiers.get_mut(id)
             && let Some((key, records)) = tier.take_part(id, part, &self.roster, &mut self.timers)
         {
-            let pool = Pool::recover(key.pages, self.settings.ratio, &records);
+            let mut pool = Pool::recover(key.pages, self.settings.ratio, &records);
+            if self.settings.moves.iter().any(|one| one.edge.from == id) {
+                pool.record_changes();
+            }
             self.counts.recovered_pages += u64::from(pool.page_states().ready);
             tier.open(key, pool);
             self.reset_again(id);

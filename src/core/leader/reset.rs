@@ -18,6 +18,7 @@ use kvferry_types::{
     WorkerId,
 };
 
+use super::moves::Moves;
 use super::roster::Roster;
 use super::tier::Tiers;
 use super::timers::{Timer, Timers};
@@ -215,7 +216,7 @@ impl Resets {
     fn advance(
         &mut self,
         id: ResetId,
-        tiers: &mut Tiers,
+        (tiers, moves): (&mut Tiers, &Moves),
         roster: &Roster,
         budget: &mut u32,
     ) -> Advance {
@@ -238,7 +239,7 @@ impl Resets {
             ResetStage::CountingHolders { sweeps, holders } => {
                 for (tier, sweep) in sweeps.iter_mut() {
                     if let Some(pool) = tiers.serving(tier) {
-                        *holders += pool.count_holders(sweep, budget);
+                        *holders += pool.count_holders(sweep, budget, &moves.pins_of(tier));
                     }
                 }
                 if !are_over(sweeps, tiers) {
@@ -437,7 +438,7 @@ impl Leader {
     ) {
         let advance = self
             .resets
-            .advance(id, &mut self.tiers, &self.roster, budget);
+            .advance(id, (&mut self.tiers, &self.moves), &self.roster, budget);
         match advance {
             Advance::Nothing => {}
             Advance::Refuse { holders } => {

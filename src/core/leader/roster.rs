@@ -197,6 +197,17 @@ impl Roster {
         ranks.map(|rank| WorkerId { replica, rank }).collect()
     }
 
+    /// One worker of each shard that can move pages of this key between tiers: it has an engine's memory of that page size
+    /// and layout. `None` while a shard has none.
+    pub(super) fn moving(&self, key: Option<&TierKey>) -> Option<Workers> {
+        let key = key?;
+        let fits = |seat: &Seat| {
+            let memory = seat.memory.as_ref();
+            memory.is_some_and(|memory| key.is_for(&memory.geometry))
+        };
+        self.first_of_each_shard(fits).into_iter().collect()
+    }
+
     /// The shards of an engine's KV.
     pub(super) fn shard_set(&self) -> ShardSet {
         ShardSet::first(self.sharding.shards())

@@ -12,7 +12,7 @@ use crate::event::LeaderEffect;
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pin, Pool, ReservationKind, Reserved};
 use crate::refusal::Refusal;
-use crate::session::{HASH_BYTES_PER_ENGINE_MAX, Slot};
+use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
     EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, RequestId, Shard, SlotId,
@@ -52,8 +52,8 @@ impl PendingStore {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Wait {
-    transfer: TransferId,
+pub(super) struct Wait {
+    pub(super) transfer: TransferId,
     pages: u32,
     own: bool,
 }
@@ -261,14 +261,16 @@ impl Stores {
     }
 }
 
-/// The plan of a store, built while its pages are looked up one after another.
+/// Where the missing pages of a sequence are placed, found by looking up the pages one after another.
 #[derive(Debug, Default)]
-struct Plan {
-    reserved: Vec<Reserved>,
+pub(super) struct Plan {
+    pub(super) reserved: Vec<Reserved>,
     evicted: Vec<PageRun>,
-    waits: Vec<Wait>,
+    /// The transfers that fill wanted pages: those of the reservations, and earlier ones.
+    pub(super) waits: Vec<Wait>,
     present_pages: u32,
-    refused_pages: u32,
+    /// Pages at the end for which there is no room.
+    pub(super) refused_pages: u32,
     looks: u32,
 }
 
@@ -291,7 +293,6 @@ impl Leader {
         let workers = self.roster.storing(replica, self.stores.last);
         let shards = self.roster.shard_set();
         let epoch = self.settings.epoch;
-        let ratio = self.settings.ratio.pages();
         self.check_current(reply_to, id)?;
         let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
             return Err(Refusal::Reading);
@@ -319,7 +320,8 @@ impl Leader {
         }
         self.stores
             .check_hash_bytes(reply_to.engine, slot.hashes())?;
-        let plan = plan(pool, slot, first_page..end, ratio, &mut self.next_id);
+        let sequence = (slot.domain(), &**slot.hashes());
+        let plan = plan(pool, sequence, 0, first_page..end, &mut self.next_id);
         self.counts.store_looks += u64::from(plan.looks);
         for run in &plan.evicted {
             slot.decide(tokens_per_page, Decision::Evicted(*run));
@@ -483,26 +485,28 @@ impl Leader {
     }
 }
 
-/// Walks the sequence from its first page on, looking up a bounded number of positions before `wanted`. Pages that are
+/// Walks a sequence from position `from` on, looking up a bounded number of positions before `wanted`. Pages that are
 /// ready or filling are left alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it
 /// passes until it ends, so that making room for the tail does not evict the root.
-fn plan(pool: &mut Pool, slot: &Slot, wanted: Range<u32>, ratio: u32, next_id: &mut u64) -> Plan {
+pub(super) fn plan(
+    pool: &mut Pool,
+    (domain, hashes): (&Domain, &PageHashes),
+    from: u32,
+    wanted: Range<u32>,
+    next_id: &mut u64,
+) -> Plan {
+    let ratio = pool.ratio();
     let mut plan = Plan::default();
     let mut held: Vec<Pin> = Vec::new();
     let mut tail: Option<Match> = None;
     let mut looks = Looks::new(&wanted, ratio);
-    let mut position = 0;
+    let mut position = from;
     while position < wanted.end {
         if let Some(at) = looks.next(position).filter(|at| *at > position) {
             position = at;
             tail = None;
         }
-        let found = pool.longest(
-            slot.domain(),
-            slot.hashes(),
-            position as usize,
-            MatchGoal::Present,
-        );
+        let found = pool.longest(domain, hashes, position as usize, MatchGoal::Present);
         looks.note(position, found.is_some());
         if let Some(found) = found {
             if found.ready > 0 {
@@ -515,11 +519,11 @@ fn plan(pool: &mut Pool, slot: &Slot, wanted: Range<u32>, ratio: u32, next_id: &
             position += 1;
             tail = None;
         } else {
-            let end = missing_until(pool, slot, position, wanted.end, ratio);
+            let end = missing_until(pool, (domain, hashes), position, wanted.end);
             let before = plan.reserved.len();
             let room = pool.reserve(
-                slot.domain(),
-                slot.hashes(),
+                domain,
+                hashes,
                 position,
                 end,
                 tail,
@@ -552,16 +556,17 @@ fn plan(pool: &mut Pool, slot: &Slot, wanted: Range<u32>, ratio: u32, next_id: &
 
 /// End of the pages from `position` on that one block could take: the next multiple of the ratio, `end`, or the first
 /// page that is present again.
-fn missing_until(pool: &Pool, slot: &Slot, position: u32, end: u32, ratio: u32) -> u32 {
+fn missing_until(
+    pool: &Pool,
+    (domain, hashes): (&Domain, &PageHashes),
+    position: u32,
+    end: u32,
+) -> u32 {
+    let ratio = pool.ratio();
     let limit = end.min((position / ratio + 1) * ratio);
     let there = |page: &u32| {
-        pool.longest(
-            slot.domain(),
-            slot.hashes(),
-            *page as usize,
-            MatchGoal::Present,
-        )
-        .is_some()
+        pool.longest(domain, hashes, *page as usize, MatchGoal::Present)
+            .is_some()
     };
     (position + 1..limit).find(there).unwrap_or(limit)
 }

@@ -48,7 +48,10 @@ fn a_pin_without_a_holder_is_detected() {
         tier.open(key, pool);
     }
     let why = leader.check().expect_err("a pin is held by nobody");
-    assert_eq!(why.to_string(), "0 held and 0 leased, the pool counts 1");
+    assert_eq!(
+        why.to_string(),
+        "0 held, 0 leased and 0 moved, the pools count 1"
+    );
     leader.tiers.unpin(TierId::Host, pin);
     assert_eq!(leader.check(), Ok(()));
 }

@@ -8,9 +8,12 @@
 use std::collections::BTreeMap;
 
 use crate::Contradiction;
+use crate::anchor::Domain;
+use crate::cover::{TierRun, walk_tiers};
 use crate::event::LeaderEffect;
-use crate::pool::{Pin, Pool, PoolCounts};
-use kvferry_types::{DepotId, GroupGeometry, PerTier, TierId, Time, WorkerId};
+use crate::pool::{Pin, Pool, PoolCounts, PrefixMatch};
+use kvferry_types::{DepotId, GroupGeometry, PageHashes, PerTier, TierId, Time, WorkerId};
+use smallvec::SmallVec;
 
 use super::Leader;
 use super::recovery::{RecoveryScan, UnansweredRead};
@@ -207,6 +210,32 @@ impl Tiers {
         }
     }
 
+    /// Follows a sequence from its first page over the tiers that serve, and appends the readable runs. Pages below
+    /// `covered` may be missing, because the caller has them elsewhere.
+    pub(super) fn walk(
+        &self,
+        domain: &Domain,
+        hashes: &PageHashes,
+        covered: u32,
+        runs: &mut Vec<TierRun>,
+    ) -> PrefixMatch {
+        let pools = self
+            .iter()
+            .filter_map(|(id, tier)| Some((id, tier.serving()?)));
+        let pools: SmallVec<[(TierId, &Pool); 3]> = pools.collect();
+        let add = |tier, run| runs.push(TierRun { tier, run });
+        walk_tiers(&pools, domain, hashes, covered as usize, add)
+    }
+
+    /// Makes the blocks of these runs the most recently used ones, the last run first.
+    pub(super) fn touch(&mut self, runs: &[TierRun]) {
+        for TierRun { tier, run } in runs.iter().rev() {
+            if let Some(pool) = self.serving_mut(*tier) {
+                pool.touch(std::slice::from_ref(run));
+            }
+        }
+    }
+
     /// The pools, also those that close.
     pub(super) fn pools(&self) -> impl Iterator<Item = (TierId, &Pool)> {
         self.iter()
@@ -265,13 +294,16 @@ impl Leader {
             closes.close();
         }
         self.transfers.cancel_tier(tier);
+        self.moves.forget(tier);
     }
 
-    /// Drops closed pools whose last transfers have ended, and opens the next ones.
+    /// Drops closed pools whose last transfers have ended, and opens the next ones. A load that waits for other pages may
+    /// still hold pages of a closed pool.
     pub(super) fn reopen_tiers(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         let mut dropped = false;
         for (id, tier) in self.tiers.iter_mut() {
-            if tier.closing().is_some() && !self.transfers.touch(id) {
+            let unheld = tier.closing().is_some_and(|pool| pool.pins() == 0);
+            if unheld && !self.transfers.touch(id) {
                 tier.drop_closed();
                 dropped = true;
             }

@@ -28,6 +28,8 @@ struct TransferInFlight {
     failed: u32,
     /// Pages, from the first on, that were copied completely on every worker that has ended; at first all pages.
     complete_pages: u32,
+    /// The first page that failed its checksum in the source, on any worker.
+    bad_page: Option<u32>,
     /// When the copy is checked next: at its deadline, then every quarter of the fence time.
     next: Time,
     /// Number of checks so far, of which the first is at the deadline.
@@ -64,15 +66,26 @@ enum WorkerEnd {
     /// Every byte was copied.
     Complete,
     /// Only the first `complete_pages` pages were copied completely.
-    Failed { complete_pages: u32 },
+    Failed {
+        complete_pages: u32,
+        /// The next page failed its checksum in the source.
+        bad_source: bool,
+    },
 }
 
 impl WorkerEnd {
+    /// Nothing was copied, as far as is known.
+    const NOTHING: Self = Self::Failed {
+        complete_pages: 0,
+        bad_source: false,
+    };
+
     fn of(copy: &EndedCopy) -> Self {
         match copy.complete {
             true => Self::Complete,
             false => Self::Failed {
                 complete_pages: copy.complete_pages,
+                bad_source: copy.bad_source,
             },
         }
     }
@@ -85,6 +98,8 @@ pub(super) struct TransferOutcome {
     pub(super) failed: u32,
     /// Pages, from the first on, that were copied completely on every worker.
     pub(super) complete_pages: u32,
+    /// The first page that failed its checksum in the source.
+    pub(super) bad_page: Option<u32>,
 }
 
 /// A check of a copy whose deadline has passed.
@@ -113,6 +128,7 @@ impl Transfers {
             touching: begun.workers,
             failed: 0,
             complete_pages: begun.pages,
+            bad_page: None,
             next: begun.deadline,
             checks: 0,
         };
@@ -132,14 +148,23 @@ impl Transfers {
         if !transfer.ended(worker) {
             return None;
         }
-        if let WorkerEnd::Failed { complete_pages } = end {
+        if let WorkerEnd::Failed {
+            complete_pages,
+            bad_source,
+        } = end
+        {
             transfer.failed += 1;
+            if bad_source {
+                let first = transfer.bad_page.unwrap_or(u32::MAX);
+                transfer.bad_page = Some(first.min(complete_pages));
+            }
             transfer.complete_pages = complete_pages.min(transfer.complete_pages);
         }
         let TransferInFlight {
             edge,
             failed,
             complete_pages,
+            bad_page,
             next,
             ..
         } = *transfer;
@@ -151,6 +176,7 @@ impl Transfers {
         let outcome = TransferOutcome {
             failed,
             complete_pages,
+            bad_page,
         };
         Some((edge, Some(outcome)))
     }
@@ -260,7 +286,7 @@ impl Leader {
             .map(|(id, _)| id)
             .collect();
         for id in ids {
-            self.copy_ended(worker, id, WorkerEnd::Failed { complete_pages: 0 }, effects);
+            self.copy_ended(worker, id, WorkerEnd::NOTHING, effects);
         }
     }
 
@@ -277,8 +303,18 @@ impl Leader {
         if edge.to != TierId::Device {
             let shard = self.roster.shard_of(worker);
             self.filled(id, (edge.to, shard), end == WorkerEnd::Complete, effects);
-        } else if let Some(outcome) = outcome {
-            self.load_ended(id, outcome, effects);
+        }
+        if let WorkerEnd::Failed {
+            complete_pages,
+            bad_source: true,
+        } = end
+            && outcome.is_none()
+        {
+            self.source_is_bad(id, complete_pages);
+        }
+        if let Some(outcome) = outcome {
+            self.move_ended(id, outcome.bad_page);
+            self.loads_go_on(id, outcome, effects);
         }
         Some(edge)
     }

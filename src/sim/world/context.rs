@@ -1,6 +1,6 @@
 //! State that all processes of a world share: time, random numbers, network, memory, and the checker's model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -13,7 +13,7 @@ use super::pids::Pids;
 use super::queue::Queue;
 use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
-use super::storage::{CONTENT_MIN, Content, EMPTY, NOWHERE, SimDepot, Storage};
+use super::storage::{CONTENT_MIN, Content, EMPTY, NOWHERE, SimDepot, Storage, TORN};
 use super::{Counts, SimEvent};
 use kvferry_core::{Domain, Refusal};
 use kvferry_protocol::HEADER_BYTES;
@@ -47,6 +47,8 @@ pub(super) struct SimContext {
     /// The depots of each tier, by shard.
     pub(super) depots: PerTier<Vec<SimDepot>>,
     depots_made: u128,
+    /// Pages that fail their checksum when they are read, by tier and shard.
+    pub(super) bad_pages: BTreeSet<(TierId, usize, u32)>,
     /// Registered memory of each engine, dead incarnations included.
     engines: BTreeMap<EngineId, Memory>,
     /// Contents of the engines' memory, rank by rank. Kept for dead incarnations as well, because a copy may still
@@ -98,6 +100,7 @@ impl SimContext {
             counts: Counts::default(),
             depots: PerTier::default(),
             depots_made: 0,
+            bad_pages: BTreeSet::new(),
             engines: BTreeMap::new(),
             memories: BTreeMap::new(),
             oracle,
@@ -139,6 +142,8 @@ impl SimContext {
 
     /// Replaces the depot of a shard in a tier by a new, empty one.
     pub(super) fn lose_depot(&mut self, tier: TierId, shard: usize) {
+        self.bad_pages
+            .retain(|(of, bad, _)| (*of, *bad) != (tier, shard));
         let depot = self.make_depot(tier);
         if let Some(depots) = self.depots.get_mut(tier) {
             depots[shard] = depot;
@@ -389,6 +394,7 @@ impl SimContext {
             tier => {
                 let shard = self.depot_of(rank);
                 self.decided = true;
+                self.bad_pages.remove(&(tier, shard, page));
                 let depot = self.depot(tier, shard);
                 if !depot.is_some_and(|depot| depot.write(shape, page, content)) {
                     let transfer = copy.id;
@@ -396,6 +402,36 @@ impl SimContext {
                 }
             }
         }
+    }
+
+    /// The first source page of a copy between tiers that fails its checksum, as an index into the pages of the copy. A
+    /// page goes bad by chance when a copy reads it, and stays bad until it is written again.
+    pub(super) fn bad_page(
+        &mut self,
+        copy: &Transfer,
+        shape: Shape,
+        rank: Rank,
+        pages: usize,
+    ) -> Option<usize> {
+        let tier = copy.edge.from;
+        if copy.device.is_some() {
+            return None;
+        }
+        let shard = self.depot_of(rank);
+        if self.rng.u32(0..1_000_000) < self.setup.bad_page {
+            let index = self.rng.usize(0..pages);
+            let mut sources = copy.pairs.iter().flat_map(|pair| pair.src.iter_pages());
+            self.faults.injected(Fault::BadSource);
+            if let Some(page) = sources.nth(index) {
+                self.bad_pages.insert((tier, shard, page));
+                // A load from host memory verifies nothing: only the checksum is wrong there.
+                if let Some(depot) = self.depot(tier, shard).filter(|_| tier != TierId::Host) {
+                    depot.write(shape, page, TORN);
+                }
+            }
+        }
+        let mut sources = copy.pairs.iter().flat_map(|pair| pair.src.iter_pages());
+        sources.position(|page| self.bad_pages.contains(&(tier, shard, page)))
     }
 
     /// An engine writes a page of its own memory. No copy may touch that page.

@@ -41,6 +41,10 @@ counts! {
     resets;
     /// Copies that started.
     copies;
+    /// Pages that were moved to a slower tier.
+    pages_down;
+    /// Pages that were moved to a faster tier.
+    pages_up;
     /// Page writes of copies. Each copied page counts twice: half written, and written.
     pages_copied;
     /// Pages that engines compared with their expected content.

@@ -66,6 +66,8 @@ faults! {
     ReadingLeft, "engine left a reading";
     /// An engine starts whose pages have another shape than the usual one. Effect: a pool closed because of it.
     OtherShape, "engine of another shape";
+    /// A page of a tier fails its checksum when it is moved. Effect: the move ended there.
+    BadSource, "bad page in a tier";
     /// All copies of one rank fail for a while. Effect: a store failed on that rank alone.
     RankFailure, "one rank failing";
 }

@@ -224,6 +224,16 @@ impl LeaderHost for Host<'_> {
                     .oracle
                     .arrived(now, self.epoch, *engine, *id, &question);
             }
+            LeaderEvent::Ended {
+                worker,
+                epoch,
+                copies,
+            } if *epoch == self.epoch => {
+                for ended in copies {
+                    let key = |tier| core.tier_key(tier).cloned();
+                    env.oracle.ended(*worker, ended, key);
+                }
+            }
             LeaderEvent::Inventory { .. }
             | LeaderEvent::Invalidated { .. }
             | LeaderEvent::Ended { .. }
@@ -251,7 +261,11 @@ impl LeaderHost for Host<'_> {
                     self.env.answered(self.epoch, *engine, *id, answer);
                 }
                 LeaderEffect::Transfer { transfer: copy, .. } => {
-                    self.env.oracle.ordered(self.env.queue.now(), copy)
+                    let key = |tier| core.tier_key(tier).cloned();
+                    let now = self.env.queue.now();
+                    if let Some(wrong) = self.env.oracle.ordered(now, copy, key) {
+                        self.env.violated(wrong);
+                    }
                 }
                 LeaderEffect::Cancel { .. }
                 | LeaderEffect::Invalidate { .. }

@@ -2,14 +2,14 @@
 //!
 //! Independent of the core's code: the model takes only events, effects and answers from it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::roster::AdmittedWorkers;
-use kvferry_core::Refusal;
+use kvferry_core::{Refusal, TierKey};
 use kvferry_types::{
-    Answer, DomainId, EngineId, Epoch, Fingerprint, Request, RequestId, ResetAnswer, ResetScope,
-    Shard, TierId, Time, Transfer, TransferId, WorkerId,
+    Answer, DomainId, EndedCopy, EngineId, Epoch, Fingerprint, Request, RequestId, ResetAnswer,
+    ResetScope, Shard, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 /// The pages that a copy touches.
@@ -227,6 +227,12 @@ pub(super) struct Oracle {
     open: BTreeMap<(Epoch, EngineId, RequestId), Duration>,
     /// When a store of each page was last ordered.
     stored: BTreeMap<(DomainId, Fingerprint), Time>,
+    /// Pages that a move between tiers reads, while it is in flight.
+    sources: BTreeMap<TransferId, (TierId, Vec<u32>)>,
+    /// Ends of moves that the leader was told. A repeated report says nothing about pages that were written since.
+    told: BTreeSet<(WorkerId, TransferId)>,
+    /// Pages of a tier that failed their checksum, as the leader was told, with the key of its pool.
+    bad: BTreeMap<TierId, (TierKey, BTreeSet<u32>)>,
     /// Deadline of each copy of the leader's epoch, by the leader's clock.
     deadlines: BTreeMap<TransferId, Time>,
     /// Arena pages that were filling at the last check, and the copy that fills each.
@@ -341,6 +347,8 @@ impl Oracle {
     /// Notes that a leader has died. Its requests are no longer open.
     pub(super) fn leader_died(&mut self, epoch: Epoch) {
         self.deadlines.clear();
+        self.sources.clear();
+        self.told.clear();
         self.filling.clear();
         self.away.clear();
         self.roster = AdmittedWorkers::default();
@@ -389,14 +397,67 @@ impl Oracle {
         None
     }
 
-    /// Notes an ordered copy: its deadline and, for a store, its pages.
-    pub(super) fn ordered(&mut self, now: Time, copy: &Transfer) {
+    /// Notes how a move ended on a worker: its source may be bad. `key` is that of the pool of a tier.
+    pub(super) fn ended(
+        &mut self,
+        worker: WorkerId,
+        ended: &EndedCopy,
+        key: impl Fn(TierId) -> Option<TierKey>,
+    ) {
+        if !self.told.insert((worker, ended.transfer)) {
+            return;
+        }
+        let Some((tier, pages)) = self.sources.get(&ended.transfer) else {
+            return;
+        };
+        let page = pages.get(ended.complete_pages as usize);
+        if let (true, Some(page), Some(key)) = (ended.bad_source, page, key(*tier)) {
+            let (known, bad) = self
+                .bad
+                .entry(*tier)
+                .or_insert_with(|| (key.clone(), BTreeSet::new()));
+            if *known != key {
+                (*known, *bad) = (key, BTreeSet::new());
+            }
+            bad.insert(*page);
+        }
+    }
+
+    /// Notes an ordered copy: its deadline and, for a store, its pages. Returns an error text if it reads a page that has
+    /// failed its checksum and was not written since.
+    pub(super) fn ordered(
+        &mut self,
+        now: Time,
+        copy: &Transfer,
+        key: impl Fn(TierId) -> Option<TierKey>,
+    ) -> Option<String> {
+        let (from, to) = (copy.edge.from, copy.edge.to);
+        let written = copy.pairs.iter().flat_map(|pair| pair.dst.iter_pages());
+        if let Some((_, bad)) = self.bad.get_mut(&to) {
+            written.for_each(|page| {
+                bad.remove(&page);
+            });
+        }
+        let read = copy.pairs.iter().flat_map(|pair| pair.src.iter_pages());
+        let read: Vec<u32> = read.collect();
+        let known = self.bad.get(&from);
+        let known = known.filter(|(of, _)| key(from).as_ref() == Some(of));
+        let mut again = read.iter().copied();
+        let again = again.find(|page| known.is_some_and(|(_, bad)| bad.contains(page)));
+        if copy.device.is_none() {
+            self.sources.insert(copy.id, (from, read));
+        }
         self.deadlines.insert(copy.id, copy.deadline);
-        if let Some(record) = &copy.record {
+        // A move stores nothing new: pages that a reset removed must not come back by one.
+        if let Some(record) = copy.record.as_ref().filter(|_| copy.device.is_some()) {
             for page in record.pages() {
                 self.stored.insert((page.domain, page.fingerprint), now);
             }
         }
+        again.map(|page| {
+            let id = copy.id;
+            format!("{id} reads page {page} of {from}, which has failed its checksum")
+        })
     }
 
     /// Checks the pages that were filling and are readable now: their copies must have ended before their deadlines.

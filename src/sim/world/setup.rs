@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use kvferry_types::{Epoch, Sharding, TierId};
+use kvferry_core::MoveEdge;
+use kvferry_types::{Edge, Epoch, Sharding, TierId};
 
 /// Number of draws for process faults; see `nemesis`.
 pub(super) const TROUBLES: u8 = 14;
@@ -57,6 +58,10 @@ pub struct Setup {
     pub arena_pages: u32,
     /// The tiers below the device.
     pub tiers: Vec<TierId>,
+    /// Edges over which the leader moves pages by itself.
+    pub moves: Vec<MoveEdge>,
+    /// Pages of lower tiers that turn out to be bad when they are read, per million.
+    pub bad_page: u32,
     /// Size of the depots of tiers below host memory, in percent of those of host memory.
     pub lower_tier_percent: u64,
     /// Page shapes that the incarnations of engines use. The first is the most frequent.
@@ -185,6 +190,8 @@ impl Setup {
             standalone: false,
             tiers: vec![TierId::Host],
             lower_tier_percent: 100,
+            moves: Vec::new(),
+            bad_page: 0,
             depots_differ: false,
             processes_unseen: false,
             inventory_pages: 100,
@@ -306,6 +313,29 @@ impl Setup {
         self.tiers
             .extend([TierId::Disk, TierId::Remote].iter().take(below));
         self.lower_tier_percent = *pick(rng, &[50, 100, 200, 400]);
+        self.bad_page = *pick(rng, &[0, 2_000, 30_000]);
+        let lower = self.tiers[1..].to_vec();
+        for (above, tier) in self.tiers.clone().into_iter().zip(lower) {
+            let down = Edge {
+                from: above,
+                to: tier,
+            };
+            let up = Edge {
+                from: tier,
+                to: TierId::Host,
+            };
+            for edge in [down, up] {
+                // Without an edge up, loads alone promote pages. A tier that nothing is written to stays empty.
+                if edge == up && rng.bool() {
+                    continue;
+                }
+                self.moves.push(MoveEdge {
+                    edge,
+                    running_max: *pick(rng, &[1, 4, 32]),
+                    deadline: self.request_timeout.mul_f64(*pick(rng, &[0.5, 2.0, 8.0])),
+                });
+            }
+        }
     }
 
     /// Draws times. A hold may end long before or long after the deadline of the load that needs it.

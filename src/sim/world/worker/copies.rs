@@ -37,6 +37,8 @@ enum Fate {
     Fails(usize),
     /// Fails before it copies this page, because its rank fails for a while.
     FailsWithRank(usize),
+    /// This page of the source fails its checksum.
+    BadSource(usize),
     /// Takes the request timeout for each page, so that it may miss its deadline.
     Slow,
     /// Stops for ever after half of its pages, rounded down.
@@ -79,7 +81,7 @@ impl RunningCopies {
         let pages: Vec<(u32, u32)> = pairs
             .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
             .collect();
-        let fate = self.fate(env, &copy, pages.len());
+        let fate = self.fate(env, (&copy, shape), pages.len());
         env.counts.copies += 1;
         let pace = match fate {
             Fate::Slow => env.setup.request_timeout,
@@ -105,8 +107,11 @@ impl RunningCopies {
         env.leader_may_die(complete);
     }
 
-    fn fate(&self, env: &mut SimContext, copy: &Transfer, pages: usize) -> Fate {
+    fn fate(&self, env: &mut SimContext, (copy, shape): (&Transfer, Shape), pages: usize) -> Fate {
         let chances = env.net.chances;
+        if let Some(page) = env.bad_page(copy, shape, self.worker.rank, pages) {
+            return Fate::BadSource(page);
+        }
         let dice = env.rng.u32(0..1_000_000);
         if env
             .failing
@@ -202,8 +207,7 @@ impl RunningCopies {
         if stuck {
             return None;
         }
-        let fails =
-            matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) if at == running.done);
+        let fails = matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) | Fate::BadSource(at) if at == running.done);
         let stops = running.stop && running.done.is_multiple_of(env.setup.granule);
         let over = stops || fails || running.done == running.pages.len();
         if !over {
@@ -224,6 +228,7 @@ impl RunningCopies {
         let complete = running.done == running.pages.len() && !fails;
         match running.fate {
             Fate::Fails(_) if !complete => env.faults.took_effect(Fault::CopyError),
+            Fate::BadSource(_) if !complete => env.faults.took_effect(Fault::BadSource),
             Fate::Slow if !complete || now > running.copy.deadline => {
                 env.faults.took_effect(Fault::CopyLate)
             }
@@ -245,13 +250,19 @@ impl RunningCopies {
         let running = self.running.remove(&transfer)?;
         let copy = (&running.copy, running.shape);
         self.touch(env, copy, &running.pages, PageAccesses::end);
+        let (edge, pages) = (running.copy.edge, running.done as u64);
+        match running.copy.device {
+            None if edge.to > edge.from => env.counts.pages_down += pages,
+            None => env.counts.pages_up += pages,
+            Some(_) => {}
+        }
         Some(EndedCopy {
             transfer,
             complete: complete || env.lies(Lie::SwallowError),
             complete_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * u64::from(running.shape.cells) * CELL_BYTES,
             copy_us: 1,
-            bad_source: false,
+            bad_source: !complete && running.fate == Fate::BadSource(running.done),
         })
     }
 }

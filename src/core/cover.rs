@@ -1,0 +1,154 @@
+//! Finds pages from any position of a sequence on, also where a block begins before that position, and in several
+//! tiers.
+//!
+//! Pages that lie in several tiers are taken from the fastest one. A block of a slower tier may begin before the pages
+//! that are missing in the faster ones, because the tail of a block is evicted before its beginning.
+
+use crate::anchor::Domain;
+use crate::blocks::{BlockIndex, BlockRef};
+use crate::index::{Match, MatchGoal};
+use crate::pool::{BlockRun, Pool, PrefixMatch};
+use kvferry_types::{PageHashes, TierId};
+
+/// A run of pages in one block of a tier. The run may begin before the pages that it was found for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TierRun {
+    pub(super) tier: TierId,
+    pub(super) run: BlockRun,
+}
+
+impl Pool {
+    /// The block that holds the page at `position`, with the position of the block's first page. Examines that position
+    /// first, and then those before it in which a block may begin: at most one for each page of a block.
+    pub(super) fn containing(
+        &self,
+        domain: &Domain,
+        hashes: &PageHashes,
+        position: u32,
+    ) -> Option<(u32, Match)> {
+        let cell = position / self.ratio * self.ratio;
+        let starts = std::iter::once(position).chain(cell..position);
+        let mut found = starts.filter_map(|start| {
+            let found = self.longest(domain, hashes, start as usize, MatchGoal::Readable)?;
+            (start + found.ready > position).then_some((start, found))
+        });
+        found.next()
+    }
+
+    /// The readable runs that hold the pages from `first` to `end`, up to the first page that is missing.
+    pub(super) fn covering(
+        &self,
+        domain: &Domain,
+        hashes: &PageHashes,
+        first: u32,
+        end: u32,
+    ) -> Vec<BlockRun> {
+        let (mut runs, mut position) = (Vec::new(), first);
+        while position < end
+            && let Some((start, found)) = self.containing(domain, hashes, position)
+        {
+            runs.push(BlockRun {
+                position: start,
+                block: found.block,
+                pages: found.ready,
+            });
+            position = start + found.ready;
+        }
+        runs
+    }
+
+    /// True if a held block is not found by lookups any longer.
+    pub(super) fn is_forgotten(&self, block: BlockIndex) -> bool {
+        self.blocks.get(block).retired
+    }
+
+    /// Forgets the pages of a block from arena page `page` on, because that page failed its checksum. While the block has
+    /// other holders or grows, all of its pages are forgotten.
+    pub(super) fn cut(&mut self, block: BlockRef, page: u32) {
+        let Some(held) = self.blocks.find(block).filter(|held| !held.retired) else {
+            return;
+        };
+        let ready = u32::from(held.ready);
+        let keep = page.saturating_sub(held.start);
+        if keep >= ready {
+            return;
+        }
+        let start = held.start;
+        let idle = held.pins == 0 && held.filling.is_none();
+        if idle && keep > 0 {
+            self.note_removed(block.index, keep, ready - keep);
+            self.arena.release(start + keep, ready - keep);
+            self.blocks.get_mut(block.index).ready = u16::try_from(keep).unwrap_or(0);
+            self.blocks.update_order(block.index);
+        } else {
+            self.retire_block(block.index);
+        }
+    }
+}
+
+/// Follows a sequence from its first page over several tiers, the fastest one first, and reports each readable run. Pages
+/// below `covered` may be missing, because the caller has them elsewhere.
+pub(super) fn walk_tiers(
+    pools: &[(TierId, &Pool)],
+    domain: &Domain,
+    hashes: &PageHashes,
+    covered: usize,
+    mut add: impl FnMut(TierId, BlockRun),
+) -> PrefixMatch {
+    let len = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
+    let (mut position, mut pending) = (0, false);
+    let Some(((fastest, host), slower)) = pools.split_first() else {
+        return PrefixMatch::default();
+    };
+    let mut ahead = host.prefetcher(domain, hashes);
+    while position < len {
+        let found = ahead.head(position as usize).and_then(|head| {
+            host.longest_of(domain, head, hashes, position as usize, MatchGoal::Readable)
+        });
+        let ready = found.map_or(0, |found| found.ready);
+        if let Some(found) = found.filter(|_| ready > 0) {
+            pending = found.pages > ready;
+            let (block, pages) = (found.block, ready);
+            let run = BlockRun {
+                position,
+                block,
+                pages,
+            };
+            add(*fastest, run);
+            position += ready;
+            // A block that ends inside a cell may go on in a slower tier.
+            if position.is_multiple_of(host.ratio) {
+                continue;
+            }
+        } else {
+            pending = pending || found.is_some();
+        }
+        if position >= len {
+            break;
+        }
+        let below = slower.iter().find_map(|(tier, pool)| {
+            let (start, found) = pool.containing(domain, hashes, position)?;
+            Some((*tier, start, found))
+        });
+        if let Some((tier, start, found)) = below {
+            let (block, pages) = (found.block, found.ready);
+            let run = BlockRun {
+                position: start,
+                block,
+                pages,
+            };
+            add(tier, run);
+            position = start + pages;
+            pending = false;
+        } else if ready == 0 && (position as usize) < covered {
+            pending = false;
+            position += 1;
+        } else if ready == 0 {
+            break;
+        }
+    }
+    PrefixMatch {
+        end: position,
+        pending,
+    }
+}

@@ -1,0 +1,366 @@
+//! Moves: transfers between two tiers, which no request owns. Pages that are new in a tier are written to the slower
+//! ones, pages that a lookup found in a slower tier are fetched before their load asks for them, and a load has the
+//! pages promoted that it needs.
+//!
+//! A move holds its source until it has ended on every worker, and publishes its destination when every shard is
+//! written. A page that fails its checksum is cut from the source, so that it is never served from there again.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use crate::Contradiction;
+use crate::blocks::BlockRef;
+use crate::change::Change;
+use crate::event::LeaderEffect;
+use crate::pool::{Pin, Pool, Reserved};
+use kvferry_types::{
+    DomainId, Edge, Fingerprint, FragmentPair, PageHashes, PageList, TierId, Time, Transfer,
+    TransferId,
+};
+
+use super::Leader;
+use super::store::plan;
+use super::tier::Tiers;
+use super::transfers::Begun;
+
+/// Blocks that wait to be moved over one edge, at most. A further one is not moved: it stays in its tier, and moves when
+/// it grows or is stored again. About 50 bytes each.
+pub const MOVES_WAITING_MAX: usize = 16_384;
+
+/// An edge over which the leader moves pages by itself: to a slower tier every page that is new in the faster one, to a
+/// faster tier the pages that a lookup found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MoveEdge {
+    /// The tiers.
+    pub edge: Edge,
+    /// Moves over this edge that run at one time, at most.
+    pub running_max: usize,
+    /// Time from the order of a move to its deadline.
+    pub deadline: Duration,
+}
+
+/// A move that is in flight.
+#[derive(Debug)]
+struct Move {
+    edge: Edge,
+    /// The hold on the source.
+    pin: Pin,
+    /// First source page.
+    source: u32,
+    /// A setting ordered it, and not a load.
+    by_setting: bool,
+}
+
+/// The blocks that wait at one edge.
+#[derive(Debug, Default)]
+struct WaitingBlocks {
+    queue: VecDeque<BlockRef>,
+    queued: BTreeSet<(u32, u64)>,
+}
+
+impl WaitingBlocks {
+    fn push(&mut self, block: BlockRef) -> bool {
+        let key = (block.index, block.stamp);
+        if self.queued.contains(&key) {
+            return true;
+        }
+        let room = self.queue.len() < MOVES_WAITING_MAX;
+        if room {
+            self.queued.insert(key);
+            self.queue.push_back(block);
+        }
+        room
+    }
+
+    fn pop(&mut self) -> Option<BlockRef> {
+        let block = self.queue.pop_front()?;
+        self.queued.remove(&(block.index, block.stamp));
+        Some(block)
+    }
+}
+
+/// The moves in flight, and the blocks that wait for one.
+#[derive(Debug, Default)]
+pub(super) struct Moves {
+    running: BTreeMap<TransferId, Move>,
+    waiting: BTreeMap<Edge, WaitingBlocks>,
+}
+
+impl Moves {
+    /// Number of pins that moves hold.
+    pub(super) fn pins(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Pins of moves on each block of a tier: they do not keep a reset from removing pages.
+    pub(super) fn pins_of(&self, tier: TierId) -> BTreeMap<u32, u32> {
+        let mut pins = BTreeMap::new();
+        let of_tier = self.running.values().filter(|one| one.edge.from == tier);
+        for one in of_tier {
+            *pins.entry(one.pin.block().index).or_default() += 1;
+        }
+        pins
+    }
+
+    fn running(&self, edge: Edge) -> usize {
+        let running = self.running.values();
+        running
+            .filter(|one| one.by_setting && one.edge == edge)
+            .count()
+    }
+
+    /// Forgets the blocks of a tier that wait.
+    pub(super) fn forget(&mut self, tier: TierId) {
+        self.waiting.retain(|edge, _| !edge.touches(tier));
+    }
+
+    /// Checks that the source of every move has a pool. `Err` names the first contradiction.
+    pub(super) fn check(&self, tiers: &Tiers) -> Result<(), Contradiction> {
+        let mut running = self.running.iter();
+        let lost = running.find(|(_, one)| tiers.pools().all(|(tier, _)| tier != one.edge.from));
+        match lost {
+            None => Ok(()),
+            Some((id, one)) => {
+                Err(format!("{id} reads {}, which has no pool", one.edge.from).into())
+            }
+        }
+    }
+}
+
+/// Pages of a block that are moved.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MoveSource {
+    pub(super) tier: TierId,
+    pub(super) block: BlockRef,
+    /// The source page of the page at position `first`.
+    pub(super) start: u32,
+    pub(super) first: u32,
+}
+
+/// The terms of a move.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MoveTerms {
+    pub(super) deadline: Time,
+    /// A setting orders the move, and its edge limits how many run; not a load.
+    pub(super) by_setting: bool,
+}
+
+impl Leader {
+    /// Starts the moves that follow from the changes of this step, and those that had to wait.
+    pub(super) fn run_moves(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
+        if self.settings.moves.is_empty() {
+            return;
+        }
+        self.queue_changes();
+        for index in 0..self.settings.moves.len() {
+            let MoveEdge {
+                edge,
+                running_max,
+                deadline,
+            } = self.settings.moves[index];
+            while self.moves.running(edge) < running_max {
+                let waiting = self.moves.waiting.get_mut(&edge);
+                let Some(block) = waiting.and_then(WaitingBlocks::pop) else {
+                    break;
+                };
+                self.move_block(edge, block, now + deadline, effects);
+            }
+        }
+    }
+
+    /// Queues the blocks that gained pages for the slower tiers.
+    fn queue_changes(&mut self) {
+        let edges: Vec<Edge> = self.settings.moves.iter().map(|one| one.edge).collect();
+        for (tier, pool) in self.tiers.all_serving() {
+            for change in pool.take_changes() {
+                let Change::Stored(block) = change else {
+                    continue;
+                };
+                let out = edges
+                    .iter()
+                    .filter(|edge| edge.from == tier && edge.to > tier);
+                for edge in out {
+                    let queued = self.moves.waiting.entry(*edge).or_default().push(block);
+                    self.counts.moves_left_out += u64::from(!queued);
+                }
+            }
+        }
+    }
+
+    /// Queues a block that a lookup found in a slower tier, if there is an edge to the faster one.
+    pub(super) fn fetch(&mut self, from: TierId, block: BlockRef) {
+        let edge = Edge {
+            from,
+            to: TierId::Host,
+        };
+        if self.settings.moves.iter().any(|one| one.edge == edge) {
+            let queued = self.moves.waiting.entry(edge).or_default().push(block);
+            self.counts.moves_left_out += u64::from(!queued);
+        }
+    }
+
+    /// Moves the pages of a block that the other tier does not have. A block that was evicted or forgotten meanwhile, or
+    /// that a reset is about to remove, is not moved.
+    fn move_block(
+        &mut self,
+        edge: Edge,
+        block: BlockRef,
+        deadline: Time,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let Some(source) = self.tiers.serving(edge.from) else {
+            return;
+        };
+        let Some((domain, phase, start, pages)) = source.movable(block) else {
+            return;
+        };
+        // The block's place in its sequence is not known, only its place in a cell: the pages before it are not read.
+        let before = (0..phase).map(|_| Fingerprint::default());
+        let hashes = PageHashes::of_fingerprints(before.chain(pages));
+        let domain = self.settings.anchor_key.domain(domain);
+        let end = u32::try_from(hashes.len()).unwrap_or(phase);
+        if self.roster.moving(self.tiers.wanted_key()).is_none() {
+            return;
+        }
+        let Some(target) = self.tiers.serving_mut(edge.to) else {
+            return;
+        };
+        let planned = plan(
+            target,
+            (&domain, &hashes),
+            phase,
+            phase..end,
+            &mut self.next_id,
+        );
+        let source = MoveSource {
+            tier: edge.from,
+            block,
+            start,
+            first: phase,
+        };
+        let terms = MoveTerms {
+            deadline,
+            by_setting: true,
+        };
+        self.order_moves(edge, &source, &planned.reserved, terms, effects);
+    }
+
+    /// Orders the transfers of reserved pages from a source, which is held until each of them has ended.
+    pub(super) fn order_moves(
+        &mut self,
+        edge: Edge,
+        source: &MoveSource,
+        reserved: &[Reserved],
+        terms: MoveTerms,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let Some(workers) = self.roster.moving(self.tiers.wanted_key()) else {
+            return;
+        };
+        let shards = self.roster.shard_set();
+        for reserved in reserved {
+            let Reserved {
+                transfer: id,
+                position,
+                run,
+                ..
+            } = *reserved;
+            let start = source.start + (position - source.first);
+            let Some(from) = self.tiers.serving_mut(source.tier) else {
+                return;
+            };
+            let Some(pin) = from.pin_through(source.block, start + run.count) else {
+                return;
+            };
+            let one = Move {
+                edge,
+                pin,
+                source: start,
+                by_setting: terms.by_setting,
+            };
+            self.moves.running.insert(id, one);
+            let Some(to) = self.tiers.serving_mut(edge.to) else {
+                return;
+            };
+            let pair = FragmentPair {
+                src: PageList::run(start, run.count),
+                dst: PageList::run(run.start, run.count),
+            };
+            let transfer = Transfer {
+                id,
+                edge,
+                device: None,
+                pairs: vec![pair],
+                record: to.record(id, self.settings.epoch),
+                deadline: terms.deadline,
+            };
+            to.start_filling(id, shards);
+            let begun = Begun {
+                id,
+                edge,
+                workers: workers.clone(),
+                pages: run.count,
+                deadline: terms.deadline,
+            };
+            self.transfers.begin(begun, &mut self.timers);
+            self.counts.moves += 1;
+            self.counts.moved_pages += u64::from(run.count);
+            effects.push(LeaderEffect::Transfer {
+                workers: workers.clone(),
+                transfer,
+            });
+        }
+    }
+
+    /// Page `page` of a move failed its checksum on one worker, while others still read the source: its block is forgotten,
+    /// because other moves and loads must not read that page meanwhile.
+    pub(super) fn source_is_bad(&mut self, id: TransferId, page: u32) {
+        if let Some(one) = self.moves.running.get(&id)
+            && let Some(pool) = self.tiers.serving_mut(one.edge.from)
+        {
+            pool.cut(one.pin.block(), one.source + page);
+        }
+    }
+
+    /// A transfer has ended on every worker. If it was a move, releases its source, and cuts it at a page that failed its
+    /// checksum: page `bad_page` of the transfer.
+    pub(super) fn move_ended(&mut self, id: TransferId, bad_page: Option<u32>) {
+        let Some(Move {
+            edge, pin, source, ..
+        }) = self.moves.running.remove(&id)
+        else {
+            return;
+        };
+        let block = pin.block();
+        self.tiers.unpin(edge.from, pin);
+        if let (Some(page), Some(pool)) = (bad_page, self.tiers.serving_mut(edge.from)) {
+            pool.cut(block, source + page);
+            self.counts.bad_sources += 1;
+        }
+    }
+}
+
+impl Pool {
+    /// The domain, the place in its cell, the first arena page and the pages of a block that can be moved: readable ones
+    /// that no reset is about to remove.
+    pub(super) fn movable(
+        &self,
+        block: BlockRef,
+    ) -> Option<(DomainId, u32, u32, impl Iterator<Item = Fingerprint> + '_)> {
+        let held = self.blocks.find(block)?;
+        if held.retired || held.ready == 0 || self.blocks.is_hidden(held) {
+            return None;
+        }
+        let pages = self.blocks.fingerprints(held.start, held.ready.into());
+        let pages = pages.iter().copied();
+        Some((held.domain, held.phase.into(), held.start, pages))
+    }
+
+    /// Holds the pages of a block up to arena page `end`; `None` if the block has none of them any longer.
+    pub(super) fn pin_through(&mut self, block: BlockRef, end: u32) -> Option<Pin> {
+        let held = self.blocks.find(block)?;
+        let ready = held.start + u32::from(held.ready);
+        let pages = end.min(ready).checked_sub(held.start)?;
+        (end <= ready).then(|| self.pin(block.index, pages))
+    }
+}
