@@ -7,8 +7,9 @@
 //!    they are found;
 //! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: read-only views of it; `sweep`: resets; `recover`:
 //!    from inventories; `check`: an independent recount of all of it (`contradiction`: its error);
-//! 3. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
-//! 4. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
+//! 3. `group`: kinds of layers, which pages a hit needs of each, and how far it reaches;
+//! 4. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
+//! 5. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
 
 #![forbid(unsafe_code)]
 
@@ -23,6 +24,7 @@ mod cover;
 mod decision;
 mod event;
 mod eviction;
+mod group;
 mod index;
 mod leader;
 mod pool;
@@ -43,6 +45,10 @@ pub use change::Change;
 pub use contradiction::Contradiction;
 pub use event::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory, Workers,
+};
+pub use group::{
+    GROUPS_MAX, GroupError, GroupField, GroupKind, GroupSpec, Groups, HIT_TOKENS_MAX, Hit,
+    LookupBounds, Presence, Retention, SEQUENCE_TOKENS_MAX, Written,
 };
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
