@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod reach;
 mod sim;
 
 use std::ffi::OsString;
@@ -22,6 +23,8 @@ struct Arguments {
 enum Command {
     /// Run simulated worlds with faults, one for each seed.
     Sim(sim::Arguments),
+    /// Apply the rules of groups to sets of pages, one JSON object per line of the standard input.
+    Reach(reach::Arguments),
     /// Measure parts of kvferry, each with a baseline that is measured in the same run.
     #[command(subcommand)]
     Bench(bench::Command),
@@ -36,6 +39,7 @@ enum Command {
 fn main() -> ExitCode {
     match Arguments::parse().command {
         Command::Sim(arguments) => kvferry::cli::finish(arguments.run()),
+        Command::Reach(arguments) => kvferry::cli::finish(arguments.run()),
         Command::Bench(command) => kvferry::cli::finish(command.run()),
         Command::Kvferry { line } => {
             let name = OsString::from("kvferry");

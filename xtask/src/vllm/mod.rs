@@ -24,7 +24,7 @@ pub(crate) fn prepare(root: &Path, arguments: &[String]) -> Result<Command, Stri
     let installed = install::installed(root)?;
     lint(root, &installed)?;
     let package = build(root, &installed)?;
-    let driver = build_driver(root)?;
+    build_packages(root)?;
     let full = arguments.iter().any(|argument| argument == "--full");
     let mut pytest = installed.python();
     pytest
@@ -32,7 +32,11 @@ pub(crate) fn prepare(root: &Path, arguments: &[String]) -> Result<Command, Stri
         .args(arguments.iter().filter(|argument| *argument != "--full"))
         .current_dir(root)
         .env("PYTHONPATH", &package)
-        .env("FAKE_CUDA_LIBRARY", &driver)
+        .env(
+            "FAKE_CUDA_LIBRARY",
+            root.join("target/debug/libkvferry_fake_cuda.so"),
+        )
+        .env("KVFERRY_TOOLS", root.join("target/debug/kvferry-tools"))
         .env("KVFERRY_VLLM_FULL", if full { "1" } else { "" });
     Ok(pytest)
 }
@@ -69,21 +73,16 @@ fn build(root: &Path, installed: &Installed) -> Result<PathBuf, String> {
     Ok(package)
 }
 
-/// Builds the CUDA driver for tests.
-fn build_driver(root: &Path) -> Result<PathBuf, String> {
+/// Builds the CUDA driver for tests, and the program that applies the rules of groups.
+fn build_packages(root: &Path) -> Result<(), String> {
+    let packages = ["kvferry-fake-cuda", "kvferry-tools"].map(|name| ["--package", name]);
     let mut cargo = Command::new("cargo");
     cargo
-        .args([
-            "build",
-            "--quiet",
-            "--locked",
-            "--package",
-            "kvferry-fake-cuda",
-        ])
+        .args(["build", "--quiet", "--locked"])
+        .args(packages.as_flattened())
         .current_dir(root)
         .env("CARGO_TARGET_DIR", root.join("target"));
-    succeed(&mut cargo, "building the CUDA driver for tests")?;
-    Ok(root.join("target/debug/libkvferry_fake_cuda.so"))
+    succeed(&mut cargo, "building the programs of the Python tests")
 }
 
 fn succeed(command: &mut Command, what: &str) -> Result<(), String> {
