@@ -5,6 +5,7 @@
 //! * `hashes`: page hashes of a prompt;
 //! * `content`: bytes of a page that can be verified;
 //! * `cache`: a paged prefix cache;
+//! * `hybrid`: the prefix cache for models with several groups of layers;
 //! * `scheduler`: the steps of an engine for a prompt, and its requests to the leader.
 
 #![forbid(unsafe_code)]
@@ -12,6 +13,7 @@
 pub mod cache;
 pub mod content;
 pub mod hashes;
+pub mod hybrid;
 pub mod models;
 pub mod scheduler;
 #[cfg(test)]
