@@ -143,7 +143,7 @@ fn sequence(name: u8, pages: usize) -> PageHashes {
 }
 
 fn domain(namespace: u8) -> Domain {
-    Domain::new(&AnchorKey([1; 32]), &[namespace], &[0; 16], GroupId(0))
+    Domain::new(&AnchorKey::new([1; 32]), &[namespace], &[0; 16], GroupId(0))
 }
 
 #[derive(Debug, Clone)]

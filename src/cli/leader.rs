@@ -51,7 +51,7 @@ impl Arguments {
             let epoch = next_epoch(&directory)?;
             let key = anchor_key(&directory)?;
             let mut settings =
-                LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
+                LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey::new(key));
             settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
             settings.host_tier = !self.no_tiers;

@@ -9,7 +9,11 @@ use kvferry_types::{Anchor, DomainId, Fingerprint, GroupId, NamespaceId};
 /// Secret of a depot. Anchors made with another key never match. The caller supplies it, because the core draws no
 /// random bytes.
 #[derive(Clone)]
-pub struct AnchorKey(pub [u8; 32]);
+pub struct AnchorKey {
+    secret: [u8; 32],
+    /// Has absorbed the key of the anchors, which is derived once instead of for each request's domain.
+    anchors: SipHasher24,
+}
 
 impl std::fmt::Debug for AnchorKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -18,6 +22,19 @@ impl std::fmt::Debug for AnchorKey {
 }
 
 impl AnchorKey {
+    /// The key that is made from this secret.
+    pub fn new(secret: [u8; 32]) -> Self {
+        let derived = blake3::Hasher::new_keyed(&secret)
+            .update(b"anchor")
+            .finalize();
+        let mut key = [0; 16];
+        key.copy_from_slice(&derived.as_bytes()[..16]);
+        Self {
+            secret,
+            anchors: SipHasher24::new_with_key(&key),
+        }
+    }
+
     /// The prefix of the ids of all domains of a namespace: `BLAKE3-keyed(anchor key, length and bytes of the
     /// namespace)`, cut to 8 bytes.
     pub fn namespace(&self, namespace: &[u8]) -> NamespaceId {
@@ -28,18 +45,13 @@ impl AnchorKey {
 
     /// The domain with this id, for pages whose engine is not there: a block carries its domain's id.
     pub fn domain(&self, id: DomainId) -> Domain {
-        let derived = blake3::Hasher::new_keyed(&self.0)
-            .update(b"anchor")
-            .finalize();
-        let mut key = [0; 16];
-        key.copy_from_slice(&derived.as_bytes()[..16]);
-        let mut hasher = SipHasher24::new_with_key(&key);
+        let mut hasher = self.anchors;
         hasher.write(&id.0.to_be_bytes());
         Domain { id, hasher }
     }
 
     fn derive(&self, namespace: &[u8]) -> blake3::Hasher {
-        let mut derive = blake3::Hasher::new_keyed(&self.0);
+        let mut derive = blake3::Hasher::new_keyed(&self.secret);
         derive.update(&(namespace.len() as u64).to_le_bytes());
         derive.update(namespace);
         derive
@@ -100,7 +112,7 @@ mod tests {
     }
 
     fn domain(key: u8, namespace: &[u8], layout: u8, group: u8) -> Domain {
-        let key = AnchorKey([key; 32]);
+        let key = AnchorKey::new([key; 32]);
         Domain::new(&key, namespace, &[layout; 16], GroupId(group))
     }
 
@@ -130,7 +142,7 @@ mod tests {
 
     #[test]
     fn a_domain_begins_with_its_namespace_whatever_its_layout() {
-        let of = |key: u8, namespace: &[u8]| AnchorKey([key; 32]).namespace(namespace);
+        let of = |key: u8, namespace: &[u8]| AnchorKey::new([key; 32]).namespace(namespace);
         for (layout, group) in [(1, 0), (2, 0), (1, 1)] {
             assert_eq!(domain(1, b"a", layout, group).id().namespace(), of(1, b"a"));
         }
@@ -142,7 +154,7 @@ mod tests {
     #[test]
     fn an_anchor_is_computed_from_what_a_block_keeps() {
         let domain = domain(1, b"a", 1, 0);
-        let again = AnchorKey([1; 32]).domain(domain.id());
+        let again = AnchorKey::new([1; 32]).domain(domain.id());
         assert_eq!(again.id(), domain.id());
         assert_eq!(again.anchor(Fingerprint(7)), domain.anchor(Fingerprint(7)));
         assert_ne!(domain.anchor(Fingerprint(7)), domain.anchor(Fingerprint(8)));
@@ -150,6 +162,6 @@ mod tests {
 
     #[test]
     fn a_key_is_not_printed() {
-        assert_eq!(format!("{:?}", AnchorKey([42; 32])), "AnchorKey(..)");
+        assert_eq!(format!("{:?}", AnchorKey::new([42; 32])), "AnchorKey(..)");
     }
 }

@@ -3,7 +3,7 @@
 //! Blocks are stored in a slab. The fingerprints of their pages are stored in one array indexed by arena page, because
 //! the pages of a block are consecutive.
 
-use crate::eviction::EvictionOrder;
+use crate::eviction::{EvictionOrder, Place, Places};
 use kvferry_types::{Anchor, DomainId, Fingerprint, PageHashes, Scope, TransferId};
 
 /// Marks the end of a linked list.
@@ -33,7 +33,7 @@ pub struct Filling {
     pub pages: u32,
 }
 
-/// A run of pages of one sequence in one arena.
+/// A run of pages of one sequence in one arena; 96 bytes, so that a block spans two cache lines.
 #[derive(Debug, Clone)]
 pub struct Block {
     /// Keyed hash of the block's first page hash: the key of the index.
@@ -47,8 +47,10 @@ pub struct Block {
     pub phase: u16,
     /// The watermark: pages below it are ready.
     pub ready: u16,
-    /// Pages above the watermark that are reserved or filling.
-    pub filling: Option<Filling>,
+    /// Pages above the watermark that are reserved or filling; 0 for none.
+    filling_pages: u32,
+    /// The transfer that fills these pages.
+    filling_transfer: TransferId,
     /// Number of pins and leases.
     pub pins: u32,
     /// Pages below this must not be evicted: the highest page that any holder has pinned since the block was last
@@ -59,27 +61,79 @@ pub struct Block {
     /// Unique over the life of the pool.
     pub stamp: u64,
     pub(super) sibling: u32,
+    place: Place,
 }
 
+const _: () = assert!(size_of::<Option<Block>>() == 96);
+
 impl Block {
+    /// Pages above the watermark that are reserved or filling.
+    pub fn filling(&self) -> Option<Filling> {
+        (self.filling_pages > 0).then_some(Filling {
+            transfer: self.filling_transfer,
+            pages: self.filling_pages,
+        })
+    }
+
+    /// Notes which pages above the watermark are reserved or filling.
+    pub fn set_filling(&mut self, filling: Option<Filling>) {
+        let (transfer, pages) = match filling {
+            Some(filling) => (filling.transfer, filling.pages),
+            None => (TransferId(0), 0),
+        };
+        (self.filling_transfer, self.filling_pages) = (transfer, pages);
+    }
+
     /// Pages that the block occupies in the arena, ready and filling.
     pub fn total_pages(&self) -> u32 {
-        u32::from(self.ready) + self.filling.map_or(0, |filling| filling.pages)
+        u32::from(self.ready) + self.filling_pages
     }
 
     /// Pages that eviction may take from the block's tail now. 0 while the block fills.
     pub fn evictable_pages(&self) -> u32 {
-        match self.filling {
-            Some(_) => 0,
-            None => u32::from(self.ready) - u32::from(self.pinned_pages.min(self.ready)),
+        match self.filling_pages {
+            0 => u32::from(self.ready) - u32::from(self.pinned_pages.min(self.ready)),
+            _ => 0,
         }
     }
 }
 
-/// Slab, age list and fingerprints of all blocks.
+/// The slab: blocks by position, and vacant positions.
+#[derive(Debug, Default)]
+struct Slab(Vec<Option<Block>>);
+
+impl Slab {
+    #[expect(
+        clippy::expect_used,
+        reason = "an index outlives its block only by a bug of the pool"
+    )]
+    fn block(&self, index: BlockIndex) -> &Block {
+        self.0[index as usize].as_ref().expect("a live block")
+    }
+
+    #[expect(
+        clippy::expect_used,
+        reason = "an index outlives its block only by a bug of the pool"
+    )]
+    fn block_mut(&mut self, index: BlockIndex) -> &mut Block {
+        self.0[index as usize].as_mut().expect("a live block")
+    }
+}
+
+impl Places for Slab {
+    fn place(&self, index: BlockIndex) -> &Place {
+        &self.block(index).place
+    }
+
+    fn place_mut(&mut self, index: BlockIndex) -> &mut Place {
+        &mut self.block_mut(index).place
+    }
+}
+
+/// Slab, order of eviction and fingerprints of all blocks.
 #[derive(Debug, Default)]
 pub struct Blocks {
-    slab: Vec<Option<Block>>,
+    slab: Slab,
     vacant: Vec<u32>,
     fingerprints: Vec<Fingerprint>,
     order: EvictionOrder,
@@ -148,35 +202,27 @@ impl Blocks {
 
     /// Positions of the slab, occupied or vacant.
     pub fn places(&self) -> BlockIndex {
-        u32::try_from(self.slab.len()).unwrap_or(NONE)
+        u32::try_from(self.slab.0.len()).unwrap_or(NONE)
     }
 
     /// The block at `index`, if one lives there.
     pub fn at(&self, index: BlockIndex) -> Option<&Block> {
-        self.slab.get(index as usize)?.as_ref()
+        self.slab.0.get(index as usize)?.as_ref()
     }
 
-    /// The block at `index`. Panics if none lives there: indices come from the index and the age list.
-    #[expect(
-        clippy::expect_used,
-        reason = "an index outlives its block only by a bug of the pool"
-    )]
+    /// The block at `index`. Panics if none lives there: indices come from the index and the order of eviction.
     pub fn get(&self, index: BlockIndex) -> &Block {
-        self.slab[index as usize].as_ref().expect("a live block")
+        self.slab.block(index)
     }
 
     /// The block at `index`, mutably. Panics if none lives there.
-    #[expect(
-        clippy::expect_used,
-        reason = "an index outlives its block only by a bug of the pool"
-    )]
     pub fn get_mut(&mut self, index: BlockIndex) -> &mut Block {
-        self.slab[index as usize].as_mut().expect("a live block")
+        self.slab.block_mut(index)
     }
 
     /// The block that `reference` refers to, if it still lives.
     pub fn find(&self, reference: BlockRef) -> Option<&Block> {
-        let block = self.slab.get(reference.index as usize)?.as_ref()?;
+        let block = self.slab.0.get(reference.index as usize)?.as_ref()?;
         (block.stamp == reference.stamp).then_some(block)
     }
 
@@ -204,39 +250,40 @@ impl Blocks {
             start,
             phase,
             ready: 0,
-            filling: Some(filling),
+            filling_pages: filling.pages,
+            filling_transfer: filling.transfer,
             pins: 0,
             pinned_pages: 0,
             retired: false,
             stamp: self.stamps,
             sibling: NONE,
+            place: self.order.place_of_new(),
         };
         let index = match self.vacant.pop() {
             Some(index) => {
-                self.slab[index as usize] = Some(block);
+                self.slab.0[index as usize] = Some(block);
                 index
             }
             None => {
-                self.slab.push(Some(block));
-                u32::try_from(self.slab.len() - 1).unwrap_or(NONE)
+                self.slab.0.push(Some(block));
+                u32::try_from(self.slab.0.len() - 1).unwrap_or(NONE)
             }
         };
         self.live += 1;
-        self.order.add(index);
         index
     }
 
     /// Removes a block from the slab and from the order of eviction.
     pub fn remove(&mut self, index: BlockIndex) {
-        self.order.set_evictable(index, false);
-        self.slab[index as usize] = None;
+        self.order.set_evictable(&mut self.slab, index, false);
+        self.slab.0[index as usize] = None;
         self.vacant.push(index);
         self.live -= 1;
     }
 
     /// Makes a block the most recently used one.
     pub fn touch(&mut self, index: BlockIndex) {
-        self.order.touch(index);
+        self.order.touch(&mut self.slab, index);
     }
 
     /// Puts a block into the order of eviction if pages of it can be evicted now. Called after each change of its holders
@@ -244,40 +291,40 @@ impl Blocks {
     /// lookup that pins and releases a block does not move it.
     pub(super) fn update_order(&mut self, index: BlockIndex) {
         if self.get(index).evictable_pages() > 0 {
-            self.order.set_evictable(index, true);
+            self.order.set_evictable(&mut self.slab, index, true);
         }
     }
 
     /// Puts a block into the order of eviction, or takes it out.
     #[cfg(test)]
     pub(super) fn set_evictable(&mut self, index: BlockIndex, evictable: bool) {
-        self.order.set_evictable(index, evictable);
+        self.order.set_evictable(&mut self.slab, index, evictable);
     }
 
     /// The least recently used block of which pages can be evicted. Takes held blocks out of the order, each once until
     /// it is released.
     pub(super) fn oldest_evictable(&mut self) -> Option<BlockIndex> {
-        while let Some(index) = self.order.oldest() {
+        while let Some(index) = self.order.oldest(&self.slab) {
             if self.get(index).evictable_pages() > 0 {
                 return Some(index);
             }
-            self.order.set_evictable(index, false);
+            self.order.set_evictable(&mut self.slab, index, false);
         }
         None
     }
 
     /// True if the order of eviction has the block.
     pub(super) fn is_in_order(&self, index: BlockIndex) -> bool {
-        self.order.contains(index)
+        self.get(index).place.is_in_order()
     }
 
     /// All blocks, oldest first. Sorts them: for resets and checks.
     pub fn by_age(&self) -> impl Iterator<Item = (BlockIndex, &Block)> {
         let mut all: Vec<_> = (0..)
-            .zip(&self.slab)
+            .zip(&self.slab.0)
             .filter_map(|(index, block)| Some((index, block.as_ref()?)))
             .collect();
-        all.sort_unstable_by_key(|(index, _)| self.order.touched(*index));
+        all.sort_unstable_by_key(|(_, block)| block.place.touched());
         all.into_iter()
     }
 
@@ -369,7 +416,8 @@ mod tests {
         let (mut blocks, all) = three();
         for index in all {
             let block = blocks.get_mut(index);
-            (block.filling, block.ready) = (None, 1);
+            block.set_filling(None);
+            block.ready = 1;
             blocks.update_order(index);
         }
         let [a, b, _] = all;

@@ -31,7 +31,7 @@ impl Pool {
                 return Err(format!("block {index} lost pinned pages").into());
             }
             spans.push((block.start, total));
-            if let Some(fill) = block.filling {
+            if let Some(fill) = block.filling() {
                 filling.insert(fill.transfer);
                 let owner = self.reservations.get(&fill.transfer);
                 if !owner.is_some_and(|owner| owner.block == index && owner.pages == fill.pages) {

@@ -17,9 +17,9 @@ const NONE: u32 = u32::MAX;
 const OUT: u32 = NONE - 1;
 const RETURNED: u32 = NONE - 2;
 
-/// The place of one block; 16 bytes.
+/// The place of one block in the order: 16 bytes of the block's record, so that a touch reads no further cache line.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+pub(super) struct Place {
     /// Number of the block's last touch.
     touched: u64,
     /// The next older block in the list, [`OUT`] or [`RETURNED`].
@@ -28,11 +28,27 @@ struct Place {
     newer: u32,
 }
 
+impl Place {
+    /// True if the order has the block.
+    pub(super) fn is_in_order(&self) -> bool {
+        self.older != OUT
+    }
+
+    /// Number of the block's last touch.
+    pub(super) fn touched(&self) -> u64 {
+        self.touched
+    }
+}
+
+/// The records that carry the places, by position in the slab.
+pub(super) trait Places {
+    fn place(&self, index: BlockIndex) -> &Place;
+    fn place_mut(&mut self, index: BlockIndex) -> &mut Place;
+}
+
 /// The order of eviction. See the module.
 #[derive(Debug)]
 pub(super) struct EvictionOrder {
-    /// By position in the slab.
-    places: Vec<Place>,
     /// Ends of the list, which ascends by touch.
     oldest: u32,
     newest: u32,
@@ -44,7 +60,6 @@ pub(super) struct EvictionOrder {
 impl Default for EvictionOrder {
     fn default() -> Self {
         Self {
-            places: Vec::new(),
             oldest: NONE,
             newest: NONE,
             returned: BTreeMap::new(),
@@ -54,59 +69,53 @@ impl Default for EvictionOrder {
 }
 
 impl EvictionOrder {
-    /// Adds a block as the most recently used one. The order does not have it yet, because its pages are being filled.
-    pub(super) fn add(&mut self, index: BlockIndex) {
-        let place = Place {
+    /// The place of a new block, as the most recently used one. The order does not have it yet, because its pages are
+    /// being filled.
+    pub(super) fn place_of_new(&mut self) -> Place {
+        Place {
             touched: self.next_touch(),
             older: OUT,
             newer: NONE,
-        };
-        match self.places.get_mut(index as usize) {
-            Some(vacant) => *vacant = place,
-            None => self.places.push(place),
         }
     }
 
     /// Makes a block the most recently used one.
-    pub(super) fn touch(&mut self, index: BlockIndex) {
+    pub(super) fn touch(&mut self, places: &mut impl Places, index: BlockIndex) {
         let touched = self.next_touch();
-        let is_in = self.contains(index);
+        let is_in = places.place(index).is_in_order();
         if is_in {
-            self.remove(index);
+            self.remove(places, index);
         }
-        self.places[index as usize].touched = touched;
+        places.place_mut(index).touched = touched;
         if is_in {
-            self.append(index);
+            self.append(places, index);
         }
     }
 
     /// Puts a block into the order, at the place of its last touch, or takes it out.
-    pub(super) fn set_evictable(&mut self, index: BlockIndex, evictable: bool) {
-        match (evictable, self.contains(index)) {
-            (true, false) => self.insert(index),
-            (false, true) => self.remove(index),
+    pub(super) fn set_evictable(
+        &mut self,
+        places: &mut impl Places,
+        index: BlockIndex,
+        evictable: bool,
+    ) {
+        match (evictable, places.place(index).is_in_order()) {
+            (true, false) => self.insert(places, index),
+            (false, true) => self.remove(places, index),
             _ => {}
         }
     }
 
     /// The first block in the order. It may be held.
-    pub(super) fn oldest(&self) -> Option<BlockIndex> {
+    pub(super) fn oldest(&self, places: &impl Places) -> Option<BlockIndex> {
         let returned = self.returned.first_key_value();
         match (self.oldest, returned) {
             (NONE, returned) => returned.map(|(_, index)| *index),
-            (oldest, Some((touched, index))) if *touched < self.touched(oldest) => Some(*index),
+            (oldest, Some((touched, index))) if *touched < places.place(oldest).touched => {
+                Some(*index)
+            }
             (oldest, _) => Some(oldest),
         }
-    }
-
-    /// True if the order has a block.
-    pub(super) fn contains(&self, index: BlockIndex) -> bool {
-        self.places[index as usize].older != OUT
-    }
-
-    /// Number of a block's last touch.
-    pub(super) fn touched(&self, index: BlockIndex) -> u64 {
-        self.places[index as usize].touched
     }
 
     fn next_touch(&mut self) -> u64 {
@@ -114,44 +123,45 @@ impl EvictionOrder {
         self.touches
     }
 
-    fn insert(&mut self, index: BlockIndex) {
-        let touched = self.touched(index);
-        if self.newest == NONE || self.touched(self.newest) < touched {
-            return self.append(index);
+    fn insert(&mut self, places: &mut impl Places, index: BlockIndex) {
+        let touched = places.place(index).touched;
+        if self.newest == NONE || places.place(self.newest).touched < touched {
+            return self.append(places, index);
         }
-        self.places[index as usize].older = RETURNED;
+        places.place_mut(index).older = RETURNED;
         self.returned.insert(touched, index);
     }
 
     /// Adds a block to the list as the newest one.
-    fn append(&mut self, index: BlockIndex) {
+    fn append(&mut self, places: &mut impl Places, index: BlockIndex) {
         let newest = std::mem::replace(&mut self.newest, index);
-        let place = &mut self.places[index as usize];
+        let place = places.place_mut(index);
         (place.older, place.newer) = (newest, NONE);
         match newest {
             NONE => self.oldest = index,
-            newest => self.places[newest as usize].newer = index,
+            newest => places.place_mut(newest).newer = index,
         }
     }
 
-    fn remove(&mut self, index: BlockIndex) {
+    fn remove(&mut self, places: &mut impl Places, index: BlockIndex) {
+        let place = places.place_mut(index);
         let Place {
             touched,
             older,
             newer,
-        } = self.places[index as usize];
-        self.places[index as usize].older = OUT;
+        } = *place;
+        place.older = OUT;
         if older == RETURNED {
             self.returned.remove(&touched);
             return;
         }
         match older {
             NONE => self.oldest = newer,
-            older => self.places[older as usize].newer = newer,
+            older => places.place_mut(older).newer = newer,
         }
         match newer {
             NONE => self.newest = older,
-            newer => self.places[newer as usize].older = older,
+            newer => places.place_mut(newer).older = older,
         }
     }
 }
@@ -163,8 +173,51 @@ mod tests {
 
     use super::*;
 
+    impl Places for Vec<Place> {
+        fn place(&self, index: BlockIndex) -> &Place {
+            &self[index as usize]
+        }
+
+        fn place_mut(&mut self, index: BlockIndex) -> &mut Place {
+            &mut self[index as usize]
+        }
+    }
+
+    /// An order with the places of its blocks.
+    #[derive(Default)]
+    struct Ordered {
+        order: EvictionOrder,
+        places: Vec<Place>,
+    }
+
+    impl Ordered {
+        fn add(&mut self, index: BlockIndex) {
+            let place = self.order.place_of_new();
+            match self.places.get_mut(index as usize) {
+                Some(vacant) => *vacant = place,
+                None => self.places.push(place),
+            }
+        }
+
+        fn touch(&mut self, index: BlockIndex) {
+            self.order.touch(&mut self.places, index);
+        }
+
+        fn set_evictable(&mut self, index: BlockIndex, evictable: bool) {
+            self.order.set_evictable(&mut self.places, index, evictable);
+        }
+
+        fn oldest(&self) -> Option<BlockIndex> {
+            self.order.oldest(&self.places)
+        }
+
+        fn contains(&self, index: BlockIndex) -> bool {
+            self.places[index as usize].is_in_order()
+        }
+    }
+
     /// Removes the blocks one after another, in the order of their eviction.
-    fn evicted(mut order: EvictionOrder) -> Vec<BlockIndex> {
+    fn evicted(mut order: Ordered) -> Vec<BlockIndex> {
         std::iter::from_fn(|| {
             let oldest = order.oldest()?;
             order.set_evictable(oldest, false);
@@ -173,8 +226,8 @@ mod tests {
         .collect()
     }
 
-    fn four() -> EvictionOrder {
-        let mut order = EvictionOrder::default();
+    fn four() -> Ordered {
+        let mut order = Ordered::default();
         for index in 0..4 {
             order.add(index);
             order.set_evictable(index, true);
@@ -218,10 +271,10 @@ mod tests {
             order.set_evictable(index, false);
             order.set_evictable(index, true);
         }
-        assert_eq!(order.returned.len(), 2);
+        assert_eq!(order.order.returned.len(), 2);
         order.touch(0);
         order.set_evictable(1, false);
-        assert!(order.returned.is_empty());
+        assert!(order.order.returned.is_empty());
         assert_eq!(evicted(order), [2, 3, 0]);
     }
 
@@ -238,7 +291,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_order_equals_a_sort_by_touch(steps in vec((0_u32..24, 0_u8..4), 1..400)) {
-            let mut order = EvictionOrder::default();
+            let mut order = Ordered::default();
             let mut naive: Vec<(u64, bool)> = Vec::new();
             for (touch, (index, step)) in (1..).zip(steps) {
                 let index = index.min(naive.len() as u32);

@@ -247,7 +247,8 @@ mod tests {
         assert_eq!(longest(&blocks, 5, MatchGoal::Present), run(all[0], 2, 0));
         assert_eq!(longest(&blocks, 6, MatchGoal::Present), run(all[2], 2, 0));
         let old = blocks.get_mut(all[1]);
-        (old.filling, old.ready) = (None, 1);
+        old.set_filling(None);
+        old.ready = 1;
         assert_eq!(longest(&blocks, 6, MatchGoal::Readable), run(all[1], 1, 1));
         assert_eq!(longest(&blocks, 6, MatchGoal::Present), run(all[2], 2, 0));
         let elsewhere = Index::longest(

@@ -387,7 +387,7 @@ impl Pool {
 
     /// The reservation above the watermark of a block, if there is one.
     pub fn filling_of(&self, block: BlockIndex) -> Option<Filling> {
-        self.blocks.get(block).filling
+        self.blocks.get(block).filling()
     }
 
     /// Notes that copies into the pages of `transfer` were ordered, one for each of these shards.
@@ -422,7 +422,7 @@ impl Pool {
         let failed = reservation.failed || late || self.blocks.get(block).retired;
         self.reservations.remove(&transfer);
         let held = self.blocks.get_mut(block);
-        held.filling = None;
+        held.set_filling(None);
         if failed {
             let start = held.start + u32::from(held.ready);
             let empty = held.ready == 0;
@@ -456,7 +456,7 @@ impl Pool {
             self.blocks
                 .insert(first.anchor, first.domain, first.page, first.phase, filling);
         let held = self.blocks.get_mut(block);
-        held.filling = None;
+        held.set_filling(None);
         held.ready = u16::try_from(count).unwrap_or(0);
         if !self.index.insert(&mut self.blocks, block) {
             self.blocks.remove(block);
@@ -516,7 +516,7 @@ impl Pool {
     ) -> Option<PageRun> {
         let block = self.blocks.get(tail.block);
         let start = block.start + tail.pages;
-        let idle = block.total_pages() == tail.pages && block.filling.is_none();
+        let idle = block.total_pages() == tail.pages && block.filling().is_none();
         let next_to_it = idle && self.arena.alloc_at(start, wanted);
         if !next_to_it {
             return None;
@@ -631,7 +631,9 @@ impl Pool {
     }
 
     fn fill(&mut self, transfer: TransferId, block: BlockIndex, pages: u32) {
-        self.blocks.get_mut(block).filling = Some(Filling { transfer, pages });
+        self.blocks
+            .get_mut(block)
+            .set_filling(Some(Filling { transfer, pages }));
         self.blocks.update_order(block);
         let reservation = Reservation {
             block,
@@ -654,7 +656,7 @@ impl Pool {
     /// Frees the pages of a retired block that have no holder, and removes the block when none of its pages are held.
     fn free_if_unheld(&mut self, index: BlockIndex) {
         let block = self.blocks.get_mut(index);
-        if !block.retired || block.filling.is_some() {
+        if !block.retired || block.filling().is_some() {
             return;
         }
         let kept = block.pinned_pages.min(block.ready);

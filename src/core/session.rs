@@ -529,7 +529,7 @@ mod tests {
 
     fn slot(pages: usize) -> Slot {
         let hashes = PageHashes::packed(16, vec![1; 16 * pages]).expect("16 bytes a page");
-        let domain = Domain::new(&AnchorKey([1; 32]), b"a", &[0; 16], GroupId(0));
+        let domain = Domain::new(&AnchorKey::new([1; 32]), b"a", &[0; 16], GroupId(0));
         Slot::new(
             RequestId(1),
             domain,

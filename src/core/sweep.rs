@@ -47,7 +47,7 @@ impl Sweep {
                 _ => 1,
             };
             *budget = budget.saturating_sub(cost.max(1));
-            let counts = !block.retired || block.filling.is_some();
+            let counts = !block.retired || block.filling().is_some();
             if counts && self.hidden.contains(blocks, block) {
                 return Some(index);
             }
@@ -111,7 +111,7 @@ impl Pool {
             } else {
                 block.total_pages()
             };
-            filling.extend(block.filling.map(|filling| filling.transfer));
+            filling.extend(block.filling().map(|filling| filling.transfer));
             self.retire_block(index);
         }
         pages

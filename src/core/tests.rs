@@ -25,7 +25,7 @@ pub(super) fn sequence(pages: u32, salt: u8) -> PageHashes {
 }
 
 pub(super) fn domain() -> Domain {
-    Domain::new(&AnchorKey([1; 32]), b"a", &[0; 16], GroupId(0))
+    Domain::new(&AnchorKey::new([1; 32]), b"a", &[0; 16], GroupId(0))
 }
 
 /// Reserves the block of a sequence that begins at `position`.
@@ -152,7 +152,7 @@ fn the_second_count_sees_what_is_wrong() {
         "pages from 19 to 32 are lost",
     );
     wrong(
-        |pool| pool.blocks.get_mut(2).filling = None,
+        |pool| pool.blocks.get_mut(2).set_filling(None),
         "block 2 holds no page",
     );
     wrong(
@@ -161,17 +161,19 @@ fn the_second_count_sees_what_is_wrong() {
                 transfer: TransferId(77),
                 pages: 1,
             };
-            pool.blocks.get_mut(1).filling = Some(filling);
+            pool.blocks.get_mut(1).set_filling(Some(filling));
         },
         "transfer 77 of block 1 has no such owner",
     );
     wrong(
         |pool| {
             let transfer = TransferId(102);
-            if let Some(filling) = &mut pool.blocks.get_mut(2).filling {
-                assert_eq!(filling.transfer, transfer);
-                filling.pages = 3;
-            }
+            let block = pool.blocks.get_mut(2);
+            assert_eq!(
+                block.filling().map(|filling| filling.transfer),
+                Some(transfer)
+            );
+            block.set_filling(Some(Filling { transfer, pages: 3 }));
         },
         "transfer 102 of block 2 has no such owner",
     );
@@ -187,7 +189,8 @@ fn the_second_count_sees_what_is_wrong() {
     wrong(
         |pool| {
             let block = pool.blocks.get_mut(2);
-            (block.filling, block.ready) = (None, 4);
+            block.set_filling(None);
+            block.ready = 4;
         },
         "2 blocks fill, 3 reservations live",
     );

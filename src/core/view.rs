@@ -49,7 +49,7 @@ impl Pool {
             start: block.start,
             ready: u32::from(block.ready),
             filling: block
-                .filling
+                .filling()
                 .map(|filling| (filling.transfer, filling.pages)),
             pins: block.pins,
             retired: block.retired,

@@ -210,7 +210,7 @@ async fn a_supervisor_receives_the_process_to_end_and_an_unsupervised_one_is_end
     let reported: Arc<Mutex<Kills>> = Arc::default();
     let receives = Arc::clone(&reported);
     let ratio = Ratio::new(4).expect("in bounds");
-    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
+    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([7; 32]));
     let fence = settings.fence;
     let started = run_leader(LeaderArguments {
         settings,

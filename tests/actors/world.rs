@@ -55,7 +55,7 @@ pub async fn leader_within(
     limits: Limits,
 ) -> (ProcessHandle, LeaderHandle) {
     let ratio = Ratio::new(4).expect("in bounds");
-    let settings = LeaderSettings::new(Epoch(epoch), RANKS, ratio, AnchorKey([7; 32]));
+    let settings = LeaderSettings::new(Epoch(epoch), RANKS, ratio, AnchorKey::new([7; 32]));
     let server = server(transport, epoch, limits).await;
     let started = run_leader(LeaderArguments {
         settings,

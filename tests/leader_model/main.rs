@@ -138,7 +138,7 @@ fn geometry() -> GroupGeometry {
 
 fn settings() -> LeaderSettings {
     let ratio = Ratio::new(8).expect("in bounds");
-    let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([3; 32]));
+    let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey::new([3; 32]));
     settings.replicas = 2;
     settings
 }

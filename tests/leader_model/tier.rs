@@ -45,7 +45,7 @@ struct Site {
 impl Site {
     fn new(ranks: u16, replicas: u16) -> Self {
         let ratio = Ratio::new(8).expect("in bounds");
-        let mut settings = LeaderSettings::new(EPOCH, ranks, ratio, AnchorKey([3; 32]));
+        let mut settings = LeaderSettings::new(EPOCH, ranks, ratio, AnchorKey::new([3; 32]));
         settings.replicas = replicas;
         Self {
             leader: Leader::new(settings),

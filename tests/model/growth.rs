@@ -42,7 +42,7 @@ impl Growth {
         Self {
             rule,
             stores: 4,
-            domain: Domain::new(&AnchorKey([1; 32]), b"", &[0; 16], GroupId(0)),
+            domain: Domain::new(&AnchorKey::new([1; 32]), b"", &[0; 16], GroupId(0)),
             sequence: PageHashes::packed(16, pages).expect("three pages"),
         }
     }

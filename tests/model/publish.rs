@@ -74,7 +74,7 @@ impl Publish {
 }
 
 fn domain() -> Domain {
-    Domain::new(&AnchorKey([1; 32]), b"", &[0; 16], GroupId(0))
+    Domain::new(&AnchorKey::new([1; 32]), b"", &[0; 16], GroupId(0))
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

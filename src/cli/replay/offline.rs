@@ -39,7 +39,7 @@ pub(super) fn run(
 /// A leader for a world without processes.
 pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) -> Leader {
     // The key only determines the place of an anchor in a table.
-    let key = AnchorKey([0; 32]);
+    let key = AnchorKey::new([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
     settings.host_tier = tiers;
     settings.sharding = workload.sharding;

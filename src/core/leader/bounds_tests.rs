@@ -340,7 +340,7 @@ fn attached(attach: AttachId, arena_pages: u32) -> AttachRequest {
 #[test]
 fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
     let ratio = Ratio::new(RATIO).expect("in bounds");
-    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
+    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([1; 32]));
     // 1,000 pages of 64 bytes, each with its slot in the inventory.
     settings.depot_bytes = PerTier::host(1000 * (64 + 80));
     let mut leader = Leader::new(settings);
@@ -470,7 +470,7 @@ fn a_stored_sequence_is_held_and_touched_from_its_root_on() {
 #[test]
 fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     let ratio = Ratio::new(RATIO).expect("in bounds");
-    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
+    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([1; 32]));
     let mut leader = Leader::new(settings);
     let send_request = |leader: &mut Leader, engine: u8, id: u64| {
         let event = LeaderEvent::Request {

@@ -15,7 +15,7 @@ use kvferry_types::{
 fn a_pin_without_a_holder_is_detected() {
     let ratio = Ratio::new(4).expect("in bounds");
     let mut pool = Pool::new(16, ratio);
-    let domain = Domain::new(&AnchorKey([1; 32]), b"a", &[0; 16], GroupId(0));
+    let domain = Domain::new(&AnchorKey::new([1; 32]), b"a", &[0; 16], GroupId(0));
     let hashes = PageHashes::packed(16, vec![3; 32]).expect("16 bytes a page");
     let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), 0);
     let room = pool.reserve(
@@ -34,7 +34,7 @@ fn a_pin_without_a_holder_is_detected() {
     assert_eq!(pool.ended(transfer, Shard(0), true), Some(true));
     let block = pool.view().next().expect("a block").index;
 
-    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
+    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([1; 32]));
     let mut leader = Leader::new(settings);
     assert_eq!(leader.check(), Ok(()));
     let pin = pool.pin(block, 2);
@@ -79,7 +79,7 @@ pub(super) fn serving() -> Leader {
 /// Like [`serving`], with `arena_pages` pages and other settings.
 pub(super) fn with_arena(arena_pages: u32, change: impl FnOnce(&mut LeaderSettings)) -> Leader {
     let ratio = Ratio::new(4).expect("in bounds");
-    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
+    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([1; 32]));
     change(&mut settings);
     serving_with(settings, arena_pages)
 }
@@ -214,7 +214,12 @@ fn a_key_is_for_pages_of_its_size_and_layout() {
 #[test]
 fn a_reset_without_a_pool_names_the_reason() {
     let ratio = Ratio::new(4).expect("in bounds");
-    let mut leader = Leader::new(LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])));
+    let mut leader = Leader::new(LeaderSettings::new(
+        Epoch(1),
+        1,
+        ratio,
+        AnchorKey::new([1; 32]),
+    ));
     leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut Vec::new());
     let reset = || Request::Reset {
         scope: kvferry_types::ResetScope::Everything,
@@ -378,7 +383,7 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
 fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     let pages = LOAD_RUNS_MAX as u32 + 1;
     let ratio = kvferry_types::Ratio::new(1).expect("in bounds");
-    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
+    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([7; 32]));
     settings.record_decisions = false;
     let mut leader = serving_with(settings, 2 * pages);
     let hashes = (0..pages).flat_map(|page| u128::from(page + 1).to_be_bytes());

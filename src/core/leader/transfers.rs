@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn copies_are_counted_by_the_worker_that_owes_them_and_by_edge() {
         let ratio = Ratio::new(4).expect("in bounds");
-        let settings = LeaderSettings::new(Epoch(1), 2, ratio, AnchorKey([1; 32]));
+        let settings = LeaderSettings::new(Epoch(1), 2, ratio, AnchorKey::new([1; 32]));
         let mut leader = Leader::new(settings);
         for (id, edge, replica) in [
             (1, Edge::STORE, 0),

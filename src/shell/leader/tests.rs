@@ -132,7 +132,7 @@ struct World {
 impl World {
     fn new(ranks: u16) -> Self {
         let ratio = Ratio::new(4).expect("in bounds");
-        let mut settings = LeaderSettings::new(EPOCH, ranks, ratio, AnchorKey([1; 32]));
+        let mut settings = LeaderSettings::new(EPOCH, ranks, ratio, AnchorKey::new([1; 32]));
         settings.sharding = Sharding::each(ranks);
         Self {
             shell: LeaderShell::new(settings, [9; 8]),

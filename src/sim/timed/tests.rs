@@ -33,7 +33,7 @@ fn settings() -> TimedSettings {
 /// A replay with `device_pages` pages on the device, none of which stay cached, and 64 pages of G2.
 fn world(settings: TimedSettings, ranks: u16, device_pages: u32) -> Timed {
     let ratio = Ratio::new(4).expect("a ratio");
-    let leader = LeaderSettings::new(Epoch(1), ranks, ratio, AnchorKey([0; 32]));
+    let leader = LeaderSettings::new(Epoch(1), ranks, ratio, AnchorKey::new([0; 32]));
     let geometry = GroupGeometry {
         group: GroupId(0),
         engine_page_tokens: 16,

@@ -15,7 +15,7 @@ use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, EMPTY, NOWHERE, SimDepot, Storage, TORN};
 use super::{Counts, SimEvent};
-use kvferry_core::{Domain, Refusal};
+use kvferry_core::{AnchorKey, Domain, Refusal};
 use kvferry_protocol::HEADER_BYTES;
 use kvferry_types::{
     Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry, GroupId, PerTier, Rank,
@@ -83,7 +83,13 @@ impl SimContext {
         let mut rng = Rng::with_seed(seed);
         let setup = Setup::draw(&mut rng);
         let domain = |name: u8, shape: Shape| {
-            Domain::new(&ANCHOR_KEY, &[name], &shape.layout, GroupId(0)).id()
+            Domain::new(
+                &AnchorKey::new(ANCHOR_KEY),
+                &[name],
+                &shape.layout,
+                GroupId(0),
+            )
+            .id()
         };
         let names = 0..setup.namespaces;
         let names = names.flat_map(|name| setup.shapes.iter().map(move |shape| (name, *shape)));

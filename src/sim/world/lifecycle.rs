@@ -8,7 +8,7 @@ use super::faults::Fault;
 use super::leader::LeaderProcess;
 use super::worker::WorkerProcess;
 use super::{ANCHOR_KEY, NodeId, SimEvent, SimProcess, SimWorld, nemesis};
-use kvferry_core::LeaderSettings;
+use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_types::{Epoch, Ratio};
 
 impl SimWorld {
@@ -24,8 +24,12 @@ impl SimWorld {
                 self.epoch = Epoch(self.epoch.0 + 1);
                 env.counts.leaders += 1;
                 let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
-                let mut settings =
-                    LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
+                let mut settings = LeaderSettings::new(
+                    self.epoch,
+                    env.setup.ranks,
+                    ratio,
+                    AnchorKey::new(ANCHOR_KEY),
+                );
                 settings.sharding = env.setup.sharding;
                 settings.replicas = env.setup.replicas;
                 settings.tiers.clone_from(&env.setup.tiers);

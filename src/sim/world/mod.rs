@@ -41,7 +41,7 @@ use std::time::Duration;
 
 use siphasher::sip128::Hasher128;
 
-use kvferry_core::{AnchorKey, TierKey};
+use kvferry_core::TierKey;
 use kvferry_types::{Epoch, Replica, Time, TransferId, WorkerId};
 
 use context::SimContext;
@@ -58,7 +58,7 @@ pub use summary::{RUNS_MIN, Summary};
 use worker::WorkerProcess;
 
 /// Anchor key of the depots. Every leader gets the same one, so that a new leader finds the stored pages.
-const ANCHOR_KEY: AnchorKey = AnchorKey([0x5a; 32]);
+const ANCHOR_KEY: [u8; 32] = [0x5a; 32];
 /// Time within which every pending request and copy must end after the last fault.
 pub const LIVENESS_BOUND: Duration = Duration::from_secs(20);
 /// Most steps of the quiet end of a run.

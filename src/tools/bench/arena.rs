@@ -257,7 +257,7 @@ fn pool_memory(blocks: u32, block_pages: u32) -> Result<Memory, CommandError> {
     let pages = blocks
         .checked_mul(block_pages)
         .ok_or_else(|| CommandError::Failed("more pages than an arena can have".to_owned()))?;
-    let domain = Domain::new(&AnchorKey([5; 32]), &[], &[3; 16], GroupId(0));
+    let domain = Domain::new(&AnchorKey::new([5; 32]), &[], &[3; 16], GroupId(0));
     let before = resident_bytes()?;
     let mut pool = Pool::new(pages, ratio);
     let (mut transfer, mut reserved, mut evicted) = (0, Vec::new(), Vec::new());

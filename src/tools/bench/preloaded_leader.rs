@@ -64,7 +64,7 @@ pub(super) struct PreloadedLeader {
 impl PreloadedLeader {
     pub(super) fn new(prompts: u64, prompt_pages: u32) -> Result<Self, CommandError> {
         let ratio = Ratio::default();
-        let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([5; 32]));
+        let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([5; 32]));
         let mut filled = Self {
             leader: Leader::new(settings),
             prompt_pages,

@@ -60,7 +60,7 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> AttachRequest {
 /// A leader with both workers attached and an empty pool.
 fn leader() -> Leader {
     let ratio = Ratio::new(1).expect("in bounds");
-    let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([1; 32]));
+    let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey::new([1; 32]));
     settings.hold_for = Duration::from_secs(u64::from(HOLD));
     settings.engine_grace = Duration::from_secs(u64::from(GRACE));
     let mut leader = Leader::new(settings);
