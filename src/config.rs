@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use figment::Figment;
 use serde::{Deserialize, Serialize};
 
+use kvferry_core::TierPolicy;
 use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
 pub use error::ConfigError;
@@ -46,6 +47,8 @@ pub struct Config {
     pub g2: ByteSize,
     pub g2_lock: bool,
     pub g2_numa: NumaNodes,
+    #[serde(serialize_with = "as_text")]
+    pub g2_policy: TierPolicy,
     pub copy_threads: u16,
     pub gpu_copy: GpuCopy,
     pub heartbeat_ms: u64,
@@ -107,6 +110,13 @@ pub struct Flags {
     #[arg(long, value_name = "NODES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2_numa: Option<NumaNodes>,
+    /// How pages are placed in host memory and leave it, such as pieces=2.
+    ///
+    /// Settings separated by commas. pieces=N, 0 to 32: before a page is evicted, a run is split over at most N holes;
+    /// with 0 and 1, pages are evicted first.
+    #[arg(long, value_name = "POLICY")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g2_policy: Option<String>,
     /// Threads that copy for each worker.
     ///
     /// 1 to 256.
@@ -207,6 +217,7 @@ impl Config {
             })?,
             g2_numa: settings.get("g2_numa", "node numbers such as \"0,1\", or \"\"", Some)?,
             g2_lock: settings.get("g2_lock", "true or false", Some)?,
+            g2_policy: settings.policy("g2_policy")?,
             copy_threads: settings.get(
                 "copy_threads",
                 &bounds(1, COPY_THREADS_MAX.into()),
@@ -227,6 +238,14 @@ impl Config {
     }
 }
 
+/// Serializes a value as its text.
+fn as_text<S: serde::Serializer>(
+    value: &impl std::fmt::Display,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
 const RUNTIME_DIR: &str = "XDG_RUNTIME_DIR";
 
 fn socket_dir_in(runtime_dir: Option<PathBuf>) -> PathBuf {
@@ -240,6 +259,17 @@ fn socket_dir_in(runtime_dir: Option<PathBuf>) -> PathBuf {
 struct Settings(Figment);
 
 impl Settings {
+    /// Returns the policy of a tier. An error says what is wrong with its text.
+    fn policy(&self, key: &'static str) -> Result<TierPolicy, ConfigError> {
+        let text: Option<String> = self.0.extract_inner(key).ok();
+        let read = text.as_deref().map(str::parse::<TierPolicy>);
+        let expected = match &read {
+            Some(Err(error)) => format!("a policy, and {error}"),
+            _ => "a policy such as \"pieces=2\"".to_owned(),
+        };
+        self.get(key, &expected, |_: String| read.and_then(Result::ok))
+    }
+
     /// Returns the value of `key` if `check` accepts it.
     fn get<T: for<'de> Deserialize<'de>, U>(
         &self,

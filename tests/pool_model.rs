@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 use kvferry_core::{
-    AnchorKey, Arena, BlockRun, Domain, Match, MatchGoal, Pin, Pool, Reserved, ShardSet,
+    AnchorKey, Arena, BlockRun, Domain, Match, MatchGoal, Pin, Pool, Reserved, ShardSet, TierPolicy,
 };
 use kvferry_types::{GroupId, PageHashes, Ratio, Shard, TransferId};
 use proptest::prelude::*;
@@ -182,6 +182,10 @@ fn pool_step() -> impl Strategy<Value = PoolStep> {
     ]
 }
 
+fn policy() -> impl Strategy<Value = TierPolicy> {
+    (0_u32..5).prop_map(|pieces_max| TierPolicy { pieces_max })
+}
+
 /// A copy that has not ended on every rank.
 #[derive(Debug)]
 struct Copying {
@@ -212,7 +216,12 @@ struct Model {
 
 impl Model {
     fn new(capacity: u32, ratio: u32) -> Self {
+        Self::with_policy(capacity, ratio, TierPolicy::default())
+    }
+
+    fn with_policy(capacity: u32, ratio: u32, policy: TierPolicy) -> Self {
         let pool = Pool::new(capacity, Ratio::new(ratio).expect("in bounds"));
+        let pool = pool.with_policy(policy);
         let (written, copying, held) = (HashMap::new(), Vec::new(), Vec::new());
         Self {
             pool,
@@ -416,9 +425,10 @@ proptest! {
     fn the_pool_serves_only_what_every_rank_wrote(
         capacity in 8_u32..120,
         ratio in 1_u32..17,
+        policy in policy(),
         steps in prop::collection::vec(pool_step(), 1..150),
     ) {
-        let mut model = Model::new(capacity.max(ratio), ratio);
+        let mut model = Model::with_policy(capacity.max(ratio), ratio, policy);
         for step in steps {
             match step {
                 PoolStep::Store { namespace, name, pages } => model.store(namespace, &sequence(name, pages)),

@@ -21,7 +21,11 @@ struct Run {
     g1_pages: u64,
     g2_pages: String,
     ratio: u64,
+    policy: &'static str,
 }
+
+/// The policy that evicts before it splits a run.
+const EVICT_FIRST: &str = "pieces=0";
 
 fn offline(name: &str, run: &Run) -> Option<Value> {
     let path = trace(name)?;
@@ -41,6 +45,8 @@ fn offline(name: &str, run: &Run) -> Option<Value> {
         &run.g1_pages.to_string(),
         "--g2-pages",
         &run.g2_pages,
+        "--g2-policy",
+        run.policy,
     ]))
 }
 
@@ -88,6 +94,7 @@ fn one_tier_matches_the_reference(name: &str) {
             g1_pages: 0,
             g2_pages: g2_pages.to_owned(),
             ratio: 1,
+            policy: "",
         };
         let Some(report) = offline(name, &run) else {
             return;
@@ -113,6 +120,7 @@ fn two_tiers_match_the_reference(name: &str) {
             g1_pages: column(1),
             g2_pages: row[2].clone(),
             ratio: 1,
+            policy: "",
         };
         let Some(report) = offline(name, &run) else {
             return;
@@ -159,6 +167,7 @@ fn unlimited_runs_lose_no_hit() {
             g1_pages: 0,
             g2_pages: "unlimited".to_owned(),
             ratio,
+            policy: "",
         };
         let Some(report) = offline("conv", &run) else {
             return;
@@ -169,18 +178,29 @@ fn unlimited_runs_lose_no_hit() {
 
 #[test]
 fn runs_keep_the_hits_with_a_fraction_of_the_stores() {
-    // (G1 pages, G2 pages, ratio, hits at ratio 1, minimum share of them, maximum of stores and growths)
+    const ANY: u64 = u64::MAX;
+    // (policy, G1 pages, G2 pages, ratio, hits at ratio 1, minimum share of them, maximum of stores and growths)
     let cases = [
-        (5_000, 30_000, 8, 95_337, 0.998, u64::MAX),
-        (5_000, 30_000, 32, 95_337, 0.988, 16_500),
-        (0, 10_000, 32, 62_005, 0.98, 19_500),
-        (0, 5_000, 32, 34_193, 0.94, 20_500),
+        (EVICT_FIRST, 5_000, 30_000, 8, 95_337, 0.998, ANY),
+        (EVICT_FIRST, 5_000, 30_000, 32, 95_337, 0.988, 16_500),
+        (EVICT_FIRST, 0, 10_000, 32, 62_005, 0.98, 19_500),
+        (EVICT_FIRST, 0, 5_000, 32, 34_193, 0.94, 20_500),
+        ("pieces=2", 5_000, 30_000, 32, 95_337, 0.9939, 19_000),
+        ("pieces=2", 0, 10_000, 32, 62_005, 0.991, 26_300),
+        ("pieces=2", 0, 5_000, 32, 34_193, 0.977, 29_800),
+        ("pieces=3", 5_000, 30_000, 32, 95_337, 0.9945, 21_000),
+        ("pieces=3", 0, 10_000, 32, 62_005, 0.995, 32_100),
+        ("pieces=3", 0, 5_000, 32, 34_193, 0.986, 38_100),
+        ("pieces=8", 5_000, 30_000, 32, 95_337, 0.9949, 24_400),
+        ("pieces=8", 0, 10_000, 32, 62_005, 0.996, 47_000),
+        ("pieces=8", 0, 5_000, 32, 34_193, 0.992, 63_700),
     ];
-    for (g1_pages, g2_pages, ratio, all, share, most_writes) in cases {
+    for (policy, g1_pages, g2_pages, ratio, all, share, most_writes) in cases {
         let run = Run {
             g1_pages,
             g2_pages: g2_pages.to_string(),
             ratio,
+            policy,
         };
         let Some(report) = offline("conv", &run) else {
             return;
@@ -189,18 +209,49 @@ fn runs_keep_the_hits_with_a_fraction_of_the_stores() {
         let kept = (g1 + g2) as f64 / f64::from(all);
         let writes = number(&report, "/blocks/stored") + number(&report, "/blocks/grown");
         let evicted = number(&report, "/arena/largest_eviction_pages");
-        assert!(
-            kept >= share,
-            "G1 {g1_pages}, G2 {g2_pages}, ratio {ratio}: kept {kept}"
-        );
-        assert!(
-            writes <= most_writes,
-            "G1 {g1_pages}, G2 {g2_pages}, ratio {ratio}: {writes} writes"
-        );
+        let case = format!("{policy}, G1 {g1_pages}, G2 {g2_pages}, ratio {ratio}");
+        assert!(kept >= share, "{case}: kept {kept}");
+        assert!(writes <= most_writes, "{case}: {writes} writes");
         assert!(
             evicted <= 2 * ratio,
-            "{evicted} pages evicted for one allocation"
+            "{case}: {evicted} pages evicted at once"
         );
+    }
+}
+
+/// The digests were recorded before runs could be split early.
+#[test]
+fn without_early_splits_the_decisions_are_those_of_eviction_first() {
+    let recorded = [
+        (
+            5_000,
+            "30000",
+            "b66d295461b0f23eb7e42ecfc981e583f8c35a6e113fad52481995d2db2e4ac0",
+        ),
+        (
+            0,
+            "10000",
+            "3bdb3c9a73082e52aa1975b442f5a3ce239f391f0004e6191144795152dd82ac",
+        ),
+    ];
+    for (g1_pages, g2_pages, digest) in recorded {
+        for policy in [EVICT_FIRST, "pieces=1"] {
+            let run = Run {
+                g1_pages,
+                g2_pages: g2_pages.to_owned(),
+                ratio: 32,
+                policy,
+            };
+            let Some(report) = offline("conv", &run) else {
+                return;
+            };
+            let found = report["decisions_digest"].as_str().expect("a digest");
+            assert_eq!(
+                found,
+                format!("blake3:{digest}"),
+                "{policy}, {g2_pages} pages"
+            );
+        }
     }
 }
 
@@ -210,6 +261,7 @@ fn two_offline_runs_give_the_same_report_but_for_wall_time() {
         g1_pages: 1_000,
         g2_pages: "5000".to_owned(),
         ratio: 32,
+        policy: "",
     };
     let Some(mut first) = offline("conv", &run) else {
         return;

@@ -81,7 +81,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 12] = [
+pub(super) const KEYS: [Key; 13] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -90,6 +90,7 @@ pub(super) const KEYS: [Key; 12] = [
     text("g2", Fallback::Text("8GiB")),
     switch("g2_lock", false),
     text("g2_numa", Fallback::Text("")),
+    text("g2_policy", Fallback::Text("pieces=2")),
     number("copy_threads", 4),
     text("gpu_copy", Fallback::Text("async")),
     number("heartbeat_ms", 1_000),

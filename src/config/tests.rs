@@ -48,6 +48,7 @@ fn defaults_are_those_of_the_docs() {
         g2: ByteSize(8 << 30),
         g2_lock: false,
         g2_numa: NumaNodes::default(),
+        g2_policy: TierPolicy::default(),
         copy_threads: 4,
         gpu_copy: GpuCopy::Async,
         heartbeat_ms: 1_000,
@@ -99,6 +100,7 @@ fn every_key_can_be_given_by_every_source() {
         g2: ByteSize(4_096),
         g2_lock: true,
         g2_numa: "1,0".parse().expect("nodes"),
+        g2_policy: TierPolicy::evict_first(),
         copy_threads: 3,
         gpu_copy: GpuCopy::Batch,
         heartbeat_ms: 50,
@@ -106,7 +108,7 @@ fn every_key_can_be_given_by_every_source() {
     };
     let toml = Toml::new(
         "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
-         g2_numa = '1,0'\ncopy_threads = 3\ngpu_copy = 'batch'\n\
+         g2_numa = '1,0'\ng2_policy = 'pieces=0'\ncopy_threads = 3\ngpu_copy = 'batch'\n\
          heartbeat_ms = 50\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
@@ -119,6 +121,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_G2", "4096"),
         ("KVFERRY_G2_LOCK", "true"),
         ("KVFERRY_G2_NUMA", "1,0"),
+        ("KVFERRY_G2_POLICY", "pieces=0"),
         ("KVFERRY_COPY_THREADS", "3"),
         ("KVFERRY_GPU_COPY", "batch"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
@@ -134,6 +137,7 @@ fn every_key_can_be_given_by_every_source() {
         g2: Some(ByteSize(4_096)),
         g2_lock: Some(true),
         g2_numa: Some("1,0".parse().expect("nodes")),
+        g2_policy: Some("pieces=0".to_owned()),
         copy_threads: Some(3),
         gpu_copy: Some(GpuCopy::Batch),
         heartbeat_ms: Some(50),
@@ -163,7 +167,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
     assert!(
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
-        g2_lock, g2_numa, copy_threads, gpu_copy, heartbeat_ms, log"
+        g2_lock, g2_numa, g2_policy, copy_threads, gpu_copy, heartbeat_ms, log"
         ),
         "{error}"
     );

@@ -5,7 +5,7 @@
 //!
 //! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `prefetch`: how
 //!    they are found;
-//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: read-only views of it; `sweep`: resets; `recover`:
+//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `policy`: its settings; `view`: read-only views of it; `sweep`: resets; `recover`:
 //!    from inventories; `check`: an independent recount of all of it (`contradiction`: its error);
 //! 3. `group`: kinds of layers, which pages a hit needs of each, and how far it reaches;
 //! 4. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
@@ -27,6 +27,7 @@ mod eviction;
 mod group;
 mod index;
 mod leader;
+mod policy;
 mod pool;
 mod prefetch;
 mod recover;
@@ -56,6 +57,7 @@ pub use leader::{
     MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX,
     RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
+pub use policy::{PIECES_MAX, ParseTierPolicyError, TierPolicy};
 pub use pool::{
     BlockRun, PageStates, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind, Reserved,
 };

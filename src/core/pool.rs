@@ -13,6 +13,7 @@ use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::change::{Change, Changes};
 use crate::cover::walk_tiers;
 use crate::index::{Index, Match, MatchGoal};
+use crate::policy::TierPolicy;
 use crate::prefetch::HeadPrefetcher;
 use crate::shard_set::ShardSet;
 use kvferry_types::{
@@ -107,7 +108,7 @@ pub struct PoolCounts {
     pub grown: u64,
     /// New blocks for a sequence that diverges from another one inside a block.
     pub branched: u64,
-    /// Additional blocks, because no hole was long enough for the run.
+    /// Additional blocks, because a run was split over several holes.
     pub split: u64,
     /// Number of times that a block lost pages to eviction: all of them or a part from its tail.
     pub evicted: u64,
@@ -179,6 +180,7 @@ impl PageStates {
 #[derive(Debug)]
 pub struct Pool {
     pub(super) ratio: u32,
+    policy: TierPolicy,
     pub(super) arena: Arena,
     pub(super) blocks: Blocks,
     pub(super) index: Index,
@@ -193,6 +195,7 @@ impl Pool {
     pub fn new(capacity_pages: u32, ratio: Ratio) -> Self {
         Self {
             ratio: ratio.pages(),
+            policy: TierPolicy::default(),
             arena: Arena::new(capacity_pages),
             blocks: Blocks::new(),
             index: Index::default(),
@@ -206,6 +209,13 @@ impl Pool {
     /// Largest number of pages in a block.
     pub(super) fn ratio(&self) -> u32 {
         self.ratio
+    }
+
+    /// The pool with another policy. Blocks that it already has are kept.
+    #[must_use]
+    pub fn with_policy(mut self, policy: TierPolicy) -> Self {
+        self.policy = policy;
+        self
     }
 
     /// Counters since the pool was created.
@@ -328,8 +338,8 @@ impl Pool {
 
     /// Reserves pages `position..end` of a sequence, which must not cross a multiple of the ratio. `tail` is the block
     /// that holds the page before `position`, if any: that block grows in place if possible. Evicts at most twice the
-    /// pages that are requested. Appends the reservations in order and the evicted runs, and returns the number of
-    /// pages that found room.
+    /// pages that are requested, and splits a run over several holes as [`TierPolicy::pieces_max`] says. Appends the
+    /// reservations in order and the evicted runs, and returns the number of pages that found room.
     #[expect(
         clippy::too_many_arguments,
         reason = "one call, one decision; a struct would only rename them"
@@ -545,26 +555,65 @@ impl Pool {
             return Vec::new();
         }
         let mut taken = 0;
-        let mut start = self.arena.alloc(wanted);
-        while start.is_none() && taken < wanted {
+        let mut pieces = self.fit(domain, hashes, position, wanted);
+        while pieces.is_empty() && taken < wanted {
             let Some(victim) = self.blocks.oldest_evictable() else {
                 break;
             };
             let run = self.trim(victim, wanted);
             taken += run.count;
             evicted.push(run);
-            start = self.arena.alloc(wanted);
+            pieces = self.fit(domain, hashes, position, wanted);
         }
         self.counts.largest_eviction_pages = self.counts.largest_eviction_pages.max(taken);
-        if let Some(start) = start {
+        match pieces.is_empty() {
+            true => self.split(domain, hashes, position, wanted, u32::MAX),
+            false => pieces,
+        }
+    }
+
+    /// Allocates all pages of a run without an eviction: in one hole, or in as many of the largest holes as the policy
+    /// allows. Returns nothing, and allocates nothing, if they have no room for the run.
+    fn fit(
+        &mut self,
+        domain: &Domain,
+        hashes: &PageHashes,
+        position: u32,
+        wanted: u32,
+    ) -> Vec<PageRun> {
+        if let Some(start) = self.arena.alloc(wanted) {
             return vec![PageRun {
                 start,
                 count: wanted,
             }];
         }
+        let pieces_max = self.policy.pieces_max;
+        let room = self.arena.largest_hole().saturating_mul(pieces_max);
+        if pieces_max < 2 || room.min(self.arena.free_pages()) < wanted {
+            return Vec::new();
+        }
+        let pieces = self.split(domain, hashes, position, wanted, pieces_max);
+        if pieces.iter().map(|piece| piece.count).sum::<u32>() == wanted {
+            return pieces;
+        }
+        for piece in pieces {
+            self.arena.release(piece.start, piece.count);
+        }
+        Vec::new()
+    }
+
+    /// Allocates pages for a run in at most `pieces_max` of the largest holes, as far as they reach.
+    fn split(
+        &mut self,
+        domain: &Domain,
+        hashes: &PageHashes,
+        position: u32,
+        wanted: u32,
+        pieces_max: u32,
+    ) -> Vec<PageRun> {
         let mut pieces = Vec::new();
         let mut left = wanted;
-        while left > 0 {
+        for _ in 0..pieces_max.min(wanted) {
             let count = left.min(self.arena.largest_hole());
             let at = position + wanted - left;
             let full = self
@@ -575,13 +624,16 @@ impl Pool {
             };
             pieces.push(PageRun { start, count });
             left -= count;
+            if left == 0 {
+                break;
+            }
         }
         pieces
     }
 
     /// Frees pages from the tail of a block: as many as form a hole of `wanted` pages together with the free pages
     /// after it.
-    fn trim(&mut self, index: BlockIndex, wanted: u32) -> PageRun {
+    pub(super) fn trim(&mut self, index: BlockIndex, wanted: u32) -> PageRun {
         let block = self.blocks.get(index);
         let end = block.start + u32::from(block.ready);
         let behind = self.arena.hole_at(end);

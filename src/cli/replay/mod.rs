@@ -21,7 +21,7 @@ use clap::ValueEnum;
 
 use crate::cli::print_line;
 use crate::error::CommandError;
-use kvferry_core::ARENA_PAGES_MAX;
+use kvferry_core::{ARENA_PAGES_MAX, TierPolicy};
 use kvferry_engine::settings::{EngineDevice, EngineLayout};
 use kvferry_types::ByteSize;
 use kvferry_workload::models::Model;
@@ -121,6 +121,9 @@ pub(super) struct Arguments {
     /// Pages of host memory on each rank instead; 0 for none, 'unlimited' offline only.
     #[arg(long, value_name = "N")]
     g2_pages: Option<ArenaPages>,
+    /// How pages are placed in host memory and leave it: see `g2_policy` in the settings.
+    #[arg(long, value_name = "POLICY", default_value = "pieces=2")]
+    g2_policy: TierPolicy,
     /// Model whose page sizes are used.
     #[arg(long, value_enum, default_value = "tiny")]
     model: Model,

@@ -42,6 +42,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     let key = AnchorKey::new([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
     settings.host_tier = tiers;
+    settings.tier_policy = arguments.g2_policy.clone();
     settings.sharding = workload.sharding;
     Leader::new(settings)
 }

@@ -98,6 +98,7 @@ fn start_up(
         .args(["--replicas", &arguments.replicas.to_string()])
         .args(["--ratio", &workload.ratio.to_string()])
         .args(["--g2", &workload.g2_bytes.max(1).to_string()])
+        .args(["--g2-policy", &arguments.g2_policy.to_string()])
         .args(["--log", &arguments.log])
         .arg("--socket-dir")
         .arg(directory)

@@ -89,6 +89,8 @@ pub struct Setup {
     pub engine_page_tokens: u32,
     /// Pages of the largest block.
     pub ratio: u32,
+    /// The policy of G2, as in the setting `g2_policy`.
+    pub g2_policy: String,
     /// Pages that the cache of an engine keeps.
     pub g1_pages: u32,
     /// Bytes of a page on one rank.
@@ -127,7 +129,7 @@ pub struct BlockCounts {
     pub loaded: u64,
     /// New blocks that begin where a sequence leaves another one inside a block.
     pub branched: u64,
-    /// Additional blocks because no hole was long enough.
+    /// Additional blocks, because a run was split over several holes.
     pub split: u64,
     /// Times that a block lost pages to eviction, wholly or at its tail.
     pub evicted: u64,
@@ -234,6 +236,7 @@ impl ReplayReport {
                 replicas: arguments.replicas,
                 engine_page_tokens: arguments.engine_page_tokens,
                 ratio: workload.ratio.pages(),
+                g2_policy: arguments.g2_policy.to_string(),
                 g1_pages: arguments.g1_pages,
                 page_bytes: workload.geometry.page_bytes(),
                 g2_pages: (workload.arena_pages < ARENA_PAGES_MAX)

@@ -154,7 +154,7 @@ pub const COUNTERS: &[Counter] = &[
     ),
     counter(
         "blocks_split",
-        "Additional blocks because no hole was long enough: the arena is fragmented, copies get smaller",
+        "Additional blocks because a run was split over several holes: the arena is fragmented, copies get smaller",
         |_, p| p.split,
     ),
     counter(

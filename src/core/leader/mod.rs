@@ -24,6 +24,7 @@ use crate::Contradiction;
 use crate::anchor::{AnchorKey, Domain};
 use crate::decision::RunDigest;
 use crate::event::{LeaderEffect, LeaderEvent};
+use crate::policy::TierPolicy;
 use crate::session::{Session, Sessions, Slot};
 use kvferry_types::{
     EngineId, Epoch, GroupGeometry, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time,
@@ -61,6 +62,8 @@ pub struct LeaderSettings {
     pub replicas: u16,
     /// Largest number of pages in a block.
     pub ratio: Ratio,
+    /// How the pool of host memory places, evicts, admits and finds pages.
+    pub tier_policy: TierPolicy,
     /// Secret key of the anchors.
     pub anchor_key: AnchorKey,
     /// Time for which a lookup holds the pages that it found. Default: 30 s.
@@ -98,6 +101,7 @@ impl LeaderSettings {
             sharding: Sharding::each(ranks),
             replicas: 1,
             ratio,
+            tier_policy: TierPolicy::default(),
             anchor_key,
             open_requests_max: OPEN_REQUESTS_MAX,
             hold_for: Duration::from_secs(30),

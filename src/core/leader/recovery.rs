@@ -467,7 +467,8 @@ impl Leader {
             && let Some(tier) = self.tiers.get_mut(id)
             && let Some((key, records)) = tier.take_part(id, part, &self.roster, &mut self.timers)
         {
-            let mut pool = Pool::recover(key.pages, self.settings.ratio, &records);
+            let mut pool = Pool::recover(key.pages, self.settings.ratio, &records)
+                .with_policy(self.settings.tier_policy.clone());
             if self.settings.moves.iter().any(|one| one.edge.from == id) {
                 pool.record_changes();
             }
