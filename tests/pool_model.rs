@@ -183,7 +183,10 @@ fn pool_step() -> impl Strategy<Value = PoolStep> {
 }
 
 fn policy() -> impl Strategy<Value = TierPolicy> {
-    (0_u32..5).prop_map(|pieces_max| TierPolicy { pieces_max })
+    (0_u32..5).prop_map(|pieces_max| TierPolicy {
+        pieces_max,
+        ..TierPolicy::default()
+    })
 }
 
 /// A copy that has not ended on every rank.

@@ -140,6 +140,43 @@ fn two_tiers_match_the_reference(name: &str) {
     assert!(compared >= 2, "only {compared} rows compared");
 }
 
+/// Hits of a policy at ratio 1, compared with the rows of a reference policy.
+fn policy_matches_the_reference(name: &str, policy: &'static str, reference: &str) {
+    let Some(rows) = rows(&format!("policy_{name}.csv")) else {
+        return;
+    };
+    let longest = LONGEST
+        .iter()
+        .find(|(trace, _)| *trace == name)
+        .map_or(0, |(_, pages)| *pages);
+    let mut compared = 0;
+    for row in rows.iter().filter(|row| row[2] == reference) {
+        let column = |index: usize| row[index].parse::<u64>().expect("a number");
+        if column(1) <= longest {
+            continue;
+        }
+        let run = Run {
+            g1_pages: 0,
+            g2_pages: row[1].clone(),
+            ratio: 1,
+            policy,
+        };
+        let Some(report) = offline(name, &run) else {
+            return;
+        };
+        assert_eq!(hits(name, &report), (0, column(3)), "{name} {row:?}");
+        compared += 1;
+    }
+    assert!(compared >= 3, "only {compared} rows compared");
+}
+
+#[test]
+fn pages_admitted_when_seen_twice_match_the_reference() {
+    for name in ["conv", "weka40"] {
+        policy_matches_the_reference(name, "admission=seen:2", "LRU+freq>=2");
+    }
+}
+
 #[test]
 fn one_tier_conversation() {
     one_tier_matches_the_reference("conv");

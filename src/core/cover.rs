@@ -74,7 +74,7 @@ impl Pool {
             return;
         }
         let start = held.start;
-        let idle = held.pins == 0 && held.filling.is_none();
+        let idle = held.pins == 0 && held.filling().is_none();
         if idle && keep > 0 {
             self.note_removed(block.index, keep, ready - keep);
             self.arena.release(start + keep, ready - keep);

@@ -5,7 +5,7 @@
 //!
 //! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `prefetch`: how
 //!    they are found;
-//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `policy`: its settings; `view`: read-only views of it; `sweep`: resets; `recover`:
+//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `policy`: its settings (`admission`: which pages enter it; `policy_error`: its error); `view`: read-only views of it; `sweep`: resets; `recover`:
 //!    from inventories; `check`: an independent recount of all of it (`contradiction`: its error);
 //! 3. `group`: kinds of layers, which pages a hit needs of each, and how far it reaches;
 //! 4. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
@@ -13,6 +13,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admission;
 mod anchor;
 mod arena;
 mod around;
@@ -28,6 +29,7 @@ mod group;
 mod index;
 mod leader;
 mod policy;
+mod policy_error;
 mod pool;
 mod prefetch;
 mod recover;
@@ -38,6 +40,7 @@ mod sweep;
 mod view;
 mod worker;
 
+pub use admission::{ADMISSION_RULES_MAX, Admission, SEEN_PAGES_MAX};
 pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
@@ -57,7 +60,8 @@ pub use leader::{
     MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX,
     RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
-pub use policy::{PIECES_MAX, ParseTierPolicyError, TierPolicy};
+pub use policy::{PIECES_MAX, TierPolicy};
+pub use policy_error::ParseTierPolicyError;
 pub use pool::{
     BlockRun, PageStates, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind, Reserved,
 };

@@ -6,6 +6,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::admission::Admission;
+use crate::policy_error::ParseTierPolicyError;
+
 /// Most pieces over which a run may be split before a page is evicted for it. Each piece is a block of its own, which
 /// costs a transfer, and a probe of the index in each later lookup.
 pub const PIECES_MAX: u32 = 32;
@@ -20,37 +23,31 @@ pub struct TierPolicy {
     /// More pieces keep more of the older pages, and make more and smaller transfers. Default: 2, for host memory, where a
     /// transfer costs microseconds. A disk wants one large piece: 0.
     pub pieces_max: u32,
+    /// Which pages enter the tier. Default: all.
+    pub admission: Admission,
 }
 
 impl Default for TierPolicy {
     fn default() -> Self {
-        Self { pieces_max: 2 }
+        Self {
+            pieces_max: 2,
+            admission: Admission::All,
+        }
     }
 }
 
 impl TierPolicy {
     /// Evicts first, and splits a run only when the bound on eviction is reached.
     pub fn evict_first() -> Self {
-        Self { pieces_max: 0 }
+        Self {
+            pieces_max: 0,
+            ..Self::default()
+        }
     }
 }
 
-/// Why a text describes no policy.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{field} is {value}: {remedy}")]
-pub struct ParseTierPolicyError {
-    field: String,
-    value: String,
-    remedy: String,
-}
-
-fn refuse<T>(field: &str, value: &str, remedy: String) -> Result<T, ParseTierPolicyError> {
-    Err(ParseTierPolicyError {
-        field: field.to_owned(),
-        value: format!("'{value}'"),
-        remedy,
-    })
-}
+/// The settings of a policy's text.
+const SETTINGS: &str = "pieces=N, admission=RULE";
 
 impl FromStr for TierPolicy {
     type Err = ParseTierPolicyError;
@@ -63,12 +60,16 @@ impl FromStr for TierPolicy {
             match name {
                 "pieces" => {
                     let pieces = value.parse().ok().filter(|pieces| *pieces <= PIECES_MAX);
-                    policy.pieces_max = match pieces {
-                        Some(pieces) => pieces,
-                        None => return refuse(name, value, format!("give 0 to {PIECES_MAX}")),
-                    };
+                    policy.pieces_max = pieces.ok_or_else(|| {
+                        let remedy = format!("give 0 to {PIECES_MAX}");
+                        ParseTierPolicyError::new(name, value, remedy)
+                    })?;
                 }
-                _ => return refuse("policy", setting, "the settings are pieces=N".to_owned()),
+                "admission" => policy.admission = value.parse()?,
+                _ => {
+                    let remedy = format!("the settings are {SETTINGS}");
+                    return Err(ParseTierPolicyError::new("policy", setting, remedy));
+                }
             }
         }
         Ok(policy)
@@ -77,7 +78,11 @@ impl FromStr for TierPolicy {
 
 impl fmt::Display for TierPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "pieces={}", self.pieces_max)
+        write!(f, "pieces={}", self.pieces_max)?;
+        match &self.admission {
+            Admission::All => Ok(()),
+            admission => write!(f, ",admission={admission}"),
+        }
     }
 }
 
@@ -90,7 +95,10 @@ mod tests {
     /// Stores a sequence of 4 pages where holes of 2, 1 and 1 pages are free, and the oldest of two other blocks begins
     /// at page 8. Returns the evicted runs, and those of the stored pages.
     fn stored_with(pieces_max: u32) -> (Vec<PageRun>, Vec<PageRun>) {
-        let mut pool = stored(&sequence(16, 0), 16).with_policy(TierPolicy { pieces_max });
+        let mut pool = stored(&sequence(16, 0), 16).with_policy(TierPolicy {
+            pieces_max,
+            ..TierPolicy::default()
+        });
         for (block, pages) in [(0, 2), (1, 1), (3, 1)] {
             pool.trim(block, pages);
         }
@@ -131,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_policy_is_read_back_from_its_text() {
-        for text in ["", "pieces=0", "pieces=32"] {
+        for text in ["", "pieces=0", "pieces=32", "admission=seen:2|all pieces=1"] {
             let policy: TierPolicy = text.parse().expect("a policy");
             assert_eq!(policy.to_string().parse(), Ok(policy));
         }
@@ -144,7 +152,7 @@ mod tests {
         let error = |text: &str| text.parse::<TierPolicy>().expect_err(text).to_string();
         assert_eq!(error("pieces=33"), "pieces is '33': give 0 to 32");
         assert_eq!(error("pieces"), "pieces is '': give 0 to 32");
-        let unknown = "policy is 'color=red': the settings are pieces=N";
+        let unknown = "policy is 'color=red': the settings are pieces=N, admission=RULE";
         assert_eq!(error("color=red"), unknown);
     }
 }

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::admission::{Admitter, Offer};
 use crate::anchor::Domain;
 use crate::arena::Arena;
 use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
@@ -118,6 +119,8 @@ pub struct PoolCounts {
     pub refused: u64,
     /// Pages that found no room.
     pub refused_pages: u64,
+    /// Pages that the policy did not admit.
+    pub unadmitted_pages: u64,
     /// Most pages evicted for one allocation.
     pub largest_eviction_pages: u32,
 }
@@ -134,6 +137,7 @@ impl PoolCounts {
             evicted_pages: self.evicted_pages + other.evicted_pages,
             refused: self.refused + other.refused,
             refused_pages: self.refused_pages + other.refused_pages,
+            unadmitted_pages: self.unadmitted_pages + other.unadmitted_pages,
             largest_eviction_pages: self
                 .largest_eviction_pages
                 .max(other.largest_eviction_pages),
@@ -181,6 +185,7 @@ impl PageStates {
 pub struct Pool {
     pub(super) ratio: u32,
     policy: TierPolicy,
+    admitter: Admitter,
     pub(super) arena: Arena,
     pub(super) blocks: Blocks,
     pub(super) index: Index,
@@ -196,6 +201,7 @@ impl Pool {
         Self {
             ratio: ratio.pages(),
             policy: TierPolicy::default(),
+            admitter: Admitter::default(),
             arena: Arena::new(capacity_pages),
             blocks: Blocks::new(),
             index: Index::default(),
@@ -214,8 +220,30 @@ impl Pool {
     /// The pool with another policy. Blocks that it already has are kept.
     #[must_use]
     pub fn with_policy(mut self, policy: TierPolicy) -> Self {
+        self.admitter = Admitter::new(policy.admission.clone());
         self.policy = policy;
         self
+    }
+
+    /// True if the policy admits every page.
+    pub(super) fn admits_all(&self) -> bool {
+        self.admitter.admits_all()
+    }
+
+    /// Offers a page that a store misses to the tier, once for each store. Returns whether the tier admits it.
+    pub(super) fn admits(
+        &mut self,
+        domain: &Domain,
+        hashes: &PageHashes,
+        position: u32,
+        offer: Offer,
+    ) -> bool {
+        let admitted = self.admits_all() || {
+            let page = domain.anchor(hashes.fingerprint(position as usize));
+            self.admitter.admits(page, offer)
+        };
+        self.counts.unadmitted_pages += u64::from(!admitted);
+        admitted
     }
 
     /// Counters since the pool was created.

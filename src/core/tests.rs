@@ -458,6 +458,7 @@ fn the_counters_of_two_pools_add_up() {
         evicted_pages: 6 * factor,
         refused: 7 * factor,
         refused_pages: 8 * factor,
+        unadmitted_pages: 10 * factor,
         largest_eviction_pages: 9 * factor as u32,
     };
     let sum = PoolCounts {

@@ -178,6 +178,11 @@ pub const COUNTERS: &[Counter] = &[
         |_, p| p.refused_pages,
     ),
     counter(
+        "unadmitted_pages",
+        "Pages that the admission of `g2_policy` kept out of G2",
+        |_, p| p.unadmitted_pages,
+    ),
+    counter(
         "largest_eviction_pages",
         "Most pages evicted for one allocation",
         |_, p| p.largest_eviction_pages.into(),

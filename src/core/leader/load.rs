@@ -23,7 +23,7 @@ use kvferry_types::{
 use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TierId, TransferId};
 
 use super::moves::{MoveSource, MoveTerms};
-use super::store::plan;
+use super::store::{PlanWalk, plan};
 use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
 
@@ -383,8 +383,14 @@ impl Leader {
         };
         let sequence = (&load.domain, &*load.hashes);
         let cell = first / ratio * ratio;
-        let planned = plan(host, sequence, cell, first..end, &mut self.next_id);
-        let fits = end - first - planned.refused_pages;
+        let walk = PlanWalk {
+            from: cell,
+            wanted: first..end,
+            offer: None,
+        };
+        let planned = plan(host, sequence, walk, &mut self.next_id);
+        let refused = planned.refused_pages();
+        let fits = end - first - refused;
         if fits == 0 {
             if load.is_moving() {
                 return false;
@@ -392,7 +398,7 @@ impl Leader {
             self.end_stretch(&mut load.stretches[index], 0);
             return true;
         }
-        if planned.refused_pages > 0 {
+        if refused > 0 {
             let mut rest = load.stretches[index].split(fits);
             if let Some(pool) = self.tiers.serving_mut(below.tier)
                 && let Some(pin) = pool.pin_through(below.block, below.run.start + below.run.count)

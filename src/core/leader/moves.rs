@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use crate::Contradiction;
+use crate::admission::Offer;
 use crate::blocks::BlockRef;
 use crate::change::Change;
 use crate::event::LeaderEffect;
@@ -19,7 +20,7 @@ use kvferry_types::{
 };
 
 use super::Leader;
-use super::store::plan;
+use super::store::{PlanWalk, plan};
 use super::tier::Tiers;
 use super::transfers::Begun;
 
@@ -163,7 +164,7 @@ impl Leader {
                 let Some(block) = waiting.and_then(WaitingBlocks::pop) else {
                     break;
                 };
-                self.move_block(edge, block, now + deadline, effects);
+                self.move_block(now, edge, block, now + deadline, effects);
             }
         }
     }
@@ -203,6 +204,7 @@ impl Leader {
     /// that a reset is about to remove, is not moved.
     fn move_block(
         &mut self,
+        now: Time,
         edge: Edge,
         block: BlockRef,
         deadline: Time,

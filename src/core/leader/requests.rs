@@ -113,7 +113,7 @@ impl Leader {
                 first_page,
                 more,
                 source,
-            } => self.store(reply_to, slot, first_page, more, &source, effects),
+            } => self.store(now, reply_to, slot, first_page, more, &source, effects),
             Request::CancelStores { slot } => self.cancel_stores(reply_to, slot, effects),
             Request::Reset { scope } => self.reset(reply_to, scope).map(|()| None),
             Request::Finish { slot } => {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::Contradiction;
+use crate::admission::Offer;
 use crate::anchor::Domain;
 use crate::around::Looks;
 use crate::decision::Decision;
@@ -16,7 +17,7 @@ use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
     EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, RequestId, Shard, SlotId,
-    TierId, TransferId,
+    TierId, Time, TransferId,
 };
 
 use super::load::check_device_pages;
@@ -269,15 +270,20 @@ pub(super) struct Plan {
     /// The transfers that fill wanted pages: those of the reservations, and earlier ones.
     pub(super) waits: Vec<Wait>,
     present_pages: u32,
-    /// Pages at the end for which there is no room.
-    pub(super) refused_pages: u32,
+    /// Runs of pages that found no room or were not admitted, in order.
+    refused: Vec<Range<u32>>,
     looks: u32,
 }
 
 impl Leader {
     /// Begins a store. Returns the answer when there is nothing to copy and nothing to wait for.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the fields of one request, and its time"
+    )]
     pub(super) fn store(
         &mut self,
+        now: Time,
         reply_to: ReplyTo,
         id: SlotId,
         first_page: u32,
@@ -292,6 +298,10 @@ impl Leader {
         // All copies of a store are for the same workers, so that they share messages.
         let workers = self.roster.storing(replica, self.stores.last);
         let shards = self.roster.shard_set();
+        let offer = Offer {
+            now,
+            page_bytes: geometry.page_bytes,
+        };
         let epoch = self.settings.epoch;
         self.check_current(reply_to, id)?;
         let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
@@ -321,7 +331,12 @@ impl Leader {
         self.stores
             .check_hash_bytes(reply_to.engine, slot.hashes())?;
         let sequence = (slot.domain(), &**slot.hashes());
-        let plan = plan(pool, sequence, 0, first_page..end, &mut self.next_id);
+        let walk = PlanWalk {
+            from: 0,
+            wanted: first_page..end,
+            offer: Some(offer),
+        };
+        let plan = plan(pool, sequence, walk, &mut self.next_id);
         self.counts.store_looks += u64::from(plan.looks);
         for run in &plan.evicted {
             slot.decide(tokens_per_page, Decision::Evicted(*run));
@@ -377,10 +392,11 @@ impl Leader {
             };
             self.transfers.begin(begun, &mut self.timers);
         }
-        if plan.refused_pages > 0 {
-            let (position, count) = (end - plan.refused_pages, plan.refused_pages);
+        for refused in &plan.refused {
+            let (position, count) = (refused.start, refused.end - refused.start);
             slot.decide(tokens_per_page, Decision::Refused { position, count });
         }
+        let refused_pages = plan.refused_pages();
         let pending = PendingStore {
             reply_to,
             slot: id,
@@ -392,7 +408,7 @@ impl Leader {
             cancels: Vec::new(),
             stored_pages: 0,
             present_pages: plan.present_pages,
-            refused_pages: plan.refused_pages,
+            refused_pages,
             failed_pages: 0,
         };
         if pending.waits.is_empty() {
@@ -485,22 +501,40 @@ impl Leader {
     }
 }
 
-/// Walks a sequence from position `from` on, looking up a bounded number of positions before `wanted`. Pages that are
+/// The part of a sequence for which [`plan`] finds places.
+pub(super) struct PlanWalk {
+    /// Where the walk begins.
+    pub(super) from: u32,
+    /// The pages that are placed if they are missing.
+    pub(super) wanted: Range<u32>,
+    /// Offers the missing pages to the admission of the pool; `None` admits every page.
+    pub(super) offer: Option<Offer>,
+}
+
+/// Walks a sequence, looking up a bounded number of positions before `wanted`. Pages that are
 /// ready or filling are left alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it
 /// passes until it ends, so that making room for the tail does not evict the root.
 pub(super) fn plan(
     pool: &mut Pool,
     (domain, hashes): (&Domain, &PageHashes),
-    from: u32,
-    wanted: Range<u32>,
+    walk: PlanWalk,
     next_id: &mut u64,
 ) -> Plan {
     let ratio = pool.ratio();
+    let PlanWalk {
+        from,
+        wanted,
+        offer,
+    } = walk;
     let mut plan = Plan::default();
     let mut held: Vec<Pin> = Vec::new();
     let mut tail: Option<Match> = None;
     let mut looks = Looks::new(&wanted, ratio);
     let mut position = from;
+    let mut gate = Gate {
+        offer,
+        verdict: None,
+    };
     while position < wanted.end {
         if let Some(at) = looks.next(position).filter(|at| *at > position) {
             position = at;
@@ -518,8 +552,13 @@ pub(super) fn plan(
         } else if position < wanted.start {
             position += 1;
             tail = None;
+        } else if !gate.admits(pool, (domain, hashes), position) {
+            plan.refuse(position..position + 1);
+            position += 1;
+            tail = None;
         } else {
             let end = missing_until(pool, (domain, hashes), position, wanted.end);
+            let end = gate.admitted_until(pool, (domain, hashes), position, end);
             let before = plan.reserved.len();
             let room = pool.reserve(
                 domain,
@@ -541,7 +580,7 @@ pub(super) fn plan(
             }
             position += room;
             if position < end {
-                plan.refused_pages = wanted.end - position;
+                plan.refuse(position..wanted.end);
                 break;
             }
             tail = None;
@@ -571,7 +610,73 @@ fn missing_until(
     (position + 1..limit).find(there).unwrap_or(limit)
 }
 
+/// The admission of the missing pages of a store. Offers each page once, although the walk may return to the page at
+/// which a run ended.
+struct Gate {
+    /// `None` if every page is admitted.
+    offer: Option<Offer>,
+    /// The page that was offered last, and the verdict.
+    verdict: Option<(u32, bool)>,
+}
+
+impl Gate {
+    fn admits(
+        &mut self,
+        pool: &mut Pool,
+        (domain, hashes): (&Domain, &PageHashes),
+        position: u32,
+    ) -> bool {
+        let Some(offer) = self.offer else {
+            return true;
+        };
+        match self.verdict {
+            Some((offered, admitted)) if offered == position => admitted,
+            _ => {
+                let admitted = pool.admits(domain, hashes, position, offer);
+                self.verdict = Some((position, admitted));
+                admitted
+            }
+        }
+    }
+
+    /// End of the pages from `position` on, all of them missing, that are admitted.
+    fn admitted_until(
+        &mut self,
+        pool: &mut Pool,
+        sequence: (&Domain, &PageHashes),
+        position: u32,
+        end: u32,
+    ) -> u32 {
+        match self.offer.is_none() || pool.admits_all() {
+            true => end,
+            false => (position..end)
+                .find(|page| !self.admits(pool, sequence, *page))
+                .unwrap_or(end),
+        }
+    }
+}
+
 impl Plan {
+    /// Notes pages that are not stored, behind all that were noted so far.
+    fn refuse(&mut self, pages: Range<u32>) {
+        match self
+            .refused
+            .last_mut()
+            .filter(|last| last.end == pages.start)
+        {
+            Some(last) => last.end = pages.end,
+            None => self.refused.push(pages),
+        }
+    }
+
+    /// Pages for which there is no room, or that are not admitted.
+    pub(super) fn refused_pages(&self) -> u32 {
+        self.refused
+            .iter()
+            .map(|pages| pages.end - pages.start)
+            .sum()
+    }
+
     /// Counts the wanted pages of a run that is present; pages that are not ready yet are waited for.
     fn count_present(&mut self, pool: &Pool, found: Match, position: u32, wanted: &Range<u32>) {
         let overlap =
