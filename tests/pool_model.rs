@@ -9,7 +9,8 @@
 use std::collections::HashMap;
 
 use kvferry_core::{
-    AnchorKey, Arena, BlockRun, Domain, Match, MatchGoal, Pin, Pool, Reserved, ShardSet, TierPolicy,
+    AnchorKey, Arena, BlockRun, Domain, EvictionPolicy, Match, MatchGoal, Pin, Pool, Reserved,
+    ShardSet, TierPolicy,
 };
 use kvferry_types::{GroupId, PageHashes, Ratio, Shard, TransferId};
 use proptest::prelude::*;
@@ -183,8 +184,13 @@ fn pool_step() -> impl Strategy<Value = PoolStep> {
 }
 
 fn policy() -> impl Strategy<Value = TierPolicy> {
-    (0_u32..5).prop_map(|pieces_max| TierPolicy {
+    let eviction = (0..3_usize).prop_map(|policy| EvictionPolicy::ALL[policy]);
+    let quota = prop::option::of(1_u32..60);
+    let all = (0_u32..5, eviction, quota);
+    all.prop_map(|(pieces_max, eviction, quota_pages)| TierPolicy {
         pieces_max,
+        eviction,
+        quota_pages,
         ..TierPolicy::default()
     })
 }

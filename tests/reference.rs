@@ -140,8 +140,13 @@ fn two_tiers_match_the_reference(name: &str) {
     assert!(compared >= 2, "only {compared} rows compared");
 }
 
-/// Hits of a policy at ratio 1, compared with the rows of a reference policy.
-fn policy_matches_the_reference(name: &str, policy: &'static str, reference: &str) {
+/// Compares the hits of a policy at ratio 1 with the rows of a reference policy. They may differ by this share.
+fn policy_matches_the_reference(
+    name: &str,
+    policy: &'static str,
+    reference: &str,
+    difference_max: f64,
+) {
     let Some(rows) = rows(&format!("policy_{name}.csv")) else {
         return;
     };
@@ -164,16 +169,29 @@ fn policy_matches_the_reference(name: &str, policy: &'static str, reference: &st
         let Some(report) = offline(name, &run) else {
             return;
         };
-        assert_eq!(hits(name, &report), (0, column(3)), "{name} {row:?}");
+        let (_, found) = hits(name, &report);
+        let difference = found.abs_diff(column(3)) as f64 / column(3) as f64;
+        assert!(
+            difference <= difference_max,
+            "{name} {row:?}: {found} hits, {difference}"
+        );
         compared += 1;
     }
     assert!(compared >= 3, "only {compared} rows compared");
 }
 
+/// The reference accesses the pages of a request from the last to the first, and may evict pages of the request itself;
+/// a pool holds what a lookup found before it makes room, from the first missing page on.
+#[test]
+fn arc_nearly_matches_the_reference() {
+    policy_matches_the_reference("conv", "eviction=arc", "ARC", 0.004);
+    policy_matches_the_reference("weka40", "eviction=arc", "ARC", 0.009);
+}
+
 #[test]
 fn pages_admitted_when_seen_twice_match_the_reference() {
     for name in ["conv", "weka40"] {
-        policy_matches_the_reference(name, "admission=seen:2", "LRU+freq>=2");
+        policy_matches_the_reference(name, "admission=seen:2", "LRU+freq>=2", 0.0);
     }
 }
 

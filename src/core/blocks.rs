@@ -4,7 +4,7 @@
 //! the pages of a block are consecutive.
 
 use crate::eviction::{EvictionOrder, Place, Places};
-use kvferry_types::{Anchor, DomainId, Fingerprint, PageHashes, Scope, TransferId};
+use kvferry_types::{Anchor, DomainId, Fingerprint, NamespaceId, PageHashes, Scope, TransferId};
 
 /// Marks the end of a linked list.
 pub const NONE: u32 = u32::MAX;
@@ -12,8 +12,7 @@ pub const NONE: u32 = u32::MAX;
 /// Fingerprints per cache line, for lines of 64 bytes.
 const FINGERPRINTS_PER_LINE: usize = 4;
 
-/// Position of a block in the slab. Valid while the block lives; use [`BlockRef`] for a reference that may outlive it.
-pub type BlockIndex = u32;
+pub use crate::eviction::BlockIndex;
 
 /// A block's position and creation stamp. A later block at the same position has another stamp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -84,6 +83,11 @@ impl Block {
         (self.filling_transfer, self.filling_pages) = (transfer, pages);
     }
 
+    /// The list of the order of eviction that the block belongs to.
+    pub(super) fn list(&self) -> u8 {
+        self.place.list()
+    }
+
     /// Pages that the block occupies in the arena, ready and filling.
     pub fn total_pages(&self) -> u32 {
         u32::from(self.ready) + self.filling_pages
@@ -127,6 +131,14 @@ impl Places for Slab {
 
     fn place_mut(&mut self, index: BlockIndex) -> &mut Place {
         &mut self.block_mut(index).place
+    }
+
+    fn namespace(&self, index: BlockIndex) -> NamespaceId {
+        self.block(index).domain.namespace()
+    }
+
+    fn pages(&self, index: BlockIndex) -> u32 {
+        self.block(index).total_pages()
     }
 }
 
@@ -301,16 +313,71 @@ impl Blocks {
         self.order.set_evictable(&mut self.slab, index, evictable);
     }
 
-    /// The least recently used block of which pages can be evicted. Takes held blocks out of the order, each once until
-    /// it is released.
-    pub(super) fn oldest_evictable(&mut self) -> Option<BlockIndex> {
-        while let Some(index) = self.order.oldest(&self.slab) {
+    /// The next block of which pages can be evicted; with a namespace, the next one of that namespace. Takes held blocks
+    /// out of the order, each once until it is released.
+    pub(super) fn oldest_evictable(&mut self, own: Option<NamespaceId>) -> Option<BlockIndex> {
+        while let Some(index) = self.order.oldest(&self.slab, own) {
             if self.get(index).evictable_pages() > 0 {
                 return Some(index);
             }
             self.order.set_evictable(&mut self.slab, index, false);
         }
         None
+    }
+
+    /// Replaces the order of eviction, and puts all blocks into it, by age.
+    pub(super) fn set_order(&mut self, order: EvictionOrder) {
+        let all: Vec<BlockIndex> = self.by_age().map(|(index, _)| index).collect();
+        self.order = order;
+        for index in all {
+            let place = self.order.place_of_new();
+            let block = self.slab.block_mut(index);
+            block.place = place;
+            let (namespace, pages) = (block.domain.namespace(), block.total_pages());
+            self.order.add_pages(place, namespace, pages);
+            self.update_order(index);
+        }
+    }
+
+    /// The order of eviction.
+    pub(super) fn order(&self) -> &EvictionOrder {
+        &self.order
+    }
+
+    /// The order of eviction, to adapt to evicted and stored pages.
+    pub(super) fn order_mut(&mut self) -> &mut EvictionOrder {
+        &mut self.order
+    }
+
+    /// Counts pages that a block gets.
+    pub(super) fn add_pages(&mut self, index: BlockIndex, count: u32) {
+        let block = self.slab.block(index);
+        self.order
+            .add_pages(block.place, block.domain.namespace(), count);
+    }
+
+    /// Counts pages that a block loses.
+    pub(super) fn remove_pages(&mut self, index: BlockIndex, count: u32) {
+        let block = self.slab.block(index);
+        self.order
+            .remove_pages(block.place, block.domain.namespace(), count);
+    }
+
+    /// Counts a further use of a block.
+    pub(super) fn promote(&mut self, index: BlockIndex) {
+        self.order.promote(&mut self.slab, index);
+    }
+
+    /// Sets the priority of a block.
+    pub(super) fn set_priority(&mut self, index: BlockIndex, priority: u8) {
+        self.order.set_priority(&mut self.slab, index, priority);
+    }
+
+    /// Remembers the last `count` pages of a block as evicted.
+    pub(super) fn note_evicted(&mut self, index: BlockIndex, start: u32, count: u32) {
+        let block = self.slab.block(index);
+        let pages = &self.fingerprints[start as usize..][..count as usize];
+        self.order.evicted(block.place, block.domain, pages);
     }
 
     /// True if the order of eviction has the block.
@@ -421,19 +488,19 @@ mod tests {
             blocks.update_order(index);
         }
         let [a, b, _] = all;
-        assert_eq!(blocks.oldest_evictable(), Some(a));
+        assert_eq!(blocks.oldest_evictable(None), Some(a));
         blocks.get_mut(a).pinned_pages = 1;
         blocks.update_order(a);
         assert!(blocks.is_in_order(a), "no search has met it");
-        assert_eq!(blocks.oldest_evictable(), Some(b));
+        assert_eq!(blocks.oldest_evictable(None), Some(b));
         assert!(!blocks.is_in_order(a));
         blocks.get_mut(a).pinned_pages = 0;
         blocks.update_order(a);
-        assert_eq!(blocks.oldest_evictable(), Some(a));
+        assert_eq!(blocks.oldest_evictable(None), Some(a));
         for index in all {
             blocks.get_mut(index).pinned_pages = 1;
         }
-        assert_eq!(blocks.oldest_evictable(), None, "all are held");
+        assert_eq!(blocks.oldest_evictable(None), None, "all are held");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The second count: recomputes the counters and lists of a pool from its blocks and holes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::Contradiction;
 use crate::blocks::Block;
@@ -58,6 +58,7 @@ impl Pool {
             .into());
         }
         check_cover(&mut spans, self.capacity_pages())?;
+        self.check_order()?;
         let states = self.page_states();
         let ready: u32 = self
             .blocks
@@ -78,6 +79,28 @@ impl Pool {
             Some((index, _)) => {
                 Err(format!("block {index} and the order of eviction disagree").into())
             }
+        }
+    }
+}
+
+impl Pool {
+    /// Compares the pages of each list and namespace in the order of eviction with those of the blocks.
+    fn check_order(&self) -> Result<(), Contradiction> {
+        let order = self.blocks.order();
+        let mut pages = vec![0; order.pages().len()];
+        let mut used = BTreeMap::new();
+        for (_, block) in self.blocks.by_age() {
+            pages[usize::from(block.list())] += u64::from(block.total_pages());
+            *used.entry(block.domain.namespace()).or_default() += block.total_pages();
+        }
+        if pages != order.pages() {
+            let counted = order.pages();
+            return Err(format!("blocks have {pages:?} pages by list, {counted:?} counted").into());
+        }
+        let counted = order.used();
+        match counted.is_empty() || counted == used {
+            true => Ok(()),
+            false => Err(format!("namespaces have {used:?} pages, {counted:?} counted").into()),
         }
     }
 }

@@ -77,6 +77,7 @@ impl Pool {
         let idle = held.pins == 0 && held.filling().is_none();
         if idle && keep > 0 {
             self.note_removed(block.index, keep, ready - keep);
+            self.blocks.remove_pages(block.index, ready - keep);
             self.arena.release(start + keep, ready - keep);
             self.blocks.get_mut(block.index).ready = u16::try_from(keep).unwrap_or(0);
             self.blocks.update_order(block.index);

@@ -7,6 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::admission::Admission;
+use crate::eviction::EvictionPolicy;
 use crate::policy_error::ParseTierPolicyError;
 
 /// Most pieces over which a run may be split before a page is evicted for it. Each piece is a block of its own, which
@@ -23,6 +24,11 @@ pub struct TierPolicy {
     /// More pieces keep more of the older pages, and make more and smaller transfers. Default: 2, for host memory, where a
     /// transfer costs microseconds. A disk wants one large piece: 0.
     pub pieces_max: u32,
+    /// Which block is evicted first. Default: the least recently used one.
+    pub eviction: EvictionPolicy,
+    /// Pages of a namespace from which on its own blocks are evicted first for its stores, at least 1. Up to then, and
+    /// while there is room, its stores evict as those of others do. Default: none.
+    pub quota_pages: Option<u32>,
     /// Which pages enter the tier. Default: all.
     pub admission: Admission,
 }
@@ -31,6 +37,8 @@ impl Default for TierPolicy {
     fn default() -> Self {
         Self {
             pieces_max: 2,
+            eviction: EvictionPolicy::Lru,
+            quota_pages: None,
             admission: Admission::All,
         }
     }
@@ -47,7 +55,7 @@ impl TierPolicy {
 }
 
 /// The settings of a policy's text.
-const SETTINGS: &str = "pieces=N, admission=RULE";
+const SETTINGS: &str = "pieces=N, eviction=POLICY, quota=PAGES, admission=RULE";
 
 impl FromStr for TierPolicy {
     type Err = ParseTierPolicyError;
@@ -65,6 +73,20 @@ impl FromStr for TierPolicy {
                         ParseTierPolicyError::new(name, value, remedy)
                     })?;
                 }
+                "eviction" => {
+                    let mut all = EvictionPolicy::ALL.into_iter();
+                    policy.eviction = all.find(|way| way.name() == value).ok_or_else(|| {
+                        let remedy = "give lru, arc or priority".to_owned();
+                        ParseTierPolicyError::new(name, value, remedy)
+                    })?;
+                }
+                "quota" => {
+                    let pages = value.parse().ok().filter(|pages| *pages > 0);
+                    policy.quota_pages = Some(pages.ok_or_else(|| {
+                        let remedy = "give a number of pages above 0".to_owned();
+                        ParseTierPolicyError::new(name, value, remedy)
+                    })?);
+                }
                 "admission" => policy.admission = value.parse()?,
                 _ => {
                     let remedy = format!("the settings are {SETTINGS}");
@@ -79,6 +101,12 @@ impl FromStr for TierPolicy {
 impl fmt::Display for TierPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "pieces={}", self.pieces_max)?;
+        if self.eviction != EvictionPolicy::Lru {
+            write!(f, ",eviction={}", self.eviction.name())?;
+        }
+        if let Some(pages) = self.quota_pages {
+            write!(f, ",quota={pages}")?;
+        }
         match &self.admission {
             Admission::All => Ok(()),
             admission => write!(f, ",admission={admission}"),
@@ -139,7 +167,14 @@ mod tests {
 
     #[test]
     fn a_policy_is_read_back_from_its_text() {
-        for text in ["", "pieces=0", "pieces=32", "admission=seen:2|all pieces=1"] {
+        for text in [
+            "",
+            "pieces=0",
+            "pieces=32",
+            "admission=seen:2|all pieces=1",
+            "eviction=arc quota=7",
+            "eviction=priority",
+        ] {
             let policy: TierPolicy = text.parse().expect("a policy");
             assert_eq!(policy.to_string().parse(), Ok(policy));
         }
@@ -152,7 +187,8 @@ mod tests {
         let error = |text: &str| text.parse::<TierPolicy>().expect_err(text).to_string();
         assert_eq!(error("pieces=33"), "pieces is '33': give 0 to 32");
         assert_eq!(error("pieces"), "pieces is '': give 0 to 32");
-        let unknown = "policy is 'color=red': the settings are pieces=N, admission=RULE";
+        let unknown = "policy is 'color=red': the settings are pieces=N, eviction=POLICY, quota=PAGES, \
+             admission=RULE";
         assert_eq!(error("color=red"), unknown);
     }
 }

@@ -13,6 +13,7 @@ use crate::arena::Arena;
 use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::change::{Change, Changes};
 use crate::cover::walk_tiers;
+use crate::eviction::EvictionOrder;
 use crate::index::{Index, Match, MatchGoal};
 use crate::policy::TierPolicy;
 use crate::prefetch::HeadPrefetcher;
@@ -220,6 +221,9 @@ impl Pool {
     /// The pool with another policy. Blocks that it already has are kept.
     #[must_use]
     pub fn with_policy(mut self, policy: TierPolicy) -> Self {
+        let capacity = self.arena.capacity_pages();
+        let order = EvictionOrder::new(policy.eviction, policy.quota_pages, capacity);
+        self.blocks.set_order(order);
         self.admitter = Admitter::new(policy.admission.clone());
         self.policy = policy;
         self
@@ -321,6 +325,24 @@ impl Pool {
         }
     }
 
+    /// Counts a use of the runs, and makes them the most recently used ones.
+    pub fn use_runs(&mut self, runs: &[BlockRun]) {
+        for run in runs {
+            self.blocks.promote(run.block);
+        }
+        self.touch(runs);
+    }
+
+    /// Counts a use of a block.
+    pub(super) fn promote(&mut self, block: BlockIndex) {
+        self.blocks.promote(block);
+    }
+
+    /// Sets the priority of a block, for eviction by priority: blocks with the lowest one are evicted first.
+    pub fn set_priority(&mut self, block: BlockIndex, priority: u8) {
+        self.blocks.set_priority(block, priority);
+    }
+
     /// The arena page of page `position` of the sequence. `run` must contain that page.
     pub fn arena_page(&self, run: &BlockRun, position: u32) -> u32 {
         self.blocks.get(run.block).start + (position - run.position)
@@ -384,12 +406,15 @@ impl Pool {
         evicted: &mut Vec<PageRun>,
     ) -> u32 {
         let wanted = end - position;
+        let pages = (position..end).map(|page| hashes.fingerprint(page as usize));
+        let again = self.blocks.order_mut().recall(domain.id(), pages);
         let aligned = position.is_multiple_of(self.ratio);
         if let Some(tail) = tail.filter(|_| !aligned)
             && let Some(run) = self.grow(tail, hashes, position, wanted)
         {
             let transfer = next_transfer(next_id);
             self.fill(transfer, tail.block, wanted);
+            self.blocks.order_mut().trim();
             self.counts.grown += 1;
             reserved.push(Reserved {
                 transfer,
@@ -404,7 +429,10 @@ impl Pool {
         let mut at = position;
         for run in self.place(domain, hashes, position, wanted, evicted) {
             let transfer = next_transfer(next_id);
-            self.open(transfer, domain, hashes, at, run);
+            let block = self.open(transfer, domain, hashes, at, run);
+            if again {
+                self.blocks.promote(block);
+            }
             reserved.push(Reserved {
                 transfer,
                 position: at,
@@ -416,6 +444,7 @@ impl Pool {
             self.counts.split += u64::from(at != position);
             at += run.count;
         }
+        self.blocks.order_mut().trim();
         if at < end {
             self.counts.refused += 1;
             self.counts.refused_pages += u64::from(end - at);
@@ -465,6 +494,7 @@ impl Pool {
             let start = held.start + u32::from(held.ready);
             let empty = held.ready == 0;
             self.arena.release(start, pages);
+            self.blocks.remove_pages(block, pages);
             if empty {
                 self.remove_empty(block);
                 return Some(false);
@@ -500,6 +530,7 @@ impl Pool {
             self.blocks.remove(block);
             return self.arena.release(first.page, count);
         }
+        self.blocks.add_pages(block, count);
         self.blocks.update_order(block);
     }
 
@@ -585,7 +616,11 @@ impl Pool {
         let mut taken = 0;
         let mut pieces = self.fit(domain, hashes, position, wanted);
         while pieces.is_empty() && taken < wanted {
-            let Some(victim) = self.blocks.oldest_evictable() else {
+            let namespace = domain.id().namespace();
+            let own = self.blocks.order().over_quota(namespace, wanted);
+            let victim = own.and_then(|own| self.blocks.oldest_evictable(Some(own)));
+            let victim = victim.or_else(|| self.blocks.oldest_evictable(None));
+            let Some(victim) = victim else {
                 break;
             };
             let run = self.trim(victim, wanted);
@@ -673,6 +708,8 @@ impl Pool {
             count,
         };
         self.note_removed(index, run.start - self.blocks.get(index).start, count);
+        self.blocks.note_evicted(index, run.start, count);
+        self.blocks.remove_pages(index, count);
         self.arena.release(run.start, count);
         self.counts.evicted += 1;
         self.counts.evicted_pages += u64::from(count);
@@ -693,7 +730,7 @@ impl Pool {
         hashes: &PageHashes,
         position: u32,
         run: PageRun,
-    ) {
+    ) -> BlockIndex {
         self.blocks
             .write_fingerprints(run.start, hashes, position as usize, run.count);
         let anchor = domain.anchor(hashes.fingerprint(position as usize));
@@ -708,12 +745,14 @@ impl Pool {
         let room = self.index.insert(&mut self.blocks, block);
         debug_assert!(room, "place() asked the index first");
         self.fill(transfer, block, run.count);
+        block
     }
 
     fn fill(&mut self, transfer: TransferId, block: BlockIndex, pages: u32) {
         self.blocks
             .get_mut(block)
             .set_filling(Some(Filling { transfer, pages }));
+        self.blocks.add_pages(block, pages);
         self.blocks.update_order(block);
         let reservation = Reservation {
             block,
@@ -743,6 +782,7 @@ impl Pool {
         let (start, freed) = (block.start + u32::from(kept), u32::from(block.ready - kept));
         block.ready = kept;
         if freed > 0 {
+            self.blocks.remove_pages(index, freed);
             self.arena.release(start, freed);
         }
         if kept == 0 {

@@ -28,6 +28,11 @@ pub(super) fn domain() -> Domain {
     Domain::new(&AnchorKey::new([1; 32]), b"a", &[0; 16], GroupId(0))
 }
 
+/// The domain of a namespace.
+pub(super) fn domain_of(namespace: u8) -> Domain {
+    Domain::new(&AnchorKey::new([1; 32]), &[namespace], &[0; 16], GroupId(0))
+}
+
 /// Reserves the block of a sequence that begins at `position`.
 fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, transfer: u64) -> TransferId {
     let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), transfer);

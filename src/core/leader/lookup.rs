@@ -55,7 +55,7 @@ impl Leader {
         let (domain, hashes) = (slot.domain(), slot.hashes());
         let looked_up = hashes.len() as u64;
         let reach = self.tiers.walk(domain, hashes, device_pages, &mut runs);
-        self.tiers.touch(&runs);
+        self.tiers.use_runs(&runs);
         let hit_pages = reach.end.saturating_sub(device_pages);
         let mut below: Vec<(TierId, BlockRef)> = Vec::new();
         for TierRun { tier, run } in runs

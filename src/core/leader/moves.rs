@@ -224,16 +224,17 @@ impl Leader {
         if self.roster.moving(self.tiers.wanted_key()).is_none() {
             return;
         }
+        let page_bytes = self.tiers.key(edge.to).map_or(0, |key| key.page_bytes);
+        let offer = Offer { now, page_bytes };
         let Some(target) = self.tiers.serving_mut(edge.to) else {
             return;
         };
-        let planned = plan(
-            target,
-            (&domain, &hashes),
-            phase,
-            phase..end,
-            &mut self.next_id,
-        );
+        let walk = PlanWalk {
+            from: phase,
+            wanted: phase..end,
+            offer: Some(offer).filter(|_| edge.to > edge.from),
+        };
+        let planned = plan(target, (&domain, &hashes), walk, &mut self.next_id);
         let source = MoveSource {
             tier: edge.from,
             block,

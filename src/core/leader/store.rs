@@ -545,6 +545,9 @@ pub(super) fn plan(
         if let Some(found) = found {
             if found.ready > 0 {
                 held.push(pool.pin(found.block, found.ready));
+                if position >= wanted.start {
+                    pool.promote(found.block);
+                }
             }
             plan.count_present(pool, found, position, &wanted);
             position += found.pages;

@@ -227,8 +227,13 @@ impl Tiers {
         walk_tiers(&pools, domain, hashes, covered as usize, add)
     }
 
-    /// Makes the blocks of these runs the most recently used ones, the last run first.
-    pub(super) fn touch(&mut self, runs: &[TierRun]) {
+    /// Counts a use of these runs, and makes their blocks the most recently used ones, the last run first.
+    pub(super) fn use_runs(&mut self, runs: &[TierRun]) {
+        for TierRun { tier, run } in runs {
+            if let Some(pool) = self.serving_mut(*tier) {
+                pool.promote(run.block);
+            }
+        }
         for TierRun { tier, run } in runs.iter().rev() {
             if let Some(pool) = self.serving_mut(*tier) {
                 pool.touch(std::slice::from_ref(run));

@@ -1,14 +1,16 @@
-//! The order of eviction: the blocks that can be evicted, least recently used first.
+//! A list of blocks, least recently used first.
 //!
 //! A held block that the search for a victim meets leaves the order until it is released, so finding victims costs the
 //! same in the mean however many blocks are held. A block that becomes evictable again returns to the place that its
-//! last touch gave it. Nearly all blocks are touched and evicted in a linked list; the few that return are kept in a
-//! tree beside it until their next touch.
+//! last touch gave it. Nearly all blocks are touched and evicted in a linked list; the few that return, or that come
+//! from another list, are kept in a tree beside it until their next touch.
 
 use std::collections::BTreeMap;
 
-/// Position of a block in the slab.
-type BlockIndex = u32;
+use kvferry_types::NamespaceId;
+
+/// Position of a block in the slab. Valid while the block lives.
+pub type BlockIndex = u32;
 
 /// Marks the end of the list.
 const NONE: u32 = u32::MAX;
@@ -17,71 +19,83 @@ const NONE: u32 = u32::MAX;
 const OUT: u32 = NONE - 1;
 const RETURNED: u32 = NONE - 2;
 
-/// The place of one block in the order: 16 bytes of the block's record, so that a touch reads no further cache line.
+/// The place of one block in the order: 24 bytes of the block's record, so that a touch reads no further cache line.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub struct Place {
     /// Number of the block's last touch.
     touched: u64,
     /// The next older block in the list, [`OUT`] or [`RETURNED`].
     older: u32,
     /// The next newer block in the list.
     newer: u32,
+    /// The list that the block belongs to.
+    list: u8,
 }
 
 impl Place {
+    /// The place of a block that no list has yet.
+    pub(super) fn new(list: u8, touched: u64) -> Self {
+        Self {
+            touched,
+            older: OUT,
+            newer: NONE,
+            list,
+        }
+    }
+
     /// True if the order has the block.
-    pub(super) fn is_in_order(&self) -> bool {
+    pub fn is_in_order(&self) -> bool {
         self.older != OUT
     }
 
     /// Number of the block's last touch.
-    pub(super) fn touched(&self) -> u64 {
+    pub fn touched(&self) -> u64 {
         self.touched
+    }
+
+    /// The list that the block belongs to.
+    pub fn list(&self) -> u8 {
+        self.list
+    }
+
+    pub(super) fn set_list(&mut self, list: u8) {
+        self.list = list;
     }
 }
 
 /// The records that carry the places, by position in the slab.
-pub(super) trait Places {
+pub trait Places {
     fn place(&self, index: BlockIndex) -> &Place;
     fn place_mut(&mut self, index: BlockIndex) -> &mut Place;
+    /// The namespace of a block.
+    fn namespace(&self, index: BlockIndex) -> NamespaceId;
+    /// Pages of a block, those that are filled included.
+    fn pages(&self, index: BlockIndex) -> u32;
 }
 
-/// The order of eviction. See the module.
+/// A list of blocks. See the module.
 #[derive(Debug)]
-pub(super) struct EvictionOrder {
+pub(super) struct AgeList {
     /// Ends of the list, which ascends by touch.
     oldest: u32,
     newest: u32,
     /// Blocks that returned after a newer one was in the list, by touch.
     returned: BTreeMap<u64, BlockIndex>,
-    touches: u64,
 }
 
-impl Default for EvictionOrder {
+impl Default for AgeList {
     fn default() -> Self {
         Self {
             oldest: NONE,
             newest: NONE,
             returned: BTreeMap::new(),
-            touches: 0,
         }
     }
 }
 
-impl EvictionOrder {
-    /// The place of a new block, as the most recently used one. The order does not have it yet, because its pages are
-    /// being filled.
-    pub(super) fn place_of_new(&mut self) -> Place {
-        Place {
-            touched: self.next_touch(),
-            older: OUT,
-            newer: NONE,
-        }
-    }
-
-    /// Makes a block the most recently used one.
-    pub(super) fn touch(&mut self, places: &mut impl Places, index: BlockIndex) {
-        let touched = self.next_touch();
+impl AgeList {
+    /// Makes a block the most recently used one. `touched` is larger than that of all others.
+    pub(super) fn touch(&mut self, places: &mut impl Places, index: BlockIndex, touched: u64) {
         let is_in = places.place(index).is_in_order();
         if is_in {
             self.remove(places, index);
@@ -89,20 +103,6 @@ impl EvictionOrder {
         places.place_mut(index).touched = touched;
         if is_in {
             self.append(places, index);
-        }
-    }
-
-    /// Puts a block into the order, at the place of its last touch, or takes it out.
-    pub(super) fn set_evictable(
-        &mut self,
-        places: &mut impl Places,
-        index: BlockIndex,
-        evictable: bool,
-    ) {
-        match (evictable, places.place(index).is_in_order()) {
-            (true, false) => self.insert(places, index),
-            (false, true) => self.remove(places, index),
-            _ => {}
         }
     }
 
@@ -118,12 +118,8 @@ impl EvictionOrder {
         }
     }
 
-    fn next_touch(&mut self) -> u64 {
-        self.touches += 1;
-        self.touches
-    }
-
-    fn insert(&mut self, places: &mut impl Places, index: BlockIndex) {
+    /// Puts a block into the order, at the place of its last touch.
+    pub(super) fn insert(&mut self, places: &mut impl Places, index: BlockIndex) {
         let touched = places.place(index).touched;
         if self.newest == NONE || places.place(self.newest).touched < touched {
             return self.append(places, index);
@@ -143,12 +139,14 @@ impl EvictionOrder {
         }
     }
 
-    fn remove(&mut self, places: &mut impl Places, index: BlockIndex) {
+    /// Takes a block out of the order.
+    pub(super) fn remove(&mut self, places: &mut impl Places, index: BlockIndex) {
         let place = places.place_mut(index);
         let Place {
             touched,
             older,
             newer,
+            ..
         } = *place;
         place.older = OUT;
         if older == RETURNED {
@@ -181,18 +179,28 @@ mod tests {
         fn place_mut(&mut self, index: BlockIndex) -> &mut Place {
             &mut self[index as usize]
         }
+
+        fn namespace(&self, _: BlockIndex) -> NamespaceId {
+            NamespaceId(0)
+        }
+
+        fn pages(&self, _: BlockIndex) -> u32 {
+            1
+        }
     }
 
     /// An order with the places of its blocks.
     #[derive(Default)]
     struct Ordered {
-        order: EvictionOrder,
+        order: AgeList,
         places: Vec<Place>,
+        touches: u64,
     }
 
     impl Ordered {
         fn add(&mut self, index: BlockIndex) {
-            let place = self.order.place_of_new();
+            self.touches += 1;
+            let place = Place::new(0, self.touches);
             match self.places.get_mut(index as usize) {
                 Some(vacant) => *vacant = place,
                 None => self.places.push(place),
@@ -200,11 +208,16 @@ mod tests {
         }
 
         fn touch(&mut self, index: BlockIndex) {
-            self.order.touch(&mut self.places, index);
+            self.touches += 1;
+            self.order.touch(&mut self.places, index, self.touches);
         }
 
         fn set_evictable(&mut self, index: BlockIndex, evictable: bool) {
-            self.order.set_evictable(&mut self.places, index, evictable);
+            match (evictable, self.contains(index)) {
+                (true, false) => self.order.insert(&mut self.places, index),
+                (false, true) => self.order.remove(&mut self.places, index),
+                _ => {}
+            }
         }
 
         fn oldest(&self) -> Option<BlockIndex> {
