@@ -291,9 +291,9 @@ mod tests {
     use crate::eviction::EvictionPolicy;
     use crate::policy::TierPolicy;
     use crate::pool::{BlockRun, Pool};
-    use crate::rank_set::RankSet;
+    use crate::shard_set::ShardSet;
     use crate::tests::{domain_of, sequence};
-    use kvferry_types::{Rank, Ratio};
+    use kvferry_types::{Ratio, Shard};
 
     /// A pool of 8 pages in blocks of up to 2, with this policy.
     struct Tier {
@@ -326,8 +326,8 @@ mod tests {
             );
             assert_eq!(room, 2);
             for piece in reserved {
-                self.pool.start_filling(piece.transfer, RankSet::first(1));
-                assert_eq!(self.pool.ended(piece.transfer, Rank(0), true), Some(true));
+                self.pool.start_filling(piece.transfer, ShardSet::first(1));
+                assert_eq!(self.pool.ended(piece.transfer, Shard(0), true), Some(true));
             }
             assert_eq!(self.pool.check(), Ok(()));
         }
