@@ -54,7 +54,7 @@ impl Arguments {
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey::new(key));
             settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
-            settings.tier_policy = config.g2_policy.clone();
+            settings.tier_policies = PerTier::host(config.g2_policy.clone());
             settings.host_tier = !self.no_tiers;
             let depot_bytes = config.g2.0 / u64::from(config.kv_shards.shards());
             settings.depot_bytes = PerTier::host(depot_bytes);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::error::CommandError;
 use kvferry_core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings};
 use kvferry_sim::sequential::Sequential;
-use kvferry_types::{Epoch, GroupGeometry, GroupId};
+use kvferry_types::{Epoch, GroupGeometry, GroupId, PerTier};
 use kvferry_workload::scheduler::Scheduler;
 
 use super::Arguments;
@@ -42,7 +42,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     let key = AnchorKey::new([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
     settings.host_tier = tiers;
-    settings.tier_policy = arguments.g2_policy.clone();
+    settings.tier_policies = PerTier::host(arguments.g2_policy.clone());
     settings.sharding = workload.sharding;
     Leader::new(settings)
 }

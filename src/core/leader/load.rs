@@ -321,8 +321,10 @@ impl Leader {
     ) {
         let mut index = 0;
         while index < load.stretches.len() {
-            // Pages behind one that was not copied are of no use to the engine.
-            let useless = load.stretches[..index].iter().any(Stretch::is_short);
+            // Pages behind one that was not copied are of no use to the engine, and a transfer that begins after the
+            // deadline would only have to be cancelled.
+            let useless = load.reply_to.deadline <= self.step_time
+                || load.stretches[..index].iter().any(Stretch::is_short);
             let stage = &load.stretches[index].stage;
             match stage {
                 StretchStage::Below(_) | StretchStage::Present(_) if useless => {

@@ -63,7 +63,7 @@ pub struct LeaderSettings {
     /// Largest number of pages in a block.
     pub ratio: Ratio,
     /// How the pool of host memory places, evicts, admits and finds pages.
-    pub tier_policy: TierPolicy,
+    pub tier_policies: PerTier<TierPolicy>,
     /// Secret key of the anchors.
     pub anchor_key: AnchorKey,
     /// Time for which a lookup holds the pages that it found. Default: 30 s.
@@ -94,6 +94,16 @@ pub struct LeaderSettings {
 }
 
 impl LeaderSettings {
+    /// The policy of a tier. Default: that of host memory, and for slower tiers one that splits no run, because their
+    /// transfers are slow to begin.
+    pub(super) fn policy(&self, tier: TierId) -> TierPolicy {
+        match (self.tier_policies.get(tier), tier) {
+            (Some(policy), _) => policy.clone(),
+            (None, TierId::Host) => TierPolicy::default(),
+            (None, _) => TierPolicy::evict_first(),
+        }
+    }
+
     /// Default settings for an epoch, a number of ranks that each hold KV of their own, a ratio and an anchor key.
     pub fn new(epoch: Epoch, ranks: u16, ratio: Ratio, anchor_key: AnchorKey) -> Self {
         Self {
@@ -101,7 +111,7 @@ impl LeaderSettings {
             sharding: Sharding::each(ranks),
             replicas: 1,
             ratio,
-            tier_policy: TierPolicy::default(),
+            tier_policies: PerTier::default(),
             anchor_key,
             open_requests_max: OPEN_REQUESTS_MAX,
             hold_for: Duration::from_secs(30),
@@ -144,6 +154,8 @@ pub struct Leader {
     /// Resets that wait for stores and shards.
     resets: Resets,
     timers: Timers,
+    /// Time of the step that is being handled.
+    step_time: Time,
     /// New requests are refused.
     draining: bool,
     /// The last number that was given to a copy, a reservation or an inventory request.
@@ -168,6 +180,7 @@ impl Leader {
             cancels: Cancels::default(),
             resets: Resets::default(),
             timers: Timers::default(),
+            step_time: Time(0),
             draining: false,
             next_id: 0,
             counts: LeaderCounts::default(),
@@ -177,6 +190,7 @@ impl Leader {
 
     /// Handles an event and appends the effects.
     pub fn step(&mut self, now: Time, event: LeaderEvent, effects: &mut Vec<LeaderEffect>) {
+        self.step_time = now;
         let fence = self.settings.fence;
         self.roster.expect_workers(now, fence, &mut self.timers);
         // Fire expired timers before the event, also when no tick was delivered in time: an event that is processed

@@ -468,7 +468,7 @@ impl Leader {
             && let Some((key, records)) = tier.take_part(id, part, &self.roster, &mut self.timers)
         {
             let mut pool = Pool::recover(key.pages, self.settings.ratio, &records)
-                .with_policy(self.settings.tier_policy.clone());
+                .with_policy(self.settings.policy(id));
             if self.settings.moves.iter().any(|one| one.edge.from == id) {
                 pool.record_changes();
             }

@@ -410,34 +410,31 @@ impl SimContext {
         }
     }
 
-    /// The first source page of a copy between tiers that fails its checksum, as an index into the pages of the copy. A
-    /// page goes bad by chance when a copy reads it, and stays bad until it is written again.
-    pub(super) fn bad_page(
-        &mut self,
-        copy: &Transfer,
-        shape: Shape,
-        rank: Rank,
-        pages: usize,
-    ) -> Option<usize> {
+    /// Spoils, by chance, a source page of a copy between tiers. The page fails its checksum until it is written again.
+    pub(super) fn spoil_page(&mut self, copy: &Transfer, shape: Shape, rank: Rank, pages: usize) {
         let tier = copy.edge.from;
-        if copy.device.is_some() {
-            return None;
+        if copy.device.is_some() || self.rng.u32(0..1_000_000) >= self.setup.bad_page {
+            return;
         }
         let shard = self.depot_of(rank);
-        if self.rng.u32(0..1_000_000) < self.setup.bad_page {
-            let index = self.rng.usize(0..pages);
-            let mut sources = copy.pairs.iter().flat_map(|pair| pair.src.iter_pages());
-            self.faults.injected(Fault::BadSource);
-            if let Some(page) = sources.nth(index) {
-                self.bad_pages.insert((tier, shard, page));
-                // A load from host memory verifies nothing: only the checksum is wrong there.
-                if let Some(depot) = self.depot(tier, shard).filter(|_| tier != TierId::Host) {
-                    depot.write(shape, page, TORN);
-                }
+        let index = self.rng.usize(0..pages);
+        let mut sources = copy.pairs.iter().flat_map(|pair| pair.src.iter_pages());
+        self.faults.injected(Fault::BadSource);
+        if let Some(page) = sources.nth(index) {
+            self.bad_pages.insert((tier, shard, page));
+            // A load from host memory verifies nothing: only the checksum is wrong there.
+            if let Some(depot) = self.depot(tier, shard).filter(|_| tier != TierId::Host) {
+                depot.write(shape, page, TORN);
             }
         }
+    }
+
+    /// True if the page that a copy between tiers reads next fails its checksum.
+    pub(super) fn is_bad(&self, copy: &Transfer, rank: Rank, index: usize) -> bool {
         let mut sources = copy.pairs.iter().flat_map(|pair| pair.src.iter_pages());
-        sources.position(|page| self.bad_pages.contains(&(tier, shard, page)))
+        let page = sources.nth(index).filter(|_| copy.device.is_none());
+        let place = |page| (copy.edge.from, self.depot_of(rank), page);
+        page.is_some_and(|page| self.bad_pages.contains(&place(page)))
     }
 
     /// An engine writes a page of its own memory. No copy may touch that page.

@@ -34,6 +34,7 @@ impl SimWorld {
                 settings.replicas = env.setup.replicas;
                 settings.tiers.clone_from(&env.setup.tiers);
                 settings.moves.clone_from(&env.setup.moves);
+                settings.tier_policies.clone_from(&env.setup.policies);
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;

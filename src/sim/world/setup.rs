@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use kvferry_core::MoveEdge;
-use kvferry_types::{Edge, Epoch, Sharding, TierId};
+use kvferry_core::{Admission, EvictionPolicy, MoveEdge, TierPolicy};
+use kvferry_types::{Edge, Epoch, PerTier, Sharding, TierId};
 
 /// Number of draws for process faults; see `nemesis`.
 pub(super) const TROUBLES: u8 = 14;
@@ -58,6 +58,8 @@ pub struct Setup {
     pub arena_pages: u32,
     /// The tiers below the device.
     pub tiers: Vec<TierId>,
+    /// How each tier places, evicts and admits pages.
+    pub policies: PerTier<TierPolicy>,
     /// Edges over which the leader moves pages by itself.
     pub moves: Vec<MoveEdge>,
     /// Pages of lower tiers that turn out to be bad when they are read, per million.
@@ -190,6 +192,7 @@ impl Setup {
             standalone: false,
             tiers: vec![TierId::Host],
             lower_tier_percent: 100,
+            policies: PerTier::default(),
             moves: Vec::new(),
             bad_page: 0,
             depots_differ: false,
@@ -259,6 +262,7 @@ impl Setup {
         setup.pause_while_dividing = *pick(&mut divide, &[0, 100_000, 500_000]);
         setup.processes_unseen = unseen.u8(0..6) == 0;
         setup.add_tiers(&mut tiers);
+        setup.choose_policies(&mut tiers);
         setup.granule = *pick(&mut granule, &[1, 1, 8, usize::MAX]);
         setup.leader_dies_in_copy = *pick(&mut granule, &[0, 0, 2_000, 20_000]);
         if limits.bool() {
@@ -305,6 +309,27 @@ impl Setup {
         self.depots_differ = rng.bool();
         self.inventory_pages = rng.u32(1..=100).max(self.arena_pages / 64);
         self.leave_while_reading = *pick(rng, &[0, 100_000, 500_000]);
+    }
+
+    /// Draws the policy of each tier. Every second world has the defaults.
+    fn choose_policies(&mut self, rng: &mut Rng) {
+        if rng.bool() {
+            return;
+        }
+        for tier in self.tiers.clone() {
+            let admission = match rng.u8(0..6) {
+                0 => Admission::SeenTimes(2),
+                1 => Admission::BytesPerDay(1 << rng.u32(20..34)),
+                _ => Admission::All,
+            };
+            let policy = TierPolicy {
+                pieces_max: *pick(rng, &[0, 2, 3, 8]),
+                eviction: *pick(rng, &EvictionPolicy::ALL),
+                quota_pages: (rng.u8(0..3) == 0).then(|| rng.u32(1..=self.arena_pages)),
+                admission,
+            };
+            self.policies.insert(tier, policy);
+        }
     }
 
     /// Draws the tiers below host memory.

@@ -37,7 +37,7 @@ enum Fate {
     Fails(usize),
     /// Fails before it copies this page, because its rank fails for a while.
     FailsWithRank(usize),
-    /// This page of the source fails its checksum.
+    /// This page of the source fails its checksum, as a copy finds when it reads the page.
     BadSource(usize),
     /// Takes the request timeout for each page, so that it may miss its deadline.
     Slow,
@@ -109,9 +109,7 @@ impl RunningCopies {
 
     fn fate(&self, env: &mut SimContext, (copy, shape): (&Transfer, Shape), pages: usize) -> Fate {
         let chances = env.net.chances;
-        if let Some(page) = env.bad_page(copy, shape, self.worker.rank, pages) {
-            return Fate::BadSource(page);
-        }
+        env.spoil_page(copy, shape, self.worker.rank, pages);
         let dice = env.rng.u32(0..1_000_000);
         if env
             .failing
@@ -206,6 +204,9 @@ impl RunningCopies {
         let stuck = running.fate == Fate::Stuck && running.done == running.pages.len() / 2;
         if stuck {
             return None;
+        }
+        if env.is_bad(&running.copy, rank, running.done) {
+            running.fate = Fate::BadSource(running.done);
         }
         let fails = matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) | Fate::BadSource(at) if at == running.done);
         let stops = running.stop && running.done.is_multiple_of(env.setup.granule);
