@@ -135,7 +135,7 @@ pub enum Refusal {
     },
     /// A worker reports more pages than the depot of a shard has room for.
     #[error(
-        "attach.memory.arena_pages of {worker} is {arena_pages}, and G2 has room for {most_pages} pages of {page_bytes} \
+        "attach.depots.arena_pages of {worker} is {arena_pages}, and G2 has room for {most_pages} pages of {page_bytes} \
          bytes: start leader and workers with the same g2 and kv_shards"
     )]
     DepotTooLarge {

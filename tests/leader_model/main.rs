@@ -9,6 +9,7 @@ mod cases;
 mod edges;
 mod inventory;
 mod late;
+mod moves;
 mod resets;
 mod settings;
 mod shared;

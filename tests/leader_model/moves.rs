@@ -1,0 +1,399 @@
+//! Two tiers: pages that are new in host memory are written to the disk, and a load has pages promoted from there.
+
+use kvferry_core::{AttachedDepot, MoveEdge};
+use kvferry_types::{Edge, PerTier, TierId, Transfer};
+
+use super::*;
+
+const DOWN: Edge = Edge {
+    from: TierId::Host,
+    to: TierId::Disk,
+};
+const UP: Edge = Edge {
+    from: TierId::Disk,
+    to: TierId::Host,
+};
+const RATIO: u32 = 8;
+
+/// A leader with the ranks of one engine, each with a shard of its own, whose transfers are ended one by one.
+struct Tiered {
+    leader: Leader,
+    last_request: u64,
+    open: Vec<Transfer>,
+    answers: BTreeMap<RequestId, Reply>,
+}
+
+impl Tiered {
+    /// `host` pages of host memory, and 64 pages on the disk. With `moves`, pages are moved over these edges.
+    fn new(host: u32, moves: &[Edge]) -> Self {
+        let ratio = Ratio::new(RATIO).expect("in bounds");
+        let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey::new([3; 32]));
+        settings.tiers = vec![TierId::Host, TierId::Disk];
+        settings.moves = moves
+            .iter()
+            .map(|edge| MoveEdge {
+                edge: *edge,
+                running_max: 4,
+                deadline: Duration::from_secs(1),
+            })
+            .collect();
+        let mut tiered = Self {
+            leader: Leader::new(settings),
+            last_request: 0,
+            open: Vec::new(),
+            answers: BTreeMap::new(),
+        };
+        (0..RANKS).for_each(|rank| tiered.attach(rank, host, 0));
+        assert!(
+            tiered.leader.pool_of(TierId::Disk).is_some(),
+            "both tiers are open"
+        );
+        tiered
+    }
+
+    /// Attaches a rank. `disk` is added to the id of its depot on the disk.
+    fn attach(&mut self, rank: u16, host: u32, disk: u128) {
+        let depot = |id: u128| AttachedDepot {
+            depot: DepotId(id + u128::from(rank)),
+            epoch: Epoch(0),
+        };
+        let depots = [(TierId::Host, depot(10)), (TierId::Disk, depot(20 + disk))];
+        let pages = [(TierId::Host, host), (TierId::Disk, 64)];
+        self.last_request += 1;
+        self.step(LeaderEvent::Attach(AttachRequest {
+            worker: worker(0, rank),
+            ranks: RANKS,
+            shards: RANKS,
+            attach: AttachId(self.last_request),
+            depots: depots.into_iter().collect(),
+            memory: Some(WorkerMemory {
+                engine: engine_id(1),
+                geometry: geometry(),
+                arena_pages: pages.into_iter().collect::<PerTier<u32>>(),
+            }),
+        }));
+    }
+
+    /// Handles an event; inventories are empty, and transfers stay open.
+    fn step(&mut self, event: LeaderEvent) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            let mut effects = Vec::new();
+            self.leader.step(Time(0), event, &mut effects);
+            self.leader.check().expect("the second count agrees");
+            for effect in effects {
+                match effect {
+                    LeaderEffect::Transfer { workers, transfer } => {
+                        assert_eq!(
+                            workers.len(),
+                            usize::from(RANKS),
+                            "one worker of each shard"
+                        );
+                        self.open.push(transfer);
+                    }
+                    LeaderEffect::Answer { id, answer, .. } => {
+                        self.answers.insert(id, answer);
+                    }
+                    LeaderEffect::ReadInventory {
+                        worker,
+                        depot,
+                        read_id,
+                        from,
+                        ..
+                    } => events.push(LeaderEvent::Inventory {
+                        worker,
+                        depot,
+                        read_id,
+                        from,
+                        next: None,
+                        records: Vec::new(),
+                    }),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn request(&mut self, request: Request) -> Option<Reply> {
+        self.last_request += 1;
+        let id = RequestId(self.last_request);
+        self.step(LeaderEvent::Request {
+            engine: engine_id(1),
+            id,
+            deadline: Time(5_000_000_000),
+            request,
+        });
+        self.answers.get(&id).cloned()
+    }
+
+    fn lookup(&mut self, name: u8) -> u32 {
+        let answer = self.request(Request::Lookup {
+            slot: SlotId(name.into()),
+            namespace: vec![7],
+            hashes: sequence(name, RATIO as usize),
+            device_pages: 0,
+        });
+        match answer {
+            Some(Ok(Answer::Lookup(found))) => found.hit_pages,
+            other => unreachable!("{other:?}"),
+        }
+    }
+
+    /// Stores a block of a sequence, and ends its copy.
+    fn stored(&mut self, name: u8) {
+        self.lookup(name);
+        let answer = self.request(Request::Store {
+            slot: SlotId(name.into()),
+            first_page: 0,
+            more: None,
+            source: PageList::run(0, RATIO),
+        });
+        assert_eq!(answer, None);
+        let copies = self.take(Edge::STORE);
+        copies.iter().for_each(|copy| self.end(copy, RATIO, false));
+    }
+
+    fn load(&mut self, name: u8) -> RequestId {
+        let answer = self.request(Request::Load {
+            slot: SlotId(name.into()),
+            first_page: 0,
+            destination: PageList::run(0, RATIO),
+            after: RequestId(0),
+        });
+        assert_eq!(answer, None);
+        RequestId(self.last_request)
+    }
+
+    /// The open transfers of an edge.
+    fn take(&mut self, edge: Edge) -> Vec<Transfer> {
+        let open = std::mem::take(&mut self.open);
+        let (taken, left) = open.into_iter().partition(|transfer| transfer.edge == edge);
+        self.open = left;
+        taken
+    }
+
+    /// Ends a transfer on all ranks: complete, or after `pages` pages on the last one.
+    fn end(&mut self, transfer: &Transfer, pages: u32, bad_source: bool) {
+        let whole: u64 = transfer.pairs.iter().map(|pair| pair.src.pages()).sum();
+        for rank in 0..RANKS {
+            let last = rank + 1 == RANKS;
+            let complete = !last || u64::from(pages) >= whole;
+            self.report(rank, transfer, complete, pages, bad_source && last);
+        }
+    }
+
+    fn report(&mut self, rank: u16, transfer: &Transfer, complete: bool, pages: u32, bad: bool) {
+        let ended = EndedCopy {
+            transfer: transfer.id,
+            complete,
+            complete_pages: pages,
+            bytes: 64,
+            copy_us: 1,
+            bad_source: bad,
+        };
+        self.step(LeaderEvent::Ended {
+            worker: worker(0, rank),
+            epoch: EPOCH,
+            copies: vec![ended],
+        });
+    }
+
+    /// Ends the open transfers of an edge completely. Returns their number.
+    fn end_all(&mut self, edge: Edge) -> usize {
+        let transfers = self.take(edge);
+        transfers
+            .iter()
+            .for_each(|transfer| self.end(transfer, RATIO, false));
+        transfers.len()
+    }
+
+    /// Stores `name`, writes it to the disk, and evicts it from host memory by storing others.
+    fn on_disk_only(&mut self, name: u8) {
+        self.stored(name);
+        assert_eq!(self.end_all(DOWN), 1);
+        for other in [20, 22] {
+            self.stored(other);
+            self.end_all(DOWN);
+        }
+        let host = self.leader.pool().expect("it serves");
+        let first = sequence(name, 1).fingerprint(0);
+        assert!(
+            host.view().all(|block| block.fingerprints[0] != first),
+            "evicted"
+        );
+    }
+}
+
+#[test]
+fn new_pages_are_written_to_the_disk_and_readable_there_after_every_shard_has_them() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.stored(0);
+    let moves = tiered.take(DOWN);
+    let [down] = &moves[..] else {
+        unreachable!("{moves:?}")
+    };
+    assert_eq!(down.device, None);
+    assert!(down.record.is_some(), "the disk lists what it holds");
+    let ready = |tiered: &Tiered| {
+        let disk = tiered.leader.pool_of(TierId::Disk).expect("it serves");
+        disk.page_states().ready
+    };
+    for rank in 0..RANKS {
+        assert_eq!(ready(&tiered), 0, "a shard is missing");
+        tiered.report(rank, down, true, RATIO, false);
+    }
+    assert_eq!(ready(&tiered), RATIO);
+    for other in [20, 22] {
+        tiered.stored(other);
+        tiered.end_all(DOWN);
+    }
+    tiered.stored(0);
+    assert_eq!(tiered.take(DOWN), [], "the disk has these pages");
+}
+
+#[test]
+fn a_load_has_its_pages_promoted_and_is_answered_when_they_are_copied() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.on_disk_only(0);
+    assert_eq!(tiered.lookup(0), RATIO, "found on the disk");
+    assert_eq!(tiered.take(UP), [], "no edge fetches pages before a load");
+    let load = tiered.load(0);
+    assert_eq!(
+        tiered.take(Edge::LOAD),
+        [],
+        "the pages are not in host memory"
+    );
+    assert_eq!(tiered.end_all(UP), 1);
+    assert_eq!(tiered.answers.get(&load), None);
+    assert_eq!(tiered.end_all(Edge::LOAD), 1);
+    let pages = LoadAnswer { pages: RATIO };
+    assert_eq!(tiered.answers.get(&load), Some(&Ok(Answer::Load(pages))));
+}
+
+#[test]
+fn a_lookup_fetches_pages_where_an_edge_leads_up_and_the_load_finds_them() {
+    let mut tiered = Tiered::new(16, &[DOWN, UP]);
+    tiered.on_disk_only(0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    assert_eq!(tiered.end_all(UP), 1);
+    let load = tiered.load(0);
+    assert_eq!(tiered.take(UP), [], "promoted before");
+    assert_eq!(tiered.end_all(Edge::LOAD), 1);
+    assert!(matches!(tiered.answers.get(&load), Some(Ok(_))));
+}
+
+#[test]
+fn two_loads_of_the_same_pages_share_one_promotion() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.on_disk_only(0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    let first = tiered.load(0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    let second = tiered.load(0);
+    assert_eq!(tiered.end_all(UP), 1);
+    assert_eq!(tiered.end_all(Edge::LOAD), 2);
+    for load in [first, second] {
+        assert!(matches!(tiered.answers.get(&load), Some(Ok(_))), "{load}");
+    }
+}
+
+#[test]
+fn a_page_that_fails_its_checksum_is_cut_from_its_tier_and_the_load_gets_no_more_than_is_good() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.on_disk_only(0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    let load = tiered.load(0);
+    let moves = tiered.take(UP);
+    tiered.end(&moves[0], 3, true);
+    let refused = tiered.answers.get(&load).cloned();
+    assert!(
+        matches!(refused, Some(Err(Refusal::CopyFailed(1)))),
+        "{refused:?}"
+    );
+    assert!(
+        tiered.lookup(0) <= 3,
+        "the bad page is not found any longer"
+    );
+    assert_eq!(tiered.leader.counts().bad_sources, 1);
+}
+
+/// While one worker has reported the page and the other still reads the block, no other transfer may read that page.
+#[test]
+fn a_bad_page_is_not_read_again_while_its_move_is_in_flight() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.on_disk_only(0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    tiered.load(0);
+    let moves = tiered.take(UP);
+    tiered.report(0, &moves[0], false, 0, true);
+    assert_eq!(tiered.lookup(0), 0);
+}
+
+#[test]
+fn a_disk_that_is_lost_ends_its_moves_before_it_opens_again_and_host_memory_serves_on() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.stored(0);
+    let moves = tiered.take(DOWN);
+    assert_eq!(moves.len(), 1);
+    (0..RANKS).for_each(|rank| tiered.attach(rank, 16, 100));
+    assert_eq!(tiered.lookup(0), RATIO, "host memory kept its pages");
+    assert!(
+        tiered.leader.closing_pool(TierId::Disk).is_none(),
+        "its moves have ended"
+    );
+    let disk = tiered
+        .leader
+        .pool_of(TierId::Disk)
+        .expect("it opened again");
+    assert_eq!(disk.page_states().ready, 0);
+}
+
+#[test]
+fn a_load_of_more_pages_than_host_memory_has_room_for_proceeds_stretch_by_stretch() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    let hashes = sequence(0, 16);
+    let lookup = |tiered: &mut Tiered| {
+        tiered.request(Request::Lookup {
+            slot: SlotId(0),
+            namespace: vec![7],
+            hashes: hashes.clone(),
+            device_pages: 0,
+        })
+    };
+    lookup(&mut tiered);
+    let answer = tiered.request(Request::Store {
+        slot: SlotId(0),
+        first_page: 0,
+        more: None,
+        source: PageList::run(0, 16),
+    });
+    assert_eq!(answer, None);
+    let stores = tiered.take(Edge::STORE);
+    stores.iter().for_each(|copy| tiered.end(copy, 8, false));
+    assert_eq!(tiered.end_all(DOWN), 2);
+    for other in [20, 22] {
+        tiered.stored(other);
+        tiered.end_all(DOWN);
+    }
+    // One block is held, so that host memory has room for one block of the load at a time.
+    assert_eq!(tiered.lookup(20), RATIO);
+    let found = lookup(&mut tiered);
+    assert!(matches!(found, Some(Ok(Answer::Lookup(found))) if found.hit_pages == 16));
+    let answer = tiered.request(Request::Load {
+        slot: SlotId(0),
+        first_page: 0,
+        destination: PageList::run(0, 16),
+        after: RequestId(0),
+    });
+    assert_eq!(answer, None);
+    let load = RequestId(tiered.last_request);
+    let mut rounds = 0;
+    while tiered.answers.get(&load).is_none() {
+        let moved = tiered.end_all(UP) + tiered.end_all(Edge::LOAD);
+        assert!(moved > 0, "the load waits for nothing");
+        rounds += 1;
+    }
+    assert!(rounds > 1, "{rounds}");
+    let pages = LoadAnswer { pages: 16 };
+    assert_eq!(tiered.answers.get(&load), Some(&Ok(Answer::Load(pages))));
+}
