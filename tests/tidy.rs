@@ -38,6 +38,7 @@ const WITHOUT_IO: &[(&str, &[&str])] = &[
             "blake3",
             "hashbrown",
             "siphasher",
+            "smallvec",
             "thiserror",
         ],
     ),

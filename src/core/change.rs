@@ -3,8 +3,7 @@
 //! Pages are moved to slower tiers, and engines are told about pages, from this one list. A pool records changes only
 //! where they are consumed.
 
-use crate::blocks::{BlockIndex, BlockRef};
-use crate::pool::Pool;
+use crate::blocks::BlockRef;
 use kvferry_types::{DomainId, Fingerprint};
 
 /// A change of the readable pages of a tier.
@@ -26,46 +25,12 @@ pub enum Change {
 /// The changes since they were taken last. A step of the leader takes them, so that they are at most those of one event:
 /// 16 bytes for each page that it removes.
 #[derive(Debug, Default)]
-pub(super) struct Changes(Option<Vec<Change>>);
+pub(super) struct Changes(pub(super) Option<Vec<Change>>);
 
 impl Changes {
     pub(super) fn add(&mut self, change: impl FnOnce() -> Change) {
         if let Some(changes) = &mut self.0 {
             changes.push(change());
-        }
-    }
-}
-
-impl Pool {
-    /// Records changes from now on.
-    pub fn record_changes(&mut self) {
-        self.changes.0.get_or_insert_default();
-    }
-
-    /// The changes since they were taken last.
-    pub fn take_changes(&mut self) -> Vec<Change> {
-        self.changes
-            .0
-            .as_mut()
-            .map(std::mem::take)
-            .unwrap_or_default()
-    }
-
-    pub(super) fn note_stored(&mut self, block: BlockIndex) {
-        let block = self.blocks.reference(block);
-        self.changes.add(|| Change::Stored(block));
-    }
-
-    /// Notes the loss of readable pages of a block, from page `first` of the block on.
-    pub(super) fn note_removed(&mut self, block: BlockIndex, first: u32, pages: u32) {
-        let block = self.blocks.get(block);
-        if pages > 0 && !block.retired {
-            let (domain, start) = (block.domain, block.start + first);
-            let blocks = &self.blocks;
-            self.changes.add(|| Change::Removed {
-                domain,
-                pages: blocks.fingerprints(start, pages).to_vec(),
-            });
         }
     }
 }

@@ -18,6 +18,19 @@ pub(super) struct TierRun {
 }
 
 impl Pool {
+    /// Follows a sequence from its first page, run by run, and appends the readable runs. Pages below `covered` may be
+    /// missing, because the caller has them elsewhere.
+    pub fn walk(
+        &self,
+        domain: &Domain,
+        hashes: &PageHashes,
+        covered: usize,
+        runs: &mut Vec<BlockRun>,
+    ) -> PrefixMatch {
+        let tiers = [(TierId::Host, self)];
+        walk_tiers(&tiers, domain, hashes, covered, |_, run| runs.push(run))
+    }
+
     /// The block that holds the page at `position`, with the position of the block's first page. Examines that position
     /// first, and then those before it in which a block may begin: at most one for each page of a block.
     pub(super) fn containing(

@@ -28,6 +28,7 @@ mod eviction;
 mod group;
 mod index;
 mod leader;
+mod noted;
 mod policy;
 mod policy_error;
 mod pool;

@@ -12,15 +12,12 @@ use crate::anchor::Domain;
 use crate::arena::Arena;
 use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::change::{Change, Changes};
-use crate::cover::walk_tiers;
 use crate::eviction::EvictionOrder;
 use crate::index::{Index, Match, MatchGoal};
 use crate::policy::TierPolicy;
 use crate::prefetch::HeadPrefetcher;
 use crate::shard_set::ShardSet;
-use kvferry_types::{
-    Fingerprint, PageHashes, PageRecord, PageRun, Ratio, Shard, TierId, TransferId,
-};
+use kvferry_types::{Fingerprint, PageHashes, PageRecord, PageRun, Ratio, Shard, TransferId};
 
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -303,19 +300,6 @@ impl Pool {
         hashes: &'a PageHashes,
     ) -> HeadPrefetcher<'a> {
         HeadPrefetcher::new((&self.index, &self.blocks), self.ratio, domain, hashes)
-    }
-
-    /// Follows a sequence from its first page, run by run, and appends the readable runs. Pages below `covered` may be
-    /// missing, because the caller has them elsewhere.
-    pub fn walk(
-        &self,
-        domain: &Domain,
-        hashes: &PageHashes,
-        covered: usize,
-        runs: &mut Vec<BlockRun>,
-    ) -> PrefixMatch {
-        let tiers = [(TierId::Host, self)];
-        walk_tiers(&tiers, domain, hashes, covered, |_, run| runs.push(run))
     }
 
     /// Makes the runs the most recently used ones, last run first, so that the root of a sequence outlives its tail.

@@ -388,7 +388,7 @@ fn a_load_of_more_pages_than_host_memory_has_room_for_proceeds_stretch_by_stretc
     assert_eq!(answer, None);
     let load = RequestId(tiered.last_request);
     let mut rounds = 0;
-    while tiered.answers.get(&load).is_none() {
+    while !tiered.answers.contains_key(&load) {
         let moved = tiered.end_all(UP) + tiered.end_all(Edge::LOAD);
         assert!(moved > 0, "the load waits for nothing");
         rounds += 1;

@@ -23,7 +23,7 @@ use kvferry_types::{
 use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TierId, TransferId};
 
 use super::moves::{MoveSource, MoveTerms};
-use super::store::{PlanWalk, plan};
+use super::plan::{PlanWalk, plan};
 use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
 
@@ -320,6 +320,8 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         let mut index = 0;
+        // Host memory has no room for a promotion now. Pages that are there are copied all the same, which makes room.
+        let mut full = false;
         while index < load.stretches.len() {
             // Pages behind one that was not copied are of no use to the engine, and a transfer that begins after the
             // deadline would only have to be cancelled.
@@ -330,13 +332,12 @@ impl Leader {
                 StretchStage::Below(_) | StretchStage::Present(_) if useless => {
                     self.end_stretch(&mut load.stretches[index], 0);
                 }
+                StretchStage::Below(_) if full => {}
                 StretchStage::Below(below) => {
                     let below = *below;
-                    if !self.promote(key, &mut load, index, below, effects) {
-                        break;
-                    }
+                    full = !self.promote(key, &mut load, index, below, effects);
                     // The stretch may have turned out to be present, or to have ended.
-                    if !load.stretches[index].is_moving() {
+                    if !full && !load.stretches[index].is_moving() {
                         continue;
                     }
                 }

@@ -9,6 +9,7 @@ mod counters;
 mod load;
 mod lookup;
 mod moves;
+mod plan;
 mod recovery;
 mod requests;
 mod reset;

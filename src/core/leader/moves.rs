@@ -20,7 +20,7 @@ use kvferry_types::{
 };
 
 use super::Leader;
-use super::store::{PlanWalk, plan};
+use super::plan::{PlanWalk, plan};
 use super::tier::Tiers;
 use super::transfers::Begun;
 

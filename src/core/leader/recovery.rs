@@ -16,45 +16,9 @@ use kvferry_types::{DepotId, PageRecord, Shard, TierId, Time, WorkerId};
 
 use super::Leader;
 use super::roster::Roster;
-use super::tier::{Tier, TierKey, TierState};
+use super::tier::{RecoveryScan, ShardScan, Tier, TierKey, TierState, UnansweredRead};
 use super::timers::{Timer, Timers};
 use super::transfers::CHECKS_MAX;
-
-/// The part of one shard's inventory that was read so far. At most one record of 112 bytes for each arena page.
-#[derive(Debug, Default)]
-struct ShardScan {
-    /// The worker that received the request for the next part.
-    requested_from: Option<WorkerId>,
-    /// The arena page at which that part begins; `None` when the inventory is read completely.
-    from: Option<u32>,
-    records: Vec<PageRecord>,
-}
-
-/// The inventories of all shards of a tier.
-#[derive(Debug)]
-pub(super) struct RecoveryScan {
-    /// The key of the pool that will open. Noted when the reading begins, because engines may leave before it ends.
-    key: TierKey,
-    /// Answers to requests up to this number do not belong to this reading: the pages that they list may have been
-    /// removed since.
-    after: u64,
-    shards: Vec<ShardScan>,
-    /// When missing parts are requested again.
-    again: Time,
-}
-
-/// The inventory requests for one depot that a worker has not answered.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct UnansweredRead {
-    depot: DepotId,
-    /// Number of the last request. A worker carries out no request after a later one, of whatever tier, so its answer
-    /// settles all of them.
-    number: u64,
-    /// When the worker is checked next, every quarter of the fence time.
-    due: Time,
-    /// Checks since the worker's first open request, or since its last answer.
-    checks: u32,
-}
 
 /// A part of an inventory, as a worker sent it.
 pub(super) struct InventoryPart {
@@ -71,13 +35,6 @@ struct PartRequest {
     worker: WorkerId,
     depot: DepotId,
     from: u32,
-}
-
-impl RecoveryScan {
-    /// The key of the pool that is being recovered.
-    pub(super) fn key(&self) -> &TierKey {
-        &self.key
-    }
 }
 
 impl Tier {

@@ -7,20 +7,19 @@ use std::sync::Arc;
 use crate::Contradiction;
 use crate::admission::Offer;
 use crate::anchor::Domain;
-use crate::around::Looks;
 use crate::decision::Decision;
 use crate::event::LeaderEffect;
-use crate::index::{Match, MatchGoal};
-use crate::pool::{BlockRun, Pin, Pool, ReservationKind, Reserved};
+use crate::pool::{BlockRun, ReservationKind, Reserved};
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
-    EngineId, FragmentPair, PageCursor, PageHashes, PageList, PageRun, RequestId, Shard, SlotId,
-    TierId, Time, TransferId,
+    EngineId, FragmentPair, PageCursor, PageHashes, PageList, RequestId, Shard, SlotId, TierId,
+    Time, TransferId,
 };
 
 use super::load::check_device_pages;
+use super::plan::{PlanWalk, Wait, plan};
 use super::timers::{CancelId, StoreKey, Timer, Timers};
 use super::transfers::Begun;
 use super::{Leader, ReplyTo};
@@ -50,13 +49,6 @@ impl PendingStore {
     fn hash_bytes(&self) -> usize {
         self.hashes.as_bytes().len()
     }
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Wait {
-    pub(super) transfer: TransferId,
-    pages: u32,
-    own: bool,
 }
 
 /// Effect of stopping a store.
@@ -260,19 +252,6 @@ impl Stores {
         }
         Ok(())
     }
-}
-
-/// Where the missing pages of a sequence are placed, found by looking up the pages one after another.
-#[derive(Debug, Default)]
-pub(super) struct Plan {
-    pub(super) reserved: Vec<Reserved>,
-    evicted: Vec<PageRun>,
-    /// The transfers that fill wanted pages: those of the reservations, and earlier ones.
-    pub(super) waits: Vec<Wait>,
-    present_pages: u32,
-    /// Runs of pages that found no room or were not admitted, in order.
-    refused: Vec<Range<u32>>,
-    looks: u32,
 }
 
 impl Leader {
@@ -498,205 +477,6 @@ impl Leader {
             refused_pages: store.refused_pages,
             failed_pages: store.failed_pages,
         })
-    }
-}
-
-/// The part of a sequence for which [`plan`] finds places.
-pub(super) struct PlanWalk {
-    /// Where the walk begins.
-    pub(super) from: u32,
-    /// The pages that are placed if they are missing.
-    pub(super) wanted: Range<u32>,
-    /// Offers the missing pages to the admission of the pool; `None` admits every page.
-    pub(super) offer: Option<Offer>,
-}
-
-/// Walks a sequence, looking up a bounded number of positions before `wanted`. Pages that are
-/// ready or filling are left alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it
-/// passes until it ends, so that making room for the tail does not evict the root.
-pub(super) fn plan(
-    pool: &mut Pool,
-    (domain, hashes): (&Domain, &PageHashes),
-    walk: PlanWalk,
-    next_id: &mut u64,
-) -> Plan {
-    let ratio = pool.ratio();
-    let PlanWalk {
-        from,
-        wanted,
-        offer,
-    } = walk;
-    let mut plan = Plan::default();
-    let mut held: Vec<Pin> = Vec::new();
-    let mut tail: Option<Match> = None;
-    let mut looks = Looks::new(&wanted, ratio);
-    let mut position = from;
-    let mut gate = Gate {
-        offer,
-        verdict: None,
-    };
-    while position < wanted.end {
-        if let Some(at) = looks.next(position).filter(|at| *at > position) {
-            position = at;
-            tail = None;
-        }
-        let found = pool.longest(domain, hashes, position as usize, MatchGoal::Present);
-        looks.note(position, found.is_some());
-        if let Some(found) = found {
-            if found.ready > 0 {
-                held.push(pool.pin(found.block, found.ready));
-                if position >= wanted.start {
-                    pool.promote(found.block);
-                }
-            }
-            plan.count_present(pool, found, position, &wanted);
-            position += found.pages;
-            tail = Some(found);
-        } else if position < wanted.start {
-            position += 1;
-            tail = None;
-        } else if !gate.admits(pool, (domain, hashes), position) {
-            plan.refuse(position..position + 1);
-            position += 1;
-            tail = None;
-        } else {
-            let end = missing_until(pool, (domain, hashes), position, wanted.end);
-            let end = gate.admitted_until(pool, (domain, hashes), position, end);
-            let before = plan.reserved.len();
-            let room = pool.reserve(
-                domain,
-                hashes,
-                position,
-                end,
-                tail,
-                next_id,
-                &mut plan.reserved,
-                &mut plan.evicted,
-            );
-            for reserved in &plan.reserved[before..] {
-                let (transfer, pages) = (reserved.transfer, reserved.run.count);
-                plan.waits.push(Wait {
-                    transfer,
-                    pages,
-                    own: true,
-                });
-            }
-            position += room;
-            if position < end {
-                plan.refuse(position..wanted.end);
-                break;
-            }
-            tail = None;
-        }
-    }
-    for pin in held {
-        pool.unpin(pin);
-    }
-    plan.looks = looks.all;
-    plan
-}
-
-/// End of the pages from `position` on that one block could take: the next multiple of the ratio, `end`, or the first
-/// page that is present again.
-fn missing_until(
-    pool: &Pool,
-    (domain, hashes): (&Domain, &PageHashes),
-    position: u32,
-    end: u32,
-) -> u32 {
-    let ratio = pool.ratio();
-    let limit = end.min((position / ratio + 1) * ratio);
-    let there = |page: &u32| {
-        pool.longest(domain, hashes, *page as usize, MatchGoal::Present)
-            .is_some()
-    };
-    (position + 1..limit).find(there).unwrap_or(limit)
-}
-
-/// The admission of the missing pages of a store. Offers each page once, although the walk may return to the page at
-/// which a run ended.
-struct Gate {
-    /// `None` if every page is admitted.
-    offer: Option<Offer>,
-    /// The page that was offered last, and the verdict.
-    verdict: Option<(u32, bool)>,
-}
-
-impl Gate {
-    fn admits(
-        &mut self,
-        pool: &mut Pool,
-        (domain, hashes): (&Domain, &PageHashes),
-        position: u32,
-    ) -> bool {
-        let Some(offer) = self.offer else {
-            return true;
-        };
-        match self.verdict {
-            Some((offered, admitted)) if offered == position => admitted,
-            _ => {
-                let admitted = pool.admits(domain, hashes, position, offer);
-                self.verdict = Some((position, admitted));
-                admitted
-            }
-        }
-    }
-
-    /// End of the pages from `position` on, all of them missing, that are admitted.
-    fn admitted_until(
-        &mut self,
-        pool: &mut Pool,
-        sequence: (&Domain, &PageHashes),
-        position: u32,
-        end: u32,
-    ) -> u32 {
-        match self.offer.is_none() || pool.admits_all() {
-            true => end,
-            false => (position..end)
-                .find(|page| !self.admits(pool, sequence, *page))
-                .unwrap_or(end),
-        }
-    }
-}
-
-impl Plan {
-    /// Notes pages that are not stored, behind all that were noted so far.
-    fn refuse(&mut self, pages: Range<u32>) {
-        match self
-            .refused
-            .last_mut()
-            .filter(|last| last.end == pages.start)
-        {
-            Some(last) => last.end = pages.end,
-            None => self.refused.push(pages),
-        }
-    }
-
-    /// Pages for which there is no room, or that are not admitted.
-    pub(super) fn refused_pages(&self) -> u32 {
-        self.refused
-            .iter()
-            .map(|pages| pages.end - pages.start)
-            .sum()
-    }
-
-    /// Counts the wanted pages of a run that is present; pages that are not ready yet are waited for.
-    fn count_present(&mut self, pool: &Pool, found: Match, position: u32, wanted: &Range<u32>) {
-        let overlap =
-            |from: u32, to: u32| to.min(wanted.end).saturating_sub(from.max(wanted.start));
-        let ready_end = position + found.ready;
-        self.present_pages += overlap(position, ready_end);
-        let pages = overlap(ready_end, position + found.pages);
-        if pages > 0
-            && let Some(filling) = pool.filling_of(found.block)
-        {
-            let transfer = filling.transfer;
-            self.waits.push(Wait {
-                transfer,
-                pages,
-                own: false,
-            });
-        }
     }
 }
 

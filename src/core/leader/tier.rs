@@ -12,11 +12,12 @@ use crate::anchor::Domain;
 use crate::cover::{TierRun, walk_tiers};
 use crate::event::LeaderEffect;
 use crate::pool::{Pin, Pool, PoolCounts, PrefixMatch};
-use kvferry_types::{DepotId, GroupGeometry, PageHashes, PerTier, TierId, Time, WorkerId};
+use kvferry_types::{
+    DepotId, GroupGeometry, PageHashes, PageRecord, PerTier, TierId, Time, WorkerId,
+};
 use smallvec::SmallVec;
 
 use super::Leader;
-use super::recovery::{RecoveryScan, UnansweredRead};
 
 /// Identity of a pool: two keys that differ in any field mean different bytes by the same page number.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +37,49 @@ impl TierKey {
     pub(super) fn is_for(&self, geometry: &GroupGeometry) -> bool {
         self.page_bytes == geometry.page_bytes
             && self.layout_fingerprint == geometry.layout_fingerprint
+    }
+}
+
+/// The part of one shard's inventory that was read so far. At most one record of 112 bytes for each arena page.
+#[derive(Debug, Default)]
+pub(super) struct ShardScan {
+    /// The worker that received the request for the next part.
+    pub(super) requested_from: Option<WorkerId>,
+    /// The arena page at which that part begins; `None` when the inventory is read completely.
+    pub(super) from: Option<u32>,
+    pub(super) records: Vec<PageRecord>,
+}
+
+/// The inventories of all shards of a tier.
+#[derive(Debug)]
+pub(super) struct RecoveryScan {
+    /// The key of the pool that will open. Noted when the reading begins, because engines may leave before it ends.
+    pub(super) key: TierKey,
+    /// Answers to requests up to this number do not belong to this reading: the pages that they list may have been
+    /// removed since.
+    pub(super) after: u64,
+    pub(super) shards: Vec<ShardScan>,
+    /// When missing parts are requested again.
+    pub(super) again: Time,
+}
+
+/// The inventory requests for one depot that a worker has not answered.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct UnansweredRead {
+    pub(super) depot: DepotId,
+    /// Number of the last request. A worker carries out no request after a later one, of whatever tier, so its answer
+    /// settles all of them.
+    pub(super) number: u64,
+    /// When the worker is checked next, every quarter of the fence time.
+    pub(super) due: Time,
+    /// Checks since the worker's first open request, or since its last answer.
+    pub(super) checks: u32,
+}
+
+impl RecoveryScan {
+    /// The key of the pool that is being recovered.
+    pub(super) fn key(&self) -> &TierKey {
+        &self.key
     }
 }
 
