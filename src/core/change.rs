@@ -9,7 +9,7 @@ use kvferry_types::{DomainId, Fingerprint};
 /// A change of the readable pages of a tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Pages of a block became readable.
+    /// Pages of a block became readable. The block may be gone by the time at which the change is taken.
     Stored(BlockRef),
     /// Pages are not found any longer: they were evicted or forgotten, or failed their checksum.
     Removed {

@@ -153,6 +153,10 @@ impl Leader {
             return;
         }
         self.queue_changes();
+        // Blocks wait while a shard has no worker that could move them.
+        if self.roster.moving(self.tiers.wanted_key()).is_none() {
+            return;
+        }
         for index in 0..self.settings.moves.len() {
             let MoveEdge {
                 edge,
@@ -221,9 +225,6 @@ impl Leader {
         let hashes = PageHashes::of_fingerprints(before.chain(pages));
         let domain = self.settings.anchor_key.domain(domain);
         let end = u32::try_from(hashes.len()).unwrap_or(phase);
-        if self.roster.moving(self.tiers.wanted_key()).is_none() {
-            return;
-        }
         let page_bytes = self.tiers.key(edge.to).map_or(0, |key| key.page_bytes);
         let offer = Offer { now, page_bytes };
         let Some(target) = self.tiers.serving_mut(edge.to) else {
