@@ -18,6 +18,7 @@ const RATIO: u32 = 8;
 /// A leader with the ranks of one engine, each with a shard of its own, whose transfers are ended one by one.
 struct Tiered {
     leader: Leader,
+    now: Time,
     last_request: u64,
     open: Vec<Transfer>,
     answers: BTreeMap<RequestId, Reply>,
@@ -34,11 +35,12 @@ impl Tiered {
             .map(|edge| MoveEdge {
                 edge: *edge,
                 running_max: 4,
-                deadline: Duration::from_secs(1),
+                deadline: Duration::from_secs(60),
             })
             .collect();
         let mut tiered = Self {
             leader: Leader::new(settings),
+            now: Time(0),
             last_request: 0,
             open: Vec::new(),
             answers: BTreeMap::new(),
@@ -79,7 +81,7 @@ impl Tiered {
         let mut events = vec![event];
         while let Some(event) = events.pop() {
             let mut effects = Vec::new();
-            self.leader.step(Time(0), event, &mut effects);
+            self.leader.step(self.now, event, &mut effects);
             self.leader.check().expect("the second count agrees");
             for effect in effects {
                 match effect {
@@ -280,6 +282,31 @@ fn a_lookup_fetches_pages_where_an_edge_leads_up_and_the_load_finds_them() {
     assert_eq!(tiered.take(UP), [], "promoted before");
     assert_eq!(tiered.end_all(Edge::LOAD), 1);
     assert!(matches!(tiered.answers.get(&load), Some(Ok(_))));
+}
+
+/// The transfer that a load waits for may be another's, with a later deadline.
+#[test]
+fn a_load_does_not_wait_for_promotions_after_its_deadline() {
+    let mut tiered = Tiered::new(16, &[DOWN, UP]);
+    tiered.on_disk_only(0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    let fetched = tiered.take(UP);
+    let load = tiered.load(0);
+    assert_eq!(
+        tiered.take(UP),
+        [],
+        "the load waits for the pages that are fetched"
+    );
+    tiered.now = Time(4_999_999_999);
+    tiered.step(LeaderEvent::Tick);
+    assert_eq!(tiered.answers.get(&load), None);
+    tiered.now = Time(5_000_000_000);
+    assert_eq!(tiered.leader.next_timeout(), Some(tiered.now));
+    tiered.step(LeaderEvent::Tick);
+    let refused = tiered.answers.get(&load).cloned();
+    assert_eq!(refused, Some(Err(Refusal::NotPromoted)));
+    fetched.iter().for_each(|one| tiered.end(one, RATIO, false));
+    assert_eq!(tiered.take(Edge::LOAD), [], "it was answered");
 }
 
 #[test]

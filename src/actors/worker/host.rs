@@ -1,6 +1,5 @@
 //! The live process of a worker: connections, the depot, engine memory, a GPU, and copies on threads of their own.
 
-use kvferry_core::AttachedDepot;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,8 +19,8 @@ use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
-    EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, PerTier, Record, Registration, RequestId,
-    Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
+    DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, PerTier, Record, Registration,
+    RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 /// The live implementation of [`WorkerHost`].
@@ -183,15 +182,14 @@ impl WorkerHost for Host {
         Self::announce(memory, through);
     }
 
-    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal> {
-        let Some(depot) = &self.depot else {
-            return Ok(PerTier::default());
-        };
-        let (epoch, _) = depot.last_reading()?;
-        Ok(PerTier::host(AttachedDepot {
-            depot: depot.id(),
-            epoch,
-        }))
+    fn depots(&self) -> PerTier<DepotId> {
+        let depot = self.depot.iter().map(|depot| (TierId::Host, depot.id()));
+        depot.collect()
+    }
+
+    fn last_reader(&self, _: TierId) -> Result<Epoch, Fatal> {
+        let last = self.depot.as_ref().map(|depot| depot.last_reading());
+        Ok(last.transpose()?.map_or(Epoch(0), |(epoch, _)| epoch))
     }
 
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32 {

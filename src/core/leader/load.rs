@@ -24,15 +24,13 @@ use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TierI
 
 use super::moves::{MoveSource, MoveTerms};
 use super::plan::{PlanWalk, plan};
+use super::timers::{LoadKey, Timer};
 use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
 
 /// Runs of the arena that one load reads, at most. A load of more runs copies the first ones, and its answer gives the
 /// number of pages: an order that names all of them could not be encoded, or not be decoded.
 pub const LOAD_RUNS_MAX: usize = 65_536;
-
-/// Number of a load that waits for transfers.
-pub(super) type LoadKey = u64;
 
 /// Consecutive pages of a load.
 #[derive(Debug)]
@@ -165,6 +163,11 @@ impl PendingLoad {
     fn is_moving(&self) -> bool {
         self.stretches.iter().any(Stretch::is_moving)
     }
+
+    fn is_promoting(&self) -> bool {
+        let mut stretches = self.stretches.iter();
+        stretches.any(|stretch| matches!(stretch.stage, StretchStage::Promoting(_)))
+    }
 }
 
 /// The loads that wait for transfers.
@@ -247,9 +250,7 @@ impl Leader {
         let mut cursor = PageCursor::new(destination);
         let mut stretches: Vec<Stretch> = Vec::new();
         let mut position = first_page;
-        let runs = sources.len() as u64;
         for (held, run) in sources {
-            slot.decide(tokens_per_page, Decision::Loaded { position, run });
             let PinnedRun {
                 tier,
                 arena_start,
@@ -262,6 +263,8 @@ impl Leader {
             let Some(pool) = pool.filter(|pool| !pool.is_forgotten(block)) else {
                 break;
             };
+            slot.decide(tokens_per_page, Decision::Loaded { position, run });
+            self.counts.loaded += 1;
             let pin = pool.pin(block, run.start + run.count - arena_start);
             let last = stretches
                 .last_mut()
@@ -295,7 +298,6 @@ impl Leader {
         for held in slot.take_held_before(position) {
             self.tiers.unpin(held.tier, held.pin);
         }
-        self.counts.loaded += runs;
         self.counts.loaded_pages += u64::from(position - first_page);
 
         let load = PendingLoad {
@@ -348,9 +350,14 @@ impl Leader {
             index += 1;
         }
         if load.is_moving() {
+            if load.is_promoting() {
+                let deadline = load.reply_to.deadline;
+                self.timers.set(deadline, Timer::Load(key));
+            }
             self.loads.waiting.insert(key, load);
             return;
         }
+        self.timers.clear(load.reply_to.deadline, Timer::Load(key));
         for stretch in &mut load.stretches {
             self.end_stretch(stretch, 0);
         }
@@ -361,6 +368,20 @@ impl Leader {
         };
         let ReplyTo { engine, id, .. } = load.reply_to;
         self.answer(engine, id, answer, effects);
+    }
+
+    /// The deadline of a load has passed: the load stops waiting for transfers into host memory, which do not touch the
+    /// engine's memory and may have later deadlines, because others ordered them. Its own copies are still awaited.
+    pub(super) fn load_due(&mut self, key: LoadKey, effects: &mut Vec<LeaderEffect>) {
+        let Some(mut load) = self.loads.waiting.remove(&key) else {
+            return;
+        };
+        for stretch in &mut load.stretches {
+            if matches!(stretch.stage, StretchStage::Promoting(_)) {
+                self.end_stretch(stretch, 0);
+            }
+        }
+        self.advance_load(key, load, effects);
     }
 
     /// Orders the promotion of a stretch. Where host memory has room for its first pages only, the rest becomes a stretch
@@ -476,9 +497,10 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         let stretch = &mut load.stretches[index];
-        let StretchStage::Present(runs) = &stretch.stage else {
+        let StretchStage::Present(runs) = &mut stretch.stage else {
             return;
         };
+        let runs = std::mem::take(runs);
         if runs.is_empty() {
             return self.end_stretch(stretch, 0);
         }
@@ -504,7 +526,7 @@ impl Leader {
         };
         self.transfers.begin(begun, &mut self.timers);
         self.loads.wait(id, key);
-        stretch.stage = StretchStage::Copying(id, runs.clone());
+        stretch.stage = StretchStage::Copying(id, runs);
         let device = DeviceEnd {
             engine: load.reply_to.engine,
             request: load.reply_to.id,

@@ -1,4 +1,4 @@
-//! Lookups: which pages of a sequence are in G2.
+//! Lookups: which pages of a sequence are in the tiers.
 
 use crate::anchor::Domain;
 use crate::blocks::BlockRef;

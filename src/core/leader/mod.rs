@@ -63,7 +63,8 @@ pub struct LeaderSettings {
     pub replicas: u16,
     /// Largest number of pages in a block.
     pub ratio: Ratio,
-    /// How the pool of host memory places, evicts, admits and finds pages.
+    /// How the pool of each tier places, evicts and admits pages. Default: see [`TierPolicy`]; a tier below host memory
+    /// splits no run.
     pub tier_policies: PerTier<TierPolicy>,
     /// Secret key of the anchors.
     pub anchor_key: AnchorKey,
@@ -433,6 +434,7 @@ impl Leader {
                     self.roster.check_overdue(now, fence, &mut self.timers);
                 }
                 Timer::Engine(engine) => self.remove_engine(engine),
+                Timer::Load(key) => self.load_due(key, effects),
             }
         }
     }

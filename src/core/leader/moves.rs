@@ -153,6 +153,10 @@ impl Leader {
             return;
         }
         self.queue_changes();
+        let mut waiting = self.moves.waiting.values();
+        if waiting.all(|blocks| blocks.queue.is_empty()) {
+            return;
+        }
         // Blocks wait while a shard has no worker that could move them.
         if self.roster.moving(self.tiers.wanted_key()).is_none() {
             return;
@@ -273,7 +277,12 @@ impl Leader {
             let Some(from) = self.tiers.serving_mut(source.tier) else {
                 return;
             };
-            let Some(pin) = from.pin_through(source.block, start + run.count) else {
+            let pin = from.pin_through(source.block, start + run.count);
+            debug_assert!(
+                pin.is_some(),
+                "the source was found in this step, or is held"
+            );
+            let Some(pin) = pin else {
                 return;
             };
             let one = Move {
@@ -364,7 +373,7 @@ impl Pool {
     pub(super) fn pin_through(&mut self, block: BlockRef, end: u32) -> Option<Pin> {
         let held = self.blocks.find(block)?;
         let ready = held.start + u32::from(held.ready);
-        let pages = end.min(ready).checked_sub(held.start)?;
+        let pages = end.checked_sub(held.start)?;
         (end <= ready).then(|| self.pin(block.index, pages))
     }
 }

@@ -42,9 +42,9 @@ pub(super) struct PlanWalk {
     pub(super) offer: Option<Offer>,
 }
 
-/// Walks a sequence, looking up a bounded number of positions before `wanted`. Pages that are
-/// ready or filling are left alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it
-/// passes until it ends, so that making room for the tail does not evict the root.
+/// Walks a sequence, looking up a bounded number of positions before `wanted`. Pages that are ready or filling are left
+/// alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it passes until it ends, so that
+/// making room for the tail does not evict the root.
 pub(super) fn plan(
     pool: &mut Pool,
     (domain, hashes): (&Domain, &PageHashes),

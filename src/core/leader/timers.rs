@@ -10,6 +10,9 @@ pub(super) type CancelId = u64;
 /// Number of a store request that waits for copies: its own, and those of others that it found in flight.
 pub(super) type StoreKey = u64;
 
+/// Number of a load that waits for transfers.
+pub(super) type LoadKey = u64;
+
 /// The event that a timer stands for. Ordered, so that timers of equal times fire in one defined order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Timer {
@@ -33,6 +36,8 @@ pub(super) enum Timer {
     AttachOverdue,
     /// An engine without a connection is forgotten.
     Engine(EngineId),
+    /// The deadline of a load that waits for promotions.
+    Load(LoadKey),
 }
 
 /// The timers that are set.

@@ -4,11 +4,10 @@ use std::error::Error;
 use std::time::Duration;
 
 use crate::HolderPeers;
-use kvferry_core::AttachedDepot;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
-    EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, PerTier, Record, Registration,
-    RequestId, Scope, Stored, TierId, Time, Transfer, TransferId,
+    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, PerTier, Record,
+    Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId,
 };
 
 /// Why the process of a worker must end.
@@ -85,9 +84,11 @@ pub trait WorkerHost: HolderPeers {
     /// Handles a rank's own report of what it has written, where no timeline is used.
     fn written(&mut self, memory: &Self::Memory, through: RequestId);
 
-    /// The depot of each tier, with the epoch of the last leader that read its inventory; without a depot that is not
-    /// mapped yet.
-    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal>;
+    /// The depot of each tier, without one that is not mapped yet.
+    fn depots(&self) -> PerTier<DepotId>;
+
+    /// The epoch of the last leader that read the inventory of the depot of a tier.
+    fn last_reader(&self, tier: TierId) -> Result<Epoch, Fatal>;
 
     /// Number of pages of this size that fit into the depot of a tier.
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32;

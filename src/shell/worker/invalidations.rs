@@ -144,7 +144,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         };
         let (tier, from) = invalidate.next;
         let next = host.unlist_scope(tier, &invalidate.scope, invalidate.through, from)?;
-        let depots = host.depots()?;
+        let depots = host.depots();
         let slower = depots.tiers().find(|slower| *slower > tier);
         let next = next.map(|next| (tier, next));
         match next.or(slower.map(|slower| (slower, 0))) {

@@ -265,24 +265,30 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 engine: engine.0,
                 geometry: host.geometry(memory),
             });
-        let depots = match host.depots() {
+        let page_bytes = memory.as_ref().map(|memory| memory.geometry.page_bytes);
+        let all = host.depots();
+        let depots = all.iter().map(|(tier, depot)| {
+            Ok(AttachDepot {
+                tier: tier.number(),
+                depot: depot.0.to_be_bytes(),
+                epoch: host.last_reader(tier)?.0,
+                arena_pages: page_bytes.map_or(0, |page_bytes| host.arena_pages(tier, page_bytes)),
+            })
+        });
+        let depots: Vec<AttachDepot> = match depots.collect::<Result<_, Fatal>>() {
             Ok(depots) => depots,
             Err(error) => return tracing::error!(%error, "a depot cannot be read: not attached"),
         };
-        let page_bytes = memory.as_ref().map(|memory| memory.geometry.page_bytes);
-        let depots = depots.iter().map(|(tier, named)| AttachDepot {
-            tier: tier.number(),
-            depot: named.depot.0.to_be_bytes(),
-            epoch: named.epoch.0,
-            arena_pages: page_bytes.map_or(0, |page_bytes| host.arena_pages(tier, page_bytes)),
-        });
+        if depots.is_empty() {
+            return tracing::error!(worker = %self.worker, "no depot is mapped: not attached");
+        }
         let request = Attach {
             replica: self.worker.replica.0,
             rank: self.worker.rank.0,
             ranks: self.sharding.ranks(),
             kv_shards: self.sharding.shards(),
             attach: attach.0,
-            depots: depots.collect(),
+            depots,
             memory,
         };
         let request = Message::Attach(request);

@@ -85,9 +85,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             self.refuse_order(host, order, refusal);
             return Ok(());
         }
-        let depots = host.depots()?;
+        let depots = host.depots();
         let mut depots = depots.iter();
-        if !depots.any(|(_, named)| named.depot.0.to_be_bytes() == read.depot) {
+        if !depots.any(|(_, depot)| depot.0.to_be_bytes() == read.depot) {
             let error = ErrorBody::new(ErrorCode::Invalid, "this worker has another depot");
             self.answer(host, order, Message::Error(error));
             return Ok(());

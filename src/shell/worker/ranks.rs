@@ -444,7 +444,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         let geometry = host.geometry(&memory);
-        let depots = host.depots()?;
+        let depots = host.depots();
         let tiers = depots.tiers();
         let arena_pages = tiers.map(|tier| (tier, host.arena_pages(tier, geometry.page_bytes)));
         let bounds = MemoryBounds {

@@ -3,7 +3,6 @@
 mod orders;
 mod ranks;
 
-use kvferry_core::AttachedDepot;
 use std::time::Duration;
 
 use super::*;
@@ -137,11 +136,12 @@ impl WorkerHost for Process {
 
     fn written(&mut self, _: &Mapping, _: RequestId) {}
 
-    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal> {
-        Ok(PerTier::host(AttachedDepot {
-            depot: DEPOT,
-            epoch: Epoch(0),
-        }))
+    fn depots(&self) -> PerTier<DepotId> {
+        PerTier::host(DEPOT)
+    }
+
+    fn last_reader(&self, _: TierId) -> Result<Epoch, Fatal> {
+        Ok(Epoch(0))
     }
 
     fn arena_pages(&self, _: TierId, _: u64) -> u32 {

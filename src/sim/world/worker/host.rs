@@ -9,7 +9,6 @@ use super::super::server::{SimServer, connection};
 use super::super::storage::{Hold, SimDepot, Storage};
 use super::super::{SimContext, SimEvent};
 use super::copies::RunningCopies;
-use kvferry_core::AttachedDepot;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
 use kvferry_types::{
@@ -248,15 +247,17 @@ impl WorkerHost for Host<'_> {
 
     fn written(&mut self, _: &EngineId, _: RequestId) {}
 
-    fn depots(&self) -> Result<PerTier<AttachedDepot>, Fatal> {
+    fn depots(&self) -> PerTier<DepotId> {
         let shard = self.shard();
         let tiers = self.env.depots.iter();
-        let named = tiers.map(|(tier, depots)| {
-            let depot = &depots[shard];
-            let (depot, epoch) = (depot.id(), depot.last_reader());
-            (tier, AttachedDepot { depot, epoch })
-        });
-        Ok(named.collect())
+        tiers
+            .map(|(tier, depots)| (tier, depots[shard].id()))
+            .collect()
+    }
+
+    fn last_reader(&self, tier: TierId) -> Result<Epoch, Fatal> {
+        let depots = self.env.depots.get(tier);
+        Ok(depots.map_or(Epoch(0), |depots| depots[self.shard()].last_reader()))
     }
 
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32 {
