@@ -248,10 +248,12 @@ impl Model {
         let mut tail: Option<Match> = None;
         let mut position = 0;
         while (position as usize) < hashes.len() {
-            if let Some(found) =
-                self.pool
-                    .longest(&domain, hashes, position as usize, MatchGoal::Present)
-            {
+            if let Some(found) = self.pool.longest(
+                &domain,
+                hashes.view(),
+                position as usize,
+                MatchGoal::Present,
+            ) {
                 position += found.pages;
                 tail = Some(found);
                 continue;
@@ -262,7 +264,7 @@ impl Model {
             let live_tail = tail.filter(|tail| {
                 let again = self.pool.longest(
                     &domain,
-                    hashes,
+                    hashes.view(),
                     (position - tail.pages) as usize,
                     MatchGoal::Present,
                 );
@@ -270,7 +272,7 @@ impl Model {
             });
             let room = self.pool.reserve(
                 &domain,
-                hashes,
+                hashes.view(),
                 position,
                 end,
                 live_tail,
@@ -365,7 +367,9 @@ impl Model {
 
     fn lookup(&mut self, namespace: u8, hashes: &PageHashes, hold: bool) {
         let mut runs: Vec<BlockRun> = Vec::new();
-        let reach = self.pool.walk(&domain(namespace), hashes, 0, &mut runs);
+        let reach = self
+            .pool
+            .walk(&domain(namespace), hashes.view(), 0, &mut runs);
         let mut position = 0;
         for run in &runs {
             assert_eq!(run.position, position, "runs follow each other");
@@ -453,7 +457,7 @@ proptest! {
                     for namespace in 0..2 {
                         for name in 0..4 {
                             let hashes = sequence(name, 39);
-                            let reach = model.pool.walk(&domain(namespace), &hashes, 0, &mut runs);
+                            let reach = model.pool.walk(&domain(namespace), hashes.view(), 0, &mut runs);
                             prop_assert_eq!(reach.end, 0, "found after a reset");
                         }
                     }
@@ -498,7 +502,7 @@ fn a_block_grows_in_place_and_its_watermark_holds() {
     model.store(0, &long);
     assert_eq!(model.pool.counts().grown, 1);
     let mut runs = Vec::new();
-    let reach = model.pool.walk(&domain(0), &long, 0, &mut runs);
+    let reach = model.pool.walk(&domain(0), long.view(), 0, &mut runs);
     assert_eq!(
         (reach.end, reach.pending),
         (4, true),
@@ -508,7 +512,10 @@ fn a_block_grows_in_place_and_its_watermark_holds() {
         model.end(0, rank, true);
     }
     assert_eq!(
-        model.pool.walk(&domain(0), &long, 0, &mut Vec::new()).end,
+        model
+            .pool
+            .walk(&domain(0), long.view(), 0, &mut Vec::new())
+            .end,
         12
     );
     assert_eq!(model.pool.live_blocks(), 1);
@@ -551,7 +558,7 @@ fn the_best_of_several_blocks_with_the_same_start_is_found() {
         let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
         let room = model.pool.reserve(
             &domain,
-            &parting(from),
+            parting(from).view(),
             0,
             8,
             None,
@@ -568,7 +575,7 @@ fn the_best_of_several_blocks_with_the_same_start_is_found() {
     let first = model.pool.ended(transfers[0], Shard(0), true);
     assert_eq!(first, Some(true));
     let best = |from, want| {
-        let found = model.pool.longest(&domain, &parting(from), 0, want);
+        let found = model.pool.longest(&domain, parting(from).view(), 0, want);
         found.map(|found| (found.ready, found.pages))
     };
     // Only the first sequence is readable. The others are being stored, each the longest run for its own sequence.

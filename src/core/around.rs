@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::anchor::Domain;
 use crate::index::{Index, MatchGoal};
 use crate::pool::{BlockRun, Pool};
-use kvferry_types::PageHashes;
+use kvferry_types::HashView;
 
 /// Most positions outside its own pages that a store examines: a sequence of 131,072 pages in blocks of 32.
 pub const LOOKS_AROUND_MAX: u32 = 4096;
@@ -65,7 +65,7 @@ impl Pool {
     pub fn walk_around(
         &self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         wanted: &Range<u32>,
         runs: &mut Vec<BlockRun>,
     ) -> u32 {
@@ -127,7 +127,10 @@ mod tests {
         let hashes = sequence(12, 0);
         let pool = stored(&hashes, 40);
         let mut runs = Vec::new();
-        assert_eq!(pool.walk_around(&domain(), &hashes, &(4..8), &mut runs), 3);
+        assert_eq!(
+            pool.walk_around(&domain(), hashes.view(), &(4..8), &mut runs),
+            3
+        );
         let found: Vec<_> = runs.iter().map(|run| (run.position, run.pages)).collect();
         assert_eq!(found, [(0, 4), (4, 4), (8, 4)]);
     }

@@ -4,7 +4,7 @@
 //! the pages of a block are consecutive.
 
 use crate::eviction::{EvictionOrder, Place, Places};
-use kvferry_types::{Anchor, DomainId, Fingerprint, NamespaceId, PageHashes, Scope, TransferId};
+use kvferry_types::{Anchor, DomainId, Fingerprint, HashView, NamespaceId, Scope, TransferId};
 
 /// Marks the end of a linked list.
 pub const NONE: u32 = u32::MAX;
@@ -399,7 +399,7 @@ impl Blocks {
     pub fn write_fingerprints(
         &mut self,
         start: u32,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         first: usize,
         count: u32,
     ) {
@@ -428,7 +428,7 @@ impl Blocks {
     }
 
     /// Number of the block's pages, filling ones included, that equal the pages of `hashes` from `first` on.
-    pub fn matching_pages(&self, block: &Block, hashes: &PageHashes, first: usize) -> u32 {
+    pub fn matching_pages(&self, block: &Block, hashes: HashView<'_>, first: usize) -> u32 {
         let held = self.fingerprints(block.start, block.total_pages());
         let pairs = held.iter().zip(hashes.fingerprints(first));
         let equal = pairs.take_while(|(held, requested)| *held == requested);

@@ -8,7 +8,7 @@ use crate::anchor::Domain;
 use crate::blocks::{BlockIndex, BlockRef};
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pool, PrefixMatch};
-use kvferry_types::{PageHashes, TierId};
+use kvferry_types::{HashView, TierId};
 
 /// A run of pages in one block of a tier. The run may begin before the pages that it was found for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,7 +23,7 @@ impl Pool {
     pub fn walk(
         &self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         covered: usize,
         runs: &mut Vec<BlockRun>,
     ) -> PrefixMatch {
@@ -36,7 +36,7 @@ impl Pool {
     pub(super) fn containing(
         &self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
     ) -> Option<(u32, Match)> {
         let cell = position / self.ratio * self.ratio;
@@ -52,7 +52,7 @@ impl Pool {
     pub(super) fn covering(
         &self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         first: u32,
         end: u32,
     ) -> Vec<BlockRun> {
@@ -105,7 +105,7 @@ impl Pool {
 pub(super) fn walk_tiers(
     pools: &[(TierId, &Pool)],
     domain: &Domain,
-    hashes: &PageHashes,
+    hashes: HashView<'_>,
     covered: usize,
     mut add: impl FnMut(TierId, BlockRun),
 ) -> PrefixMatch {

@@ -6,7 +6,7 @@
 use hashbrown::HashTable;
 
 use crate::blocks::{BlockIndex, Blocks, NONE};
-use kvferry_types::{Anchor, DomainId, PageHashes};
+use kvferry_types::{Anchor, DomainId, HashView};
 
 /// Most blocks that may share an anchor: sequences that diverge within the length of one block. A further block is
 /// refused.
@@ -109,7 +109,7 @@ impl Index {
         blocks: &Blocks,
         domain: DomainId,
         head: BlockIndex,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: usize,
         want: MatchGoal,
     ) -> Option<Match> {
@@ -176,7 +176,7 @@ mod tests {
                 transfer: TransferId(place.into()),
                 pages: 2,
             };
-            blocks.write_fingerprints(2 * place, &sequence(2, *salt), 0, 2);
+            blocks.write_fingerprints(2 * place, sequence(2, *salt).view(), 0, 2);
             let block = blocks.insert(ANCHOR, DOMAIN, 2 * place, 0, filling);
             assert!(index.insert(&mut blocks, block));
             block
@@ -234,7 +234,7 @@ mod tests {
         let head = index.head(&blocks, ANCHOR).expect("a block");
         let longest = |blocks: &Blocks, salt, want| {
             let hashes = sequence(2, salt);
-            Index::longest(blocks, DOMAIN, head, &hashes, 0, want)
+            Index::longest(blocks, DOMAIN, head, hashes.view(), 0, want)
         };
         let run = |block, pages, ready| {
             Some(Match {
@@ -255,7 +255,7 @@ mod tests {
             &blocks,
             DomainId(2),
             head,
-            &sequence(2, 6),
+            sequence(2, 6).view(),
             0,
             MatchGoal::Present,
         );

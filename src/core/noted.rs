@@ -85,7 +85,7 @@ mod tests {
         let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), id);
         let hashes = sequence(4, salt);
         let into = (&mut next, &mut reserved, &mut evicted);
-        pool.reserve(&domain(), &hashes, 0, 4, None, into.0, into.1, into.2);
+        pool.reserve(&domain(), hashes.view(), 0, 4, None, into.0, into.1, into.2);
         for piece in &reserved {
             pool.start_filling(piece.transfer, ShardSet::first(1));
             assert_eq!(pool.ended(piece.transfer, Shard(0), true), Some(true));

@@ -135,7 +135,7 @@ mod tests {
         let hashes = sequence(4, 1);
         let room = pool.reserve(
             &domain(),
-            &hashes,
+            hashes.view(),
             0,
             4,
             None,

@@ -17,7 +17,7 @@ use crate::index::{Index, Match, MatchGoal};
 use crate::policy::TierPolicy;
 use crate::prefetch::HeadPrefetcher;
 use crate::shard_set::ShardSet;
-use kvferry_types::{Fingerprint, PageHashes, PageRecord, PageRun, Ratio, Shard, TransferId};
+use kvferry_types::{Fingerprint, HashView, PageRecord, PageRun, Ratio, Shard, TransferId};
 
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -235,7 +235,7 @@ impl Pool {
     pub(super) fn admits(
         &mut self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
         offer: Offer,
     ) -> bool {
@@ -271,7 +271,7 @@ impl Pool {
     pub fn longest(
         &self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: usize,
         want: MatchGoal,
     ) -> Option<Match> {
@@ -286,7 +286,7 @@ impl Pool {
         &self,
         domain: &Domain,
         head: BlockIndex,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: usize,
         want: MatchGoal,
     ) -> Option<Match> {
@@ -297,7 +297,7 @@ impl Pool {
     pub(super) fn prefetcher<'a>(
         &'a self,
         domain: &'a Domain,
-        hashes: &'a PageHashes,
+        hashes: HashView<'a>,
     ) -> HeadPrefetcher<'a> {
         HeadPrefetcher::new((&self.index, &self.blocks), self.ratio, domain, hashes)
     }
@@ -381,7 +381,7 @@ impl Pool {
     pub fn reserve(
         &mut self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
         end: u32,
         tail: Option<Match>,
@@ -563,7 +563,7 @@ impl Pool {
     fn grow(
         &mut self,
         tail: Match,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
         wanted: u32,
     ) -> Option<PageRun> {
@@ -586,7 +586,7 @@ impl Pool {
     fn place(
         &mut self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
         wanted: u32,
         evicted: &mut Vec<PageRun>,
@@ -624,7 +624,7 @@ impl Pool {
     fn fit(
         &mut self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
         wanted: u32,
     ) -> Vec<PageRun> {
@@ -653,7 +653,7 @@ impl Pool {
     fn split(
         &mut self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
         wanted: u32,
         pieces_max: u32,
@@ -711,7 +711,7 @@ impl Pool {
         &mut self,
         transfer: TransferId,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         position: u32,
         run: PageRun,
     ) -> BlockIndex {

@@ -3,7 +3,7 @@
 use crate::anchor::Domain;
 use crate::blocks::{BlockIndex, Blocks};
 use crate::index::Index;
-use kvferry_types::{Anchor, PageHashes};
+use kvferry_types::{Anchor, HashView};
 
 /// Positions that are looked up together at first.
 const AHEAD_FIRST: usize = 4;
@@ -21,7 +21,7 @@ pub(super) struct HeadPrefetcher<'a> {
     blocks: &'a Blocks,
     ratio: u32,
     domain: &'a Domain,
-    hashes: &'a PageHashes,
+    hashes: HashView<'a>,
     found: [(usize, Option<BlockIndex>); AHEAD_MAX],
     used: usize,
     filled: usize,
@@ -33,7 +33,7 @@ impl<'a> HeadPrefetcher<'a> {
         (index, blocks): (&'a Index, &'a Blocks),
         ratio: u32,
         domain: &'a Domain,
-        hashes: &'a PageHashes,
+        hashes: HashView<'a>,
     ) -> Self {
         Self {
             index,
@@ -106,7 +106,7 @@ mod tests {
         let hashes = sequence(400, 0);
         let pool = stored(&hashes, 400);
         let domain = domain();
-        let mut ahead = pool.prefetcher(&domain, &hashes);
+        let mut ahead = pool.prefetcher(&domain, hashes.view());
         let head = |at| {
             pool.index
                 .head(&pool.blocks, domain.anchor(hashes.fingerprint(at)))
@@ -134,7 +134,7 @@ mod tests {
         let hashes = sequence(19, 0);
         let pool = stored(&hashes, 19);
         let domain = domain();
-        let mut ahead = pool.prefetcher(&domain, &hashes);
+        let mut ahead = pool.prefetcher(&domain, hashes.view());
         assert!(ahead.head(0).is_some());
         assert_eq!(table(&ahead), (vec![0, 4, 8, 12], 0));
         assert!(ahead.head(4).is_some());
@@ -150,7 +150,7 @@ mod tests {
         let hashes = sequence(20, 0);
         let pool = stored(&hashes, 20);
         let domain = domain();
-        let mut ahead = pool.prefetcher(&domain, &hashes);
+        let mut ahead = pool.prefetcher(&domain, hashes.view());
         assert!(ahead.head(0).is_some());
         assert!(ahead.head(4).is_some());
         ahead.found[1] = (8, None);

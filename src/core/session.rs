@@ -561,7 +561,16 @@ mod tests {
         let (mut reserved, mut next) = (Vec::new(), 0);
         for at in [0, 4, 8] {
             let all = (&mut next, &mut reserved, &mut Vec::new());
-            pool.reserve(&domain, &hashes, at, at + 4, None, all.0, all.1, all.2);
+            pool.reserve(
+                &domain,
+                hashes.view(),
+                at,
+                at + 4,
+                None,
+                all.0,
+                all.1,
+                all.2,
+            );
         }
         for position in [0, 4, 8] {
             let run = PinnedRun {

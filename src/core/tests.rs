@@ -41,7 +41,7 @@ fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, transfer: u64)
     let domain = domain();
     let room = pool.reserve(
         &domain,
-        hashes,
+        hashes.view(),
         at,
         to,
         None,
@@ -207,7 +207,7 @@ fn the_second_count_sees_what_is_wrong() {
 
 fn walk(pool: &Pool, hashes: &PageHashes, covered: usize) -> (PrefixMatch, Vec<BlockRun>) {
     let mut runs = Vec::new();
-    let reach = pool.walk(&domain(), hashes, covered, &mut runs);
+    let reach = pool.walk(&domain(), hashes.view(), covered, &mut runs);
     (reach, runs)
 }
 
@@ -300,10 +300,10 @@ fn a_block_grows_only_after_its_last_page_and_when_none_is_filling() {
     let mut next = 500;
     let mut store = |pool: &mut Pool, hashes: &PageHashes, at: u32, to: u32| {
         let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
-        let tail = pool.longest(&domain, hashes, 0, MatchGoal::Present);
+        let tail = pool.longest(&domain, hashes.view(), 0, MatchGoal::Present);
         let room = pool.reserve(
             &domain,
-            hashes,
+            hashes.view(),
             at,
             to,
             tail,
@@ -360,7 +360,7 @@ fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
     let domain = domain();
     let room = pool.reserve(
         &domain,
-        &hashes,
+        hashes.view(),
         0,
         4,
         None,
@@ -399,7 +399,7 @@ fn no_more_pages_are_evicted_than_wanted_and_runs_without_a_hole_are_split() {
     let hashes = sequence(4, 60);
     let room = pool.reserve(
         &domain,
-        &hashes,
+        hashes.view(),
         0,
         4,
         None,
@@ -423,10 +423,10 @@ fn the_record_of_a_growth_lists_the_pages_after_those_before() {
     assert_eq!(record(&pool, TransferId(70)), None, "nothing is stored");
     let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), 70);
     let domain = domain();
-    let tail = pool.longest(&domain, &hashes, 0, MatchGoal::Present);
+    let tail = pool.longest(&domain, hashes.view(), 0, MatchGoal::Present);
     pool.reserve(
         &domain,
-        &hashes,
+        hashes.view(),
         2,
         4,
         tail,

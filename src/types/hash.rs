@@ -92,17 +92,25 @@ impl PageHashes {
 
     /// The fingerprint of page `index`. Panics if `index` is out of bounds, as a slice does.
     pub fn fingerprint(&self, index: usize) -> Fingerprint {
-        let mut last = [0; HASH_BYTES_MIN];
-        last.copy_from_slice(&self.get(index)[self.width - HASH_BYTES_MIN..]);
-        Fingerprint(u128::from_be_bytes(last))
+        self.view().fingerprint(index)
     }
 
     /// The fingerprints of the pages from `first` on. Panics if `first` is out of bounds, as a slice does.
     pub fn fingerprints(&self, first: usize) -> impl Iterator<Item = Fingerprint> + '_ {
-        let pages = self.bytes[first * self.width..].chunks_exact(self.width);
-        pages
-            .filter_map(|page| page.last_chunk())
-            .map(|last| Fingerprint(u128::from_be_bytes(*last)))
+        self.view().fingerprints(first)
+    }
+
+    /// A view in which each hash is one page.
+    pub fn view(&self) -> HashView<'_> {
+        self.view_of(1)
+    }
+
+    /// A view in which `per_page` hashes cover one page; 0 counts as 1.
+    pub fn view_of(&self, per_page: u32) -> HashView<'_> {
+        HashView {
+            bytes: &self.bytes,
+            page: self.width * per_page.max(1) as usize,
+        }
     }
 
     /// Keeps the first `pages` pages.
@@ -127,6 +135,51 @@ impl PageHashes {
         }
         self.bytes.extend_from_slice(&more.bytes[shared..]);
         Ok(())
+    }
+}
+
+/// The hashes of the pages of one group of layers: every n-th hash of a sequence.
+///
+/// Hashes extend a sequence by one unit of tokens, which every page size is a multiple of. A page is named by the hash
+/// of all tokens up to its end, so that groups with pages of several sizes share one list of hashes.
+#[derive(Clone, Copy)]
+pub struct HashView<'a> {
+    bytes: &'a [u8],
+    /// Bytes of the hashes that a page covers, of which the last one names the page.
+    page: usize,
+}
+
+impl<'a> HashView<'a> {
+    /// Number of pages that have a hash.
+    pub fn len(self) -> usize {
+        self.bytes.len() / self.page
+    }
+
+    /// True when no page has a hash.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// The fingerprint of page `page`. Panics if `page` is out of bounds, as a slice does.
+    pub fn fingerprint(self, page: usize) -> Fingerprint {
+        let end = (page + 1) * self.page;
+        let mut last = [0; HASH_BYTES_MIN];
+        last.copy_from_slice(&self.bytes[end - HASH_BYTES_MIN..end]);
+        Fingerprint(u128::from_be_bytes(last))
+    }
+
+    /// The fingerprints of the pages from `first` on. Panics if `first` is out of bounds, as a slice does.
+    pub fn fingerprints(self, first: usize) -> impl Iterator<Item = Fingerprint> + 'a {
+        let pages = self.bytes[first * self.page..].chunks_exact(self.page);
+        pages
+            .filter_map(|page| page.last_chunk())
+            .map(|last| Fingerprint(u128::from_be_bytes(*last)))
+    }
+}
+
+impl fmt::Debug for HashView<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HashView({} x {} B)", self.len(), self.page)
     }
 }
 
@@ -181,5 +234,21 @@ mod tests {
         let one_by_one: Vec<_> = (1..3).map(|page| hashes.fingerprint(page)).collect();
         assert_eq!(hashes.fingerprints(1).collect::<Vec<_>>(), one_by_one);
         assert_eq!(hashes.fingerprints(3).count(), 0);
+    }
+
+    #[test]
+    fn a_page_of_several_hashes_has_the_last_of_them() {
+        let hashes = PageHashes::packed(16, (0..=111).collect()).expect("seven hashes");
+        let view = hashes.view_of(3);
+        assert_eq!((view.len(), view.is_empty()), (2, false));
+        let expected = [hashes.fingerprint(2), hashes.fingerprint(5)];
+        assert_eq!(view.fingerprints(0).collect::<Vec<_>>(), expected);
+        assert_eq!(view.fingerprints(1).collect::<Vec<_>>(), expected[1..]);
+        assert_eq!(view.fingerprints(2).count(), 0);
+        assert_eq!([view.fingerprint(0), view.fingerprint(1)], expected);
+        assert!(hashes.view_of(8).is_empty());
+        let whole = hashes.view();
+        assert_eq!(whole.len(), hashes.len());
+        assert_eq!(whole.fingerprint(6), hashes.fingerprint(6));
     }
 }

@@ -26,7 +26,9 @@ pub use answer::{Answer, CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnsw
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
 pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
-pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashesDiffer, PageHashes};
+pub use hash::{
+    Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashView, HashesDiffer, PageHashes,
+};
 pub use ids::{
     AttachId, DepotId, DomainId, EngineId, Epoch, GroupId, LinkId, NamespaceId, PeerId, Rank,
     Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,

@@ -279,13 +279,13 @@ impl Growth {
         for event in state.past.events() {
             match event {
                 Event::Grow => {
-                    let tail = pool.longest(domain, sequence, 0, MatchGoal::Present);
+                    let tail = pool.longest(domain, sequence.view(), 0, MatchGoal::Present);
                     let position = tail.map_or(0, |tail| tail.pages);
                     let kind = tail.map_or(ReservationKind::New, |_| ReservationKind::Growth);
                     let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
                     pool.reserve(
                         domain,
-                        sequence,
+                        sequence.view(),
                         position,
                         position + 1,
                         tail,
@@ -308,7 +308,7 @@ impl Growth {
             }
         }
         let mut runs: Vec<BlockRun> = Vec::new();
-        let found = pool.walk(domain, sequence, 0, &mut runs);
+        let found = pool.walk(domain, sequence.view(), 0, &mut runs);
         let expected = PrefixMatch {
             end: state.ready.len() as u32,
             pending: state.fill.is_some(),

@@ -495,7 +495,7 @@ impl Publish {
                     let hashes = sequence(name);
                     pool.reserve(
                         domain,
-                        &hashes,
+                        hashes.view(),
                         0,
                         1,
                         None,
@@ -540,7 +540,7 @@ impl Publish {
             return Some(format!("{states:?}, not {expected:?}"));
         }
         for name in 0..NAMES {
-            let found = pool.longest(domain, &sequence(name), 0, MatchGoal::Readable);
+            let found = pool.longest(domain, sequence(name).view(), 0, MatchGoal::Readable);
             let readable = found.is_some_and(|found| found.ready > 0);
             let expected = |block: &&Block| block.name == name && block.fill.is_none();
             if readable != state.blocks.iter().any(|block| expected(&block)) {

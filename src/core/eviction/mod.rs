@@ -316,7 +316,7 @@ mod tests {
             let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
             let room = self.pool.reserve(
                 &domain_of(namespace),
-                &sequence(2, salt),
+                sequence(2, salt).view(),
                 0,
                 2,
                 None,
@@ -335,7 +335,8 @@ mod tests {
         fn runs(&self, namespace: u8, salt: u8) -> Vec<BlockRun> {
             let mut runs = Vec::new();
             let hashes = sequence(2, salt);
-            self.pool.walk(&domain_of(namespace), &hashes, 0, &mut runs);
+            self.pool
+                .walk(&domain_of(namespace), hashes.view(), 0, &mut runs);
             runs
         }
 

@@ -405,7 +405,7 @@ impl Leader {
             self.end_stretch(&mut load.stretches[index], 0);
             return true;
         };
-        let sequence = (&load.domain, &*load.hashes);
+        let sequence = (&load.domain, load.hashes.view());
         let cell = first / ratio * ratio;
         let walk = PlanWalk {
             from: cell,
@@ -474,7 +474,7 @@ impl Leader {
         let (mut position, end) = (stretch.first, stretch.end());
         let mut present = Vec::new();
         if let Some(host) = self.tiers.serving_mut(TierId::Host) {
-            for run in host.covering(&load.domain, &load.hashes, position, end) {
+            for run in host.covering(&load.domain, load.hashes.view(), position, end) {
                 let until = (run.position + run.pages).min(end);
                 let pin = host.pin(run.block, until - run.position);
                 stretch.lease.push((TierId::Host, pin));

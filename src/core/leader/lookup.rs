@@ -54,7 +54,9 @@ impl Leader {
         let mut runs: Vec<TierRun> = Vec::new();
         let (domain, hashes) = (slot.domain(), slot.hashes());
         let looked_up = hashes.len() as u64;
-        let reach = self.tiers.walk(domain, hashes, device_pages, &mut runs);
+        let reach = self
+            .tiers
+            .walk(domain, hashes.view(), device_pages, &mut runs);
         self.tiers.use_runs(&runs);
         let hit_pages = reach.end.saturating_sub(device_pages);
         let mut below: Vec<(TierId, BlockRef)> = Vec::new();

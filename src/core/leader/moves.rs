@@ -239,7 +239,7 @@ impl Leader {
             wanted: phase..end,
             offer: Some(offer).filter(|_| edge.to > edge.from),
         };
-        let planned = plan(target, (&domain, &hashes), walk, &mut self.next_id);
+        let planned = plan(target, (&domain, hashes.view()), walk, &mut self.next_id);
         let source = MoveSource {
             tier: edge.from,
             block,

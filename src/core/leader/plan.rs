@@ -7,7 +7,7 @@ use crate::anchor::Domain;
 use crate::around::Looks;
 use crate::index::{Match, MatchGoal};
 use crate::pool::{Pin, Pool, Reserved};
-use kvferry_types::{PageHashes, PageRun, TransferId};
+use kvferry_types::{HashView, PageRun, TransferId};
 
 /// A transfer that fills wanted pages.
 #[derive(Debug, Clone, Copy)]
@@ -47,7 +47,7 @@ pub(super) struct PlanWalk {
 /// making room for the tail does not evict the root.
 pub(super) fn plan(
     pool: &mut Pool,
-    (domain, hashes): (&Domain, &PageHashes),
+    (domain, hashes): (&Domain, HashView<'_>),
     walk: PlanWalk,
     next_id: &mut u64,
 ) -> Plan {
@@ -131,7 +131,7 @@ pub(super) fn plan(
 /// page that is present again.
 fn missing_until(
     pool: &Pool,
-    (domain, hashes): (&Domain, &PageHashes),
+    (domain, hashes): (&Domain, HashView<'_>),
     position: u32,
     end: u32,
 ) -> u32 {
@@ -157,7 +157,7 @@ impl Gate {
     fn admits(
         &mut self,
         pool: &mut Pool,
-        (domain, hashes): (&Domain, &PageHashes),
+        (domain, hashes): (&Domain, HashView<'_>),
         position: u32,
     ) -> bool {
         let Some(offer) = self.offer else {
@@ -177,7 +177,7 @@ impl Gate {
     fn admitted_until(
         &mut self,
         pool: &mut Pool,
-        sequence: (&Domain, &PageHashes),
+        sequence: (&Domain, HashView<'_>),
         position: u32,
         end: u32,
     ) -> u32 {

@@ -309,7 +309,7 @@ impl Leader {
         }
         self.stores
             .check_hash_bytes(reply_to.engine, slot.hashes())?;
-        let sequence = (slot.domain(), &**slot.hashes());
+        let sequence = (slot.domain(), slot.hashes().view());
         let walk = PlanWalk {
             from: 0,
             wanted: first_page..end,
@@ -467,7 +467,8 @@ impl Leader {
     fn end_store(&mut self, store: &PendingStore) -> Answer {
         if let Some(pool) = self.tiers.serving_mut(TierId::Host) {
             let mut runs: Vec<BlockRun> = Vec::new();
-            let looks = pool.walk_around(&store.domain, &store.hashes, &store.wanted, &mut runs);
+            let looks =
+                pool.walk_around(&store.domain, store.hashes.view(), &store.wanted, &mut runs);
             self.counts.store_looks += u64::from(looks);
             pool.touch(&runs);
         }

@@ -20,7 +20,7 @@ fn a_pin_without_a_holder_is_detected() {
     let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), 0);
     let room = pool.reserve(
         &domain,
-        &hashes,
+        hashes.view(),
         0,
         2,
         None,

@@ -13,7 +13,7 @@ use crate::cover::{TierRun, walk_tiers};
 use crate::event::LeaderEffect;
 use crate::pool::{Pin, Pool, PoolCounts, PrefixMatch};
 use kvferry_types::{
-    DepotId, GroupGeometry, PageHashes, PageRecord, PerTier, TierId, Time, WorkerId,
+    DepotId, GroupGeometry, HashView, PageRecord, PerTier, TierId, Time, WorkerId,
 };
 use smallvec::SmallVec;
 
@@ -259,7 +259,7 @@ impl Tiers {
     pub(super) fn walk(
         &self,
         domain: &Domain,
-        hashes: &PageHashes,
+        hashes: HashView<'_>,
         covered: u32,
         runs: &mut Vec<TierRun>,
     ) -> PrefixMatch {

@@ -274,7 +274,7 @@ fn pool_memory(blocks: u32, block_pages: u32) -> Result<Memory, CommandError> {
             let end = prompt_pages.min(position + block_pages);
             pool.reserve(
                 &domain,
-                &hashes,
+                hashes.view(),
                 position,
                 end,
                 None,
