@@ -11,8 +11,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvferry_protocol::{
-    Class, Envelope, HELLO_VERSION, Header, Message, MessageKind, VERSION, VERSION_MIN, decode,
-    encode, examples,
+    Class, Envelope, HELLO_VERSION, Header, Load, Message, MessageKind, Store, VERSION,
+    VERSION_MIN, decode, encode, examples,
 };
 use kvferry_types::{Epoch, RequestId};
 use serde_json::Value;
@@ -104,16 +104,9 @@ fn every_golden_vector_is_read_back() {
 /// The pages that a message names, page by page, because version 1 has no runs, and no pairs of several pages.
 fn pages(message: &Message) -> Vec<(u64, u32, u32)> {
     match message {
-        Message::Load(load) => load
-            .destination
-            .list
-            .iter_pages()
-            .map(|page| (0, page, 0))
-            .collect(),
-        Message::Store(store) => store
-            .source
-            .list
-            .iter_pages()
+        Message::Load(Load { parts, .. }) | Message::Store(Store { parts, .. }) => parts
+            .iter()
+            .flat_map(|part| part.pages.list.iter_pages())
             .map(|page| (0, page, 0))
             .collect(),
         Message::Transfer(transfer) => {

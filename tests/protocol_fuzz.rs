@@ -2,8 +2,8 @@
 //! length.
 
 use kvferry_protocol::{
-    DecodeError, Envelope, ErrorCode, Header, Load, Message, MessageKind, RecordBody, TransferBody,
-    TransferOrder, VERSION, VERSION_MIN, decode, encode, examples, limits,
+    DecodeError, Envelope, ErrorCode, Header, Load, Message, MessageKind, PartBody, RecordBody,
+    TransferBody, TransferOrder, VERSION, VERSION_MIN, decode, encode, examples, limits,
 };
 use kvferry_types::{Epoch, FragmentPair, PageList, PageRun, RequestId};
 use proptest::prelude::*;
@@ -116,7 +116,7 @@ proptest! {
     #[test]
     fn pairs_survive_both_versions(pairs in prop::collection::vec(pair(), 1..30)) {
         let transfers = vec![TransferBody { id: 9, pairs: pairs.clone().into(), record: None }];
-        let transfer = TransferOrder { from: 1, to: 2, engine: Some([1; 16]), request: 3, after: 3, transfers };
+        let transfer = TransferOrder { from: 1, to: 2, engine: Some([1; 16]), request: 3, after: 3, group: 2, transfers };
         let page_by_page = |pairs: &[FragmentPair]| -> Vec<(u32, u32)> {
             pairs.iter().flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages())).collect()
         };
@@ -251,8 +251,11 @@ fn limits_hold_on_both_sides() {
             2,
             Message::Load(Load {
                 slot: 1,
-                first_page: 0,
-                destination: list.into(),
+                parts: vec![PartBody {
+                    group: 0,
+                    first_page: 0,
+                    pages: list.into(),
+                }],
                 after: 0,
             }),
         )
@@ -265,9 +268,10 @@ fn limits_hold_on_both_sides() {
             .contains("pages is 1048577, more than the limit of 1048576"),
         "{error}"
     );
-    // An equal message from a sender that does not check its limits: 83 a4 slot 01, aa first_page 00, ab destination
-    // [[0, n]].
-    let mut body = b"\x83\xa4slot\x01\xaafirst_page\x00\xabdestination\x91\x92\x00\xce".to_vec();
+    // An equal message from a sender that does not check its limits: 82 a4 slot 01, a5 parts of one: 82 aa first_page
+    // 00, a5 pages [[0, n]].
+    let mut body =
+        b"\x82\xa4slot\x01\xa5parts\x91\x82\xaafirst_page\x00\xa5pages\x91\x92\x00\xce".to_vec();
     body.extend_from_slice(
         &u32::try_from(limits::PAGES_MAX + 1)
             .expect("small")
@@ -317,6 +321,7 @@ fn a_struct_is_a_map_and_no_list() {
         record: Some(record.clone()),
     };
     let order = Message::Transfer(TransferOrder {
+        group: 0,
         from: 1,
         to: 2,
         engine: Some([1; 16]),

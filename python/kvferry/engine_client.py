@@ -74,7 +74,7 @@ class EngineRequests:
         ``after``: the load starts when every rank has reported this work as written. The answer is a
         :class:`kvferry.wire.LoadAnswer`.
         """
-        message = wire.Load(slot, first_page, wire.runs(pages), after)
+        message = wire.Load(slot, [wire.Part(first_page, wire.runs(pages))], after)
         return self.request(message, timeout_s, grace_s=grace_s, until=until)
 
     def store(
@@ -96,8 +96,7 @@ class EngineRequests:
         """
         message = wire.Store(
             slot=slot,
-            first_page=first_page,
-            source=wire.runs(pages),
+            parts=[wire.Part(first_page, wire.runs(pages))],
             hash_bytes=len(more[0]) if more else 0,
             more_hashes=b"".join(more),
             more_from=more_from,

@@ -201,7 +201,7 @@ class KvMemory:
             self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
         self._context.write(proof_at + _WORD_OFFSET_BYTES, bytes(8))
         # Only served groups are marked: layers of other kinds may read bytes that no token has written.
-        served = len(self._groups) == 1 and self._groups[0].group.attention == "full"
+        served = self.served
         parts = [part for piece in self._pieces for part in piece.parts()]
         self._proofs = Proofs(self._context, parts, tensors, new=served)
 
@@ -228,8 +228,13 @@ class KvMemory:
             self._pieces.append(Piece(size, storage.data_ptr(), fd=fd))
             os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
 
+    @property
+    def served(self) -> bool:
+        """Whether the memory is one group of full attention. Other memory is only checked."""
+        return len(self._groups) == 1 and self._groups[0].group.attention == "full"
+
     def describe(self, group: int, tickets: list[bytes], *, timeline: bool = False) -> dict[str, Any]:
-        """Returns a group's registration, with a new proof of the mapping. ``tickets`` name its descriptors, in order.
+        """Returns a registration of one group, with a new proof. ``tickets`` name its descriptors, in order.
 
         With ``timeline`` the registration includes the place of the device's timeline word.
         """
@@ -244,19 +249,21 @@ class KvMemory:
             device["timeline"] = {"allocation": nonce["allocation"], "offset_bytes": word}
         return {
             **device,
-            "group": group,
-            "groups": len(self._groups),
-            "attention": described.group.attention,
-            "window_tokens": described.group.window_tokens,
+            "groups": [
+                {
+                    "attention": described.group.attention,
+                    "window_tokens": described.group.window_tokens,
+                    "engine_page_tokens": described.group.engine_page_tokens,
+                    "device_pages": described.group.device_pages,
+                    "layers": len(described.tensors),
+                    "tensors": [described.describe(layer, pieces) for layer in range(len(described.tensors))],
+                }
+            ],
             "content": self._place.content,
             "rank": self._place.rank,
             "tp_size": self._place.tp_size,
             "shard": self._place.shard,
-            "engine_page_tokens": described.group.engine_page_tokens,
-            "device_pages": described.group.device_pages,
-            "layers": len(described.tensors),
             "allocations": allocations,
-            "tensors": [described.describe(layer, pieces) for layer in range(len(described.tensors))],
             "nonce": nonce,
             "proofs": proofs,
         }

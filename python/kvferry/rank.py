@@ -278,7 +278,7 @@ class RankSession:
                     with self._lock:
                         self._outbox.wrote(max((request for request, _ in self._marked), default=0))
                 memory = self._memory.describe(group, tickets, timeline=self._timeline)
-                return wire.Register(after, self._engine, memory)
+                return wire.Register(after, self._engine, memory, check_only=not self._memory.served)
             case outbox.Written():
                 return self._written(rank_request)
             case outbox.Abandon(requests):

@@ -139,16 +139,23 @@ class LookupAnswer(msgspec.Struct):
     pending: bool = False
 
 
+class Part(msgspec.Struct, omit_defaults=True):
+    """Pages of one group, from position ``first_page`` on, and the device pages ``pages`` that hold them."""
+
+    first_page: int
+    pages: list
+    group: int = 0
+
+
 class Load(msgspec.Struct):
-    """Requests a copy of found pages, from position ``first_page`` on, to the device pages ``destination``.
+    """Requests a copy of found pages to device pages.
 
     A rank's copy starts once the rank has reported everything up to ``after`` as written: until then the rank may still
     write to these pages itself.
     """
 
     slot: int
-    first_page: int
-    destination: list
+    parts: list[Part]
     after: int = 0
 
 
@@ -159,14 +166,13 @@ class LoadAnswer(msgspec.Struct):
 
 
 class Store(msgspec.Struct):
-    """Requests a store of the device pages ``source``, from position ``first_page`` on.
+    """Requests a store of device pages.
 
     ``more_hashes``, from position ``more_from`` on, are hashes that the slot may not have yet.
     """
 
     slot: int
-    first_page: int
-    source: list
+    parts: list[Part]
     hash_bytes: int = 0
     more_hashes: bytes = b""
     more_from: int = 0
@@ -232,11 +238,15 @@ class Unregister(msgspec.Struct):
 
 
 class Register(msgspec.Struct):
-    """Registers one group of a rank's KV memory (docs/wire.md); requests up to ``after`` are over."""
+    """Registers a rank's KV memory (docs/wire.md); requests up to ``after`` are over.
+
+    With ``check_only`` the worker checks and opens the memory, and serves none of it.
+    """
 
     after: int
     engine: bytes
     registration: dict
+    check_only: bool = False
 
 
 class Registered(msgspec.Struct):

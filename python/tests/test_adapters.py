@@ -370,7 +370,7 @@ def test_a_request_whose_files_are_not_checked_in_a_step_stores_its_pages_in_a_l
         asking.num_computed_tokens = 8 * step
         engine.step({asking: 8})
     store = engine.leader.last(wire.Store).message
-    assert (engine.leader.count(wire.Store), store.first_page) == (1, 0)
+    assert (engine.leader.count(wire.Store), store.parts[0].first_page) == (1, 0)
 
 
 @pytest.mark.parametrize("newer", [False, True])

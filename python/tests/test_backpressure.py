@@ -65,7 +65,7 @@ def test_a_skipped_store_is_retried_with_the_next_page() -> None:
     engine.leader.last(wire.Store).end(wire.StoreAnswer(6, 0))
     asking.grow(4)
     engine.step({asking: 4})
-    assert engine.leader.last(wire.Store).message.source == [[11, 3]]
+    assert engine.leader.last(wire.Store).message.parts[0].pages == [[11, 3]]
 
 
 def test_bytes_of_running_stores_are_bounded() -> None:

@@ -142,7 +142,7 @@ def one_fault(hook: str, after: bool, moment: str, answer: Any) -> int:
         if declined:
             assert leader.count(wire.Lookup) == lookups
             assert sum(engine.scheduled(second)) - 3 == 4 * PAGE_TOKENS
-        held = {page for asked in open_stores(engine) for page in pages_of(asked.message.source)}
+        held = {page for asked in open_stores(engine) for page in pages_of(asked.message.parts[0].pages)}
         assert engine.free_pages() == free - len(held), "only pages that are read are held"
         for asked in open_stores(engine):
             asked.end(wire.StoreAnswer(1, 0))

@@ -103,13 +103,13 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int =
         stored = [4, 5, 1]
         kept = [[page(tensors, number * rows + row) for row in range(rows)] for number in stored]
         assert talk.lookup(3, slot=1).hit_pages == 0
-        answer = talk.request(wire.Store(1, 0, wire.runs(stored)), written=True)
+        answer = talk.request(wire.Store(1, [wire.Part(0, wire.runs(stored))]), written=True)
         assert answer.stored_pages == 3
         fill(tensors, seed=2)
         assert talk.lookup(3, slot=2).hit_pages == 3
         expected = [page(tensors, number) for number in range(PAGES * rows)]
         target = [0, 7, 8]
-        assert talk.request(wire.Load(2, 0, wire.runs(target))).pages == 3
+        assert talk.request(wire.Load(2, [wire.Part(0, wire.runs(target))])).pages == 3
         for number, content in zip(target, kept, strict=True):
             for row in range(rows):
                 expected[number * rows + row] = content[row]
@@ -129,7 +129,7 @@ def test_pages_of_other_content_are_not_found(daemon: Daemon) -> None:
         try:
             daemon.wait_ready()
             found.append(talk.lookup(3, slot=1).hit_pages)
-            talk.request(wire.Store(1, 0, wire.runs([4, 5, 1])), written=True)
+            talk.request(wire.Store(1, [wire.Part(0, wire.runs([4, 5, 1]))]), written=True)
         finally:
             talk.close()
     assert found == [0, 0, 3]
@@ -203,7 +203,7 @@ def test_memory_that_cannot_be_shared_is_refused_with_the_reason(monkeypatch: py
     assert not tensors["layer.0"].is_shared()
 
 
-def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_are_checked_separately_and_not_served(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     """Groups of sliding windows, a state and full attention in the same memory are described, declined and logged."""
     caplog.set_level("INFO")
     storage = torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT)
@@ -215,26 +215,17 @@ def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog:
     ]
     kept = KvMemory(groups, PLACE)
     described = kept.describe(2, [b"t" * 16])
-    assert (described["group"], described["groups"], described["layers"]) == (2, 3, 2)
-    assert [tensor["offset_bytes"] for tensor in described["tensors"]] == [0, 32 * 4]
+    assert (described["groups"][0]["attention"], described["groups"][0]["layers"]) == ("state", 2)
+    assert [tensor["offset_bytes"] for tensor in described["groups"][0]["tensors"]] == [0, 32 * 4]
     kept.close()
     talk = Talk(daemon, *groups)
     try:
         said = [record.message for record in caplog.records if "copies nothing" in record.message]
-        assert [text.split(": ", 3)[2:] for text in said] == [
-            [
-                "group 0",
-                "its worker copies nothing: the engine's KV memory has 3 groups, and more than one is not served yet",
-            ],
-            [
-                "group 1",
-                "its worker copies nothing: group 1 has layers with a sliding window, which are not served yet",
-            ],
-            ["group 2", "its worker copies nothing: group 2 has layers with state, which are not served yet"],
-        ]
+        reason = "its worker copies nothing: the engine asked for a check of its memory only"
+        assert [text.split(": ", 3)[2:] for text in said] == [["group 0", reason]]
         status = daemon.status()
         assert not status["ready"]
-        assert "not served yet" in status["ranks"][0]["problem"]
+        assert "a check of its memory only" in status["ranks"][0]["problem"]
         pending = talk.scheduler.request(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 16), 1)
         assert pending.wait(TIMEOUT_S)
         assert pending.failure is not None

@@ -97,7 +97,7 @@ def test_pages_of_an_adapters_older_files_are_not_stored_as_those_of_newer_ones(
             assert engine.leader.count(wire.Store) == 1
             assert engine.scheduler.reset_prefix_cache()
     assert engine.leader.count(wire.Store) == 2, "pages computed after a reset are stored"
-    assert engine.leader.last(wire.Store).message.first_page == 0
+    assert engine.leader.last(wire.Store).message.parts[0].first_page == 0
     longest = engine.add(prompt + tokens(PAGE_TOKENS * 2, seed=2), lora=LoRARequest("a", 3, str(tmp_path)))
     engine.run(longest)
     assert engine.leader.count(wire.Store) == 3, "so are the pages that follow them"

@@ -81,7 +81,7 @@ def test_pages_after_a_requests_pages_from_before_a_reset_are_not_stored(engine:
     engine.side.matched_tokens(asking, 0)
     engine.step({asking: 12})
     message = engine.leader.last(wire.Store).message
-    assert (message.first_page, message.source) == (0, [[1, 3]])
+    assert (message.parts[0].first_page, message.parts[0].pages) == (0, [[1, 3]])
 
 
 def test_nothing_is_stored_after_device_pages_from_before_a_reset(engine: Engine) -> None:
@@ -106,7 +106,7 @@ def test_nothing_is_stored_after_device_pages_from_before_a_reset(engine: Engine
     engine.side.matched_tokens(alone, 0)
     engine.tables["c"] = [5, 6]
     engine.step({alone: 8})
-    assert engine.leader.last(wire.Store).message.source == [[5, 2]], "the request computed all of its pages"
+    assert engine.leader.last(wire.Store).message.parts[0].pages == [[5, 2]], "the request computed all of its pages"
     engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
     engine.step()
     engine.pool.free_blocks(engine.pool.blocks[1:4])
@@ -116,7 +116,7 @@ def test_nothing_is_stored_after_device_pages_from_before_a_reset(engine: Engine
     later.num_computed_tokens = 8
     engine.tables["d"] = [1, 2, 3]
     engine.step({later: 4})
-    assert engine.leader.last(wire.Store).message.first_page == 0, "the device has no old pages any more"
+    assert engine.leader.last(wire.Store).message.parts[0].first_page == 0, "the device has no old pages any more"
 
 
 @pytest.mark.parametrize("steps_between", [False, True])
@@ -150,7 +150,7 @@ def test_pages_of_weights_that_never_change_are_stored_whatever_the_device_kept(
     asking.num_computed_tokens = 8
     engine.tables["a"] = [1, 2, 3]
     engine.step({asking: 4})
-    assert engine.leader.last(wire.Store).message.first_page == 0
+    assert engine.leader.last(wire.Store).message.parts[0].first_page == 0
 
 
 def test_a_load_from_before_a_reset_is_computed(engine: Engine) -> None:
@@ -184,7 +184,7 @@ def test_loaded_pages_are_not_stored_after_a_reset(steady: Engine) -> None:
     asking.grow(3)
     engine.step({asking: 4})
     message = engine.leader.last(wire.Store).message
-    assert (message.first_page, message.source) == (4, [14])
+    assert (message.parts[0].first_page, message.parts[0].pages) == (4, [14])
 
 
 def test_an_unconfirmed_reset_leaves_the_namespace(steady: Engine) -> None:
@@ -261,7 +261,7 @@ def test_pages_computed_before_a_reset_are_not_stored_after_it(steady: Engine) -
     asking.grow(4)
     engine.step({asking: 4})
     message = engine.leader.last(wire.Store).message
-    assert (message.first_page, message.source) == (2, [3])
+    assert (message.parts[0].first_page, message.parts[0].pages) == (2, [3])
 
 
 def test_a_reset_releases_the_pages_that_lookups_found(engine: Engine) -> None:

@@ -228,7 +228,7 @@ def test_pages_of_the_device_come_first(engine: Engine) -> None:
     assert (lookup.device_pages, lookup.hash_bytes, len(lookup.hashes)) == (2, 32, 8 * 32)
     engine.allocate(asking, list(range(10, 19)), 8)
     load = engine.leader.last(wire.Load).message
-    assert (load.first_page, load.destination) == (2, [[12, 2]])
+    assert (load.parts[0].first_page, load.parts[0].pages) == (2, [[12, 2]])
 
 
 def test_a_loads_deadline_grows_with_its_bytes() -> None:
@@ -434,7 +434,8 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
     engine.tables["a"] = [7, 8, 20, 21]
     step = engine.step({asking: 10})
     store = engine.leader.last(wire.Store)
-    assert (store.message.first_page, store.message.source, store.message.more_hashes) == (0, [[7, 2]], b"")
+    part = store.message.parts[0]
+    assert (part.first_page, part.pages, store.message.more_hashes) == (0, [[7, 2]], b"")
     assert step == StepMetadata(written_through=step.written_through, stores_through=store.id)
     assert step.written_through > store.id, "the step's own number comes after its stores"
     assert engine.pool.held() == [7, 8]
@@ -444,7 +445,7 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
     asking.grow(1)
     engine.step({asking: 1})
     more = engine.leader.last(wire.Store)
-    assert (more.message.first_page, more.message.source) == (2, [20])
+    assert (more.message.parts[0].first_page, more.message.parts[0].pages) == (2, [20])
     assert (more.message.more_from, more.message.more_hashes) == (2, asking.block_hashes[2])
     store.end(wire.StoreAnswer(2, 0))
     engine.step()
@@ -459,7 +460,7 @@ def test_guessed_tokens_are_not_stored(engine: Engine) -> None:
     engine.tables["a"] = [7, 8]
     engine.step({asking: 5})
     engine.step({asking: 3})
-    assert engine.leader.last(wire.Store).message.source == [7]
+    assert engine.leader.last(wire.Store).message.parts[0].pages == [7]
     assert engine.leader.count(wire.Store) == 1
 
 
@@ -472,7 +473,7 @@ def test_each_part_of_a_prompt_stores_the_pages_that_it_fills(engine: Engine) ->
     for tokens in (6, 6, 6, 6):
         engine.step({asking: tokens})
         message = engine.leader.last(wire.Store).message
-        firsts.append((message.first_page, message.source))
+        firsts.append((message.parts[0].first_page, message.parts[0].pages))
     assert firsts == [(0, [1]), (1, [[2, 2]]), (3, [4]), (4, [[5, 2]])]
 
 
@@ -491,7 +492,7 @@ def test_a_failed_store_is_retried_with_the_next_page(engine: Engine) -> None:
     assert engine.leader.count(wire.Lookup) == lookups + 1, "the slot is opened again"
     opened, store = engine.leader.asked[-2].message, engine.leader.asked[-1].message
     assert (opened.slot, opened.device_pages, len(opened.hashes)) == (store.slot, 3, 3 * 32)
-    assert (store.first_page, store.source, store.more_hashes) == (0, [[1, 3]], b"")
+    assert (store.parts[0].first_page, store.parts[0].pages, store.more_hashes) == (0, [[1, 3]], b"")
 
 
 def test_the_slot_is_opened_again_at_another_leader(engine: Engine) -> None:
@@ -587,7 +588,7 @@ def test_a_preempted_request_is_stored_from_its_first_page_again(engine: Engine)
     engine.tables["a"] = [5, 6]
     engine.step({asking: 8})
     message = engine.leader.last(wire.Store).message
-    assert (message.first_page, message.source) == (0, [[5, 2]])
+    assert (message.parts[0].first_page, message.parts[0].pages) == (0, [[5, 2]])
 
 
 def test_preemption_waits_a_little_for_pages_that_only_a_store_holds(
@@ -644,7 +645,7 @@ def test_stores_pause_after_one_that_the_leader_could_not_take(engine: Engine, m
     asking.grow(1)
     engine.step({asking: 1})
     message = engine.leader.last(wire.Store).message
-    assert (message.first_page, message.source) == (0, [[1, 3]])
+    assert (message.parts[0].first_page, message.parts[0].pages) == (0, [[1, 3]])
 
 
 def test_a_request_that_does_not_read_the_cache_holds_nothing(engine: Engine) -> None:

@@ -128,7 +128,7 @@ def test_a_model_with_two_groups_is_declined() -> None:
             logged = engine.logged()
             assert "has 2 groups" in logged
             assert "group 0: its worker copies nothing: " in logged
-            assert "layers with a sliding window, which are not served yet" in logged
+            assert "the engine asked for a check of its memory only" in logged
             assert not daemon.status()["ready"]
             assert daemon.counter("lookups") == 0
         finally:

@@ -10,7 +10,8 @@ use kvferry_cuda::{
 use kvferry_memory::{BatchMark, CancelFlag, Depot, DropWaiter, NumaNode, RegisteredMemory};
 use kvferry_transport::FdReceiver;
 use kvferry_types::{
-    Direction, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline, TransferId,
+    Direction, FragmentPair, GpuCopy, GroupId, MemoryGeometry, Registration, RequestId, Timeline,
+    TransferId,
 };
 
 /// The device attribute `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
@@ -195,7 +196,7 @@ impl Gpu {
     /// Submits a copy. Returns false when there is no room for it, or the GPU is lost.
     pub(super) fn copy(
         &self,
-        (transfer, direction): (TransferId, Direction),
+        (transfer, direction, group): (TransferId, Direction, GroupId),
         parts: Vec<Vec<FragmentPair>>,
         memory: &RegisteredDevice,
         cancel: Arc<CancelFlag>,
@@ -205,6 +206,7 @@ impl Gpu {
             direction,
             parts,
             device: memory.clone(),
+            group,
             depot: Arc::clone(&self.depot),
             cancel,
         };
@@ -256,10 +258,10 @@ impl EngineSide {
     }
 
     /// The sizes that all ranks must agree on.
-    pub(super) fn geometry(&self) -> &GroupGeometry {
+    pub(super) fn geometry(&self) -> &MemoryGeometry {
         match self {
-            Self::Host(memory) => &memory.geometry,
-            Self::Device(memory, _) => &memory.geometry,
+            Self::Host(memory) => &memory.layout.geometry,
+            Self::Device(memory, _) => &memory.layout.geometry,
         }
     }
 }

@@ -13,7 +13,7 @@ use kvferry_cuda::RegisteredDevice;
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory,
 };
-use kvferry_types::{Direction, EndedCopy, FragmentPair, TierId, Transfer, TransferId};
+use kvferry_types::{Direction, EndedCopy, FragmentPair, GroupId, TierId, Transfer, TransferId};
 
 pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 
@@ -164,8 +164,13 @@ impl State {
             };
             let flag = Arc::new(CancelFlag::default());
             self.flags.insert(copy.id, Arc::clone(&flag));
-            let parts = FragmentPair::parts(copy.pairs, memory.layout.page_bytes, COPY_PART_BYTES);
-            if !gpu.copy((copy.id, direction), parts, memory, flag) {
+            let group = copy.device.map_or(GroupId(0), |device| device.group);
+            let page_bytes = memory
+                .layout
+                .of(group)
+                .map_or(1, |layout| layout.page_bytes);
+            let parts = FragmentPair::parts(copy.pairs, page_bytes, COPY_PART_BYTES);
+            if !gpu.copy((copy.id, direction, group), parts, memory, flag) {
                 return Err("the GPU's thread takes no copies".into());
             }
         }
@@ -255,11 +260,17 @@ fn copied(
         copy_us: 0,
         bad_source: false,
     };
-    for pairs in FragmentPair::parts(transfer.pairs, memory.layout.page_bytes, part_bytes) {
+    let group = transfer.device.map_or(GroupId(0), |device| device.group);
+    let Some(layout) = memory.layout.of(group) else {
+        tracing::error!(transfer = %id, %group, "copy of no registered group refused");
+        ended.complete = false;
+        return ended;
+    };
+    for pairs in FragmentPair::parts(transfer.pairs, layout.page_bytes, part_bytes) {
         let pages: u64 = pairs.iter().map(|pair| pair.dst.pages()).sum();
         let job = CopyJob {
             direction,
-            layout: Arc::clone(&memory.layout),
+            layout: Arc::clone(layout),
             device: Arc::clone(&memory.memory),
             depot: Arc::clone(depot),
             pairs,
@@ -289,8 +300,8 @@ mod tests {
     use super::*;
     use kvferry_memory::{EngineMemory, SharedBuffer, validate};
     use kvferry_types::{
-        Allocation, AllocationHandle, AllocationKind, Attention, Edge, GroupId, Nonce, PageList,
-        Rank, Registration, TensorRole, TensorView, Time,
+        Allocation, AllocationHandle, AllocationKind, Attention, Edge, GroupMemory, Nonce,
+        PageList, Rank, Registration, TensorRole, TensorView, Time,
     };
 
     const PAGES: u32 = 8;
@@ -300,33 +311,36 @@ mod tests {
     fn memories() -> (RegisteredMemory, Arc<Depot>) {
         let bytes = u64::from(PAGES) * PAGE_BYTES;
         let registration = Registration {
-            group: GroupId(0),
-            groups: 1,
-            attention: Attention::Full,
-            window_tokens: 0,
+            groups: vec![GroupMemory {
+                attention: Attention::Full,
+                window_tokens: 0,
+                eagle: false,
+                engine_page_tokens: 16,
+                device_pages: PAGES,
+                layers: 1,
+                tensors: vec![TensorView {
+                    layer: 0,
+                    role: TensorRole::Kv,
+                    allocation: 0,
+                    offset_bytes: 0,
+                    shape: vec![u64::from(PAGES), PAGE_BYTES],
+                    strides: vec![PAGE_BYTES, 1],
+                    element_bytes: 1,
+                    page_axis: 0,
+                    page_bytes: PAGE_BYTES,
+                    page_stride_bytes: PAGE_BYTES,
+                }],
+            }],
+            hash_tokens: 0,
+            hit_tokens: 0,
             content: b"test".to_vec(),
             rank: Rank(0),
             tp_size: 1,
             shard: 0,
-            engine_page_tokens: 16,
-            device_pages: PAGES,
-            layers: 1,
             allocations: vec![Allocation {
                 kind: AllocationKind::SharedMemory,
                 handle: AllocationHandle::Ticket([0; 16]),
                 bytes,
-            }],
-            tensors: vec![TensorView {
-                layer: 0,
-                role: TensorRole::Kv,
-                allocation: 0,
-                offset_bytes: 0,
-                shape: vec![u64::from(PAGES), PAGE_BYTES],
-                strides: vec![PAGE_BYTES, 1],
-                element_bytes: 1,
-                page_axis: 0,
-                page_bytes: PAGE_BYTES,
-                page_stride_bytes: PAGE_BYTES,
             }],
             nonce: Nonce {
                 allocation: 0,
@@ -340,12 +354,10 @@ mod tests {
         let layout = validate(&registration).expect("consistent");
         let buffer = SharedBuffer::create("kvferry-test", bytes).expect("memory");
         let memory = EngineMemory::new(&registration, vec![buffer]).expect("fits");
-        let geometry = layout.geometry(&registration);
         let depot = Depot::create(Depot::bytes_for(PAGES, PAGE_BYTES)).expect("memory");
         let memory = RegisteredMemory {
             memory: Arc::new(memory),
             layout: Arc::new(layout),
-            geometry,
         };
         depot.hold_pages_of(PAGE_BYTES).expect("writable");
         (memory, Arc::new(depot))

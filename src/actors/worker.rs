@@ -24,7 +24,7 @@ use kvferry_shell::{Registering, WorkerShell};
 use kvferry_transport::{
     Client, Clock, FdReceiver, Incoming, Server, ServerEvent, ServerEvents, SharedLogLimit,
 };
-use kvferry_types::{EndedCopy, GpuCopy, GroupId, Sharding, Time, WorkerId};
+use kvferry_types::{EndedCopy, GpuCopy, Sharding, Time, WorkerId};
 
 /// Pause between two log lines about the progress of the depot.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
@@ -70,7 +70,7 @@ pub(super) enum WorkerMessage {
     Failed(String),
     Mapped(Registering, Box<Result<EngineSide, ErrorBody>>),
     /// The result of a check of memory that is not copied: its group, and the bytes of one page.
-    Checked(Registering, Result<(GroupId, u64), ErrorBody>),
+    Checked(Registering, Result<u64, ErrorBody>),
     /// Bytes of the depot that are pinned for the GPU so far.
     Pinned(u64),
     /// The GPU that a rank named is ready, or cannot be used.

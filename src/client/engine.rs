@@ -14,7 +14,7 @@ use kvferry_protocol::{
 };
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
 use kvferry_types::{
-    Answer, EngineId, LookupAnswer, PageHashes, PageList, Replica, Request, RequestId, ResetScope,
+    Answer, EngineId, LookupAnswer, PageHashes, Part, Replica, Request, RequestId, ResetScope,
     SlotId,
 };
 
@@ -72,10 +72,13 @@ pub struct PromptPages {
     pub slot: SlotId,
     /// Namespace of the pages: salt, tenant, adapter.
     pub namespace: Vec<u8>,
-    /// Hashes of all full pages of the prompt.
+    /// Hashes of the prompt, one for each unit of the registered `hash_tokens`: for a model with one group, one for each
+    /// full page.
     pub hashes: PageHashes,
-    /// Pages, from the first one on, that the engine has itself.
+    /// Units, from the first one on, whose pages the engine has itself, in every group.
     pub device_pages: u32,
+    /// Largest end of a hit, in units; `None` for all of them.
+    pub limit_pages: Option<u32>,
 }
 
 /// The pages of a store.
@@ -85,11 +88,9 @@ pub struct StoredPages {
     /// lookup, so that the ranks can get it before; drawn by the store when it is absent. A number from before that
     /// lookup is refused as `unknown_slot`.
     pub id: Option<RequestId>,
-    /// Position of the first page in the sequence.
-    pub first_page: u32,
-    /// Device pages, one for each page from there on.
-    pub source: PageList,
-    /// Position and hashes of pages that the lookup did not name.
+    /// The pages, and the device pages that hold them.
+    pub parts: Vec<Part>,
+    /// Position of the first, and hashes that the lookup did not name.
     pub more: Option<(u32, PageHashes)>,
 }
 
@@ -200,7 +201,7 @@ impl EngineClient {
             .lookup(
                 prompt.namespace,
                 prompt.hashes,
-                prompt.device_pages,
+                (prompt.device_pages, prompt.limit_pages),
                 timeout,
             )
             .await?;
@@ -301,7 +302,7 @@ impl RequestGuard {
         self.found.pending
     }
 
-    /// Repeats the lookup, which replaces the holds of the one before.
+    /// Repeats the lookup, which replaces the holds of the one before. See [`PromptPages`] for the fields.
     ///
     /// # Errors
     /// The errors of the leader. The holds are unknown then, as when the future is dropped: [`Self::hit_pages`] is 0, and the
@@ -310,7 +311,7 @@ impl RequestGuard {
         &mut self,
         namespace: Vec<u8>,
         hashes: PageHashes,
-        device_pages: u32,
+        (device_pages, limit_pages): (u32, Option<u32>),
         timeout: Duration,
     ) -> Result<LookupAnswer, Failure> {
         let Some(id) = self.id() else {
@@ -321,6 +322,7 @@ impl RequestGuard {
             namespace,
             hashes,
             device_pages,
+            limit_pages,
         };
         // From now on the leader may hold other pages for the slot, whether this call completes or not.
         self.found = NOTHING_FOUND;
@@ -347,22 +349,20 @@ impl RequestGuard {
         }
     }
 
-    /// Begins to copy held pages to device pages, from position `first_page` of the sequence on. `after` is the last
-    /// number of work that may write to these device pages; 0 without such work.
+    /// Begins to copy held pages to device pages. `after` is the last number of work that may write to these device
+    /// pages; 0 without such work. A load of several parts is carried out as a whole.
     ///
     /// The guard keeps `pages`, the owner of the device pages, until nothing writes to them any longer.
     pub fn load<P: Send + 'static>(
         &self,
-        first_page: u32,
-        destination: PageList,
+        parts: Vec<Part>,
         after: RequestId,
         pages: P,
         timeout: Duration,
     ) -> LoadGuard<P> {
         let request = Request::Load {
             slot: self.slot,
-            first_page,
-            destination,
+            parts,
             after,
         };
         match self.id() {
@@ -383,9 +383,8 @@ impl RequestGuard {
     ) -> StoreGuard<P> {
         let request = Request::Store {
             slot: self.slot,
-            first_page: stored.first_page,
+            parts: stored.parts,
             more: stored.more,
-            source: stored.source,
         };
         match self.id() {
             Some(id) => {

@@ -491,6 +491,7 @@ impl<M: SessionMemory> Requester<M> {
                 timeline: self.timeline(),
                 ..described.map_err(not_now)?
             },
+            check_only: false,
         };
         let registered = self.worker.call_on(link, register, REQUEST_LIMIT).await?;
         match registered.not_served.is_empty() {

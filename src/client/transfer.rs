@@ -11,10 +11,10 @@ use std::time::Duration;
 use tokio::sync::{TryAcquireError, oneshot};
 
 use crate::shared::{Shared, TRANSFER_KIB};
-use kvferry_protocol::limits::PAGE_ITEMS_MAX;
+use kvferry_protocol::limits::{PAGE_ITEMS_MAX, PARTS_MAX};
 use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
 use kvferry_transport::{Failure, PendingAnswer};
-use kvferry_types::{PageList, Request, RequestId};
+use kvferry_types::{Part, Request, RequestId};
 
 /// Time after the deadline of a load or a store in which its answer is awaited before the guard reports a failure.
 const GRACE: Duration = Duration::from_secs(2);
@@ -28,6 +28,8 @@ pub const TRANSFERS_MAX: usize = (TRANSFER_KIB / TRANSFER_KIB_MIN) as usize;
 /// of the wire has one for each page.
 const RUN_BYTES: usize = 11;
 const PAGE_BYTES: usize = 5;
+/// Bytes of a part of a request beside its pages: names of fields, group and position.
+const PART_BYTES: usize = 40;
 /// Bytes of a message beside its lists, at most.
 const MESSAGE_BYTES: usize = 256;
 /// Pause before a request whose end is unknown is repeated under its id, which requests its end.
@@ -318,19 +320,31 @@ fn is_over(first: &Failure) -> bool {
     first.over || first.unsent
 }
 
+/// The parts of a load or a store, and the bytes of its hashes.
+fn parts_of(request: &Request) -> Option<(&[Part], usize)> {
+    match request {
+        Request::Load { parts, .. } => Some((parts, 0)),
+        Request::Store { parts, more, .. } => {
+            let hashes = more.as_ref();
+            let hashes = hashes.map_or(0, |(_, hashes)| hashes.as_bytes().len());
+            Some((parts, hashes))
+        }
+        _ => None,
+    }
+}
+
 /// Refuses a request that does not fit into a message of version 1 of the wire: a leader of that version may take over,
 /// and the repetition that requests the end could not be encoded for it.
 fn check_size(request: &Request, body_bytes_max: usize) -> Result<(), Failure> {
-    let (Request::Load {
-        destination: list, ..
-    }
-    | Request::Store { source: list, .. }) = request
-    else {
+    let Some((parts, _)) = parts_of(request) else {
         return Ok(());
     };
-    let (pages, bytes) = (list.pages(), transfer_bytes(request));
+    let pages: u64 = parts.iter().map(|part| part.pages.pages()).sum();
+    let (count, bytes) = (parts.len(), transfer_bytes(request));
     let text = if pages > PAGE_ITEMS_MAX as u64 {
         format!("the request names {pages} pages, and at most {PAGE_ITEMS_MAX} fit")
+    } else if count > PARTS_MAX {
+        format!("the request has {count} parts, and at most {PARTS_MAX} fit")
     } else if bytes > body_bytes_max {
         format!("the request takes up to {bytes} bytes, and a message at most {body_bytes_max}")
     } else {
@@ -344,22 +358,17 @@ fn check_size(request: &Request, body_bytes_max: usize) -> Result<(), Failure> {
 
 /// Bytes of the message of a load or a store, at most, in every version of the wire.
 fn transfer_bytes(request: &Request) -> usize {
-    let (list, hashes) = match request {
-        Request::Load { destination, .. } => (Some(destination), 0),
-        Request::Store { source, more, .. } => {
-            let more = more.as_ref();
-            (
-                Some(source),
-                more.map_or(0, |(_, hashes)| hashes.as_bytes().len()),
-            )
-        }
-        _ => (None, 0),
+    let Some((parts, hashes)) = parts_of(request) else {
+        return MESSAGE_BYTES;
     };
-    let bytes_of = |list: &PageList| {
+    let bytes_of = |part: &Part| {
+        let list = &part.pages;
         let pages = usize::try_from(list.pages()).unwrap_or(usize::MAX);
-        (list.0.len() * RUN_BYTES).max(pages.saturating_mul(PAGE_BYTES))
+        let items = (list.0.len() * RUN_BYTES).max(pages.saturating_mul(PAGE_BYTES));
+        items.saturating_add(PART_BYTES)
     };
-    let items = list.map_or(0, bytes_of);
+    let items = parts.iter().map(bytes_of);
+    let items = items.fold(0, usize::saturating_add);
     items.saturating_add(MESSAGE_BYTES + hashes)
 }
 
@@ -381,7 +390,7 @@ mod tests {
 
     use kvferry_protocol::{Hello, Role};
     use kvferry_transport::{Address, Client, ClientSettings, Limits, MemoryTransport};
-    use kvferry_types::{PageHashes, SlotId};
+    use kvferry_types::{GroupId, PageHashes, PageList, SlotId};
     use tokio::sync::{Notify, Semaphore};
 
     use super::*;
@@ -417,8 +426,7 @@ mod tests {
     fn load(destination: PageList) -> Request {
         Request::Load {
             slot: SlotId(1),
-            first_page: 0,
-            destination,
+            parts: vec![Part::new(GroupId(0), 0, destination)],
             after: RequestId(0),
         }
     }
@@ -470,9 +478,12 @@ mod tests {
         let hashes = |pages: usize| PageHashes::packed(64, vec![7; 64 * pages]);
         let store = |pages: u32, hashed: usize| Request::Store {
             slot: SlotId(1),
-            first_page: 0,
+            parts: vec![Part::new(
+                GroupId(0),
+                0,
+                PageList::run(4_000_000_000, pages),
+            )],
             more: hashes(hashed).map(|hashes| (0, hashes)),
-            source: PageList::run(4_000_000_000, pages),
         };
         let limit = 64 << 10;
         let mut refused = 0;

@@ -4,6 +4,8 @@
 //! Pages that lie in several tiers are taken from the fastest one. A block of a slower tier may begin before the pages
 //! that are missing in the faster ones, because the tail of a block is evicted before its beginning.
 
+use std::ops::Range;
+
 use crate::anchor::Domain;
 use crate::blocks::{BlockIndex, BlockRef};
 use crate::index::{Match, MatchGoal};
@@ -66,6 +68,24 @@ impl Pool {
                 pages: found.ready,
             });
             position = start + found.ready;
+        }
+        runs
+    }
+
+    /// The readable runs that hold some of these pages, past those that are missing.
+    pub(super) fn covering_any(
+        &self,
+        domain: &Domain,
+        hashes: HashView<'_>,
+        pages: Range<u32>,
+    ) -> Vec<BlockRun> {
+        let (mut runs, mut position) = (Vec::new(), pages.start);
+        while position < pages.end {
+            let found = self.covering(domain, hashes, position, pages.end);
+            position = found
+                .last()
+                .map_or(position + 1, |run| run.position + run.pages + 1);
+            runs.extend(found);
         }
         runs
     }

@@ -4,7 +4,7 @@
 //! their arena pages, evictions and refusals. Leaves out what may differ between a live run and a replay in virtual
 //! time: ids, epochs, times and the order in which ranks answered.
 
-use kvferry_types::PageRun;
+use kvferry_types::{GroupId, PageRun};
 
 /// One decision of the leader about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,9 +53,13 @@ impl RequestDigest {
         Self(record.then(Box::default))
     }
 
-    /// Adds a decision.
-    pub fn add(&mut self, tokens_per_page: u32, decision: Decision) {
+    /// Adds a decision about pages of a group. Those about the first group are those of a model with one group.
+    pub fn add(&mut self, tokens_per_page: u32, group: GroupId, decision: Decision) {
         let Some(hasher) = &mut self.0 else { return };
+        if group != GroupId(0) {
+            hasher.update(&7_u64.to_le_bytes());
+            hasher.update(&u64::from(group.0).to_le_bytes());
+        }
         let tokens = |pages: u32| u64::from(pages) * u64::from(tokens_per_page);
         let pages = |run: PageRun| [u64::from(run.start), u64::from(run.count)];
         let words = match decision {
@@ -113,7 +117,7 @@ mod tests {
             device_pages,
             hit_pages,
         };
-        request.add(tokens_per_page, found);
+        request.add(tokens_per_page, GroupId(0), found);
         let mut run = RunDigest::default();
         run.add(&request);
         run.hex()
@@ -145,11 +149,20 @@ mod tests {
             .into_iter()
             .map(|decision| {
                 let (mut request, mut whole) = (RequestDigest::new(true), RunDigest::default());
-                request.add(16, decision);
+                request.add(16, GroupId(0), decision);
                 whole.add(&request);
                 whole.hex()
             })
             .collect();
         assert_eq!(digests.len(), 3);
+        let of_group = |group| {
+            let (mut request, mut whole) = (RequestDigest::new(true), RunDigest::default());
+            request.add(16, GroupId(group), stored(false));
+            whole.add(&request);
+            whole.hex()
+        };
+        assert_eq!(of_group(1), of_group(1));
+        assert_ne!(of_group(1), of_group(2));
+        assert!(digests.contains(&of_group(0)) && !digests.contains(&of_group(1)));
     }
 }

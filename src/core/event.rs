@@ -2,7 +2,7 @@
 
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PageRecord, PerTier,
+    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, PageRecord, PerTier,
     Request, RequestId, ResetId, Scope, TierId, Time, Transfer, TransferId, WorkerId,
 };
 use smallvec::SmallVec;
@@ -15,10 +15,6 @@ pub type Workers = SmallVec<[WorkerId; 8]>;
 
 /// An input of the leader.
 #[derive(Debug, Clone)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one event is handled at a time, and none is stored"
-)]
 pub enum LeaderEvent {
     /// An engine sent its hello: for the first time, or again after its connection broke.
     EngineOpened(EngineId),
@@ -109,8 +105,8 @@ pub struct AttachedDepot {
 pub struct WorkerMemory {
     /// The engine that registered the memory.
     pub engine: EngineId,
-    /// Page size, number of pages and layout of the memory.
-    pub geometry: GroupGeometry,
+    /// Page sizes, numbers of pages and layouts of the groups of the memory.
+    pub geometry: MemoryGeometry,
     /// Pages of that size that the depot of each tier has room for.
     pub arena_pages: PerTier<u32>,
 }

@@ -30,11 +30,13 @@ mod eviction;
 mod group;
 mod index;
 mod leader;
+mod model;
 mod noted;
 mod policy;
 mod policy_error;
 mod pool;
 mod prefetch;
+mod reach;
 mod recover;
 mod refusal;
 mod session;
@@ -64,6 +66,7 @@ pub use leader::{
     MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX,
     RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
+pub use model::{Model, Sequence};
 pub use policy::{PIECES_MAX, TierPolicy};
 pub use policy_error::ParseTierPolicyError;
 pub use pool::{

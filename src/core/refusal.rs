@@ -1,5 +1,6 @@
 //! Refusals: why the leader does not carry out a request. Each names the field, the value and the remedy.
 
+use crate::group::GroupError;
 use kvferry_types::{Epoch, RequestId, SlotId, TierId, WorkerId};
 
 /// A typed refusal. The caller loses no data: an engine computes the pages that it could not load.
@@ -47,6 +48,14 @@ pub enum Refusal {
         value: String,
         /// The value of the attached worker.
         other_value: String,
+    },
+    /// The groups of a rank's memory have no rules.
+    #[error("{worker}: {error}")]
+    Groups {
+        /// The worker that is refused.
+        worker: WorkerId,
+        /// The contradiction.
+        error: GroupError,
     },
     /// A replica or rank beyond the configured numbers.
     #[error(

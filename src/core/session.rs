@@ -1,15 +1,16 @@
 //! The leader's record of each engine: its running requests, and answers kept for retries.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use crate::Contradiction;
-use crate::anchor::Domain;
 use crate::decision::{Decision, RequestDigest};
+use crate::model::Sequence;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
 use kvferry_types::Answer;
-use kvferry_types::{EngineId, HashesDiffer, PageHashes, PageRun, RequestId, SlotId, TierId, Time};
+use kvferry_types::{
+    EngineId, GroupId, HashesDiffer, PageHashes, PageRun, RequestId, SlotId, TierId, Time,
+};
 
 /// Most running requests of one engine. About 20 MB at 0.3 KB each, not counting their hashes, which
 /// [`HASH_BYTES_PER_ENGINE_MAX`] bounds.
@@ -22,6 +23,8 @@ pub const ANSWERS_KEPT: usize = 4096;
 /// Pages of a sequence that a lookup found in one block and holds.
 #[derive(Debug)]
 pub struct PinnedRun {
+    /// The group of the pages.
+    pub group: GroupId,
     /// The tier of the block.
     pub tier: TierId,
     /// Position of the block's first page in the sequence.
@@ -41,9 +44,7 @@ pub struct PinnedRun {
 pub struct Slot {
     /// The lookup that opened it, or replaced its hashes.
     lookup: RequestId,
-    domain: Domain,
-    layout: [u8; 16],
-    hashes: Arc<PageHashes>,
+    sequence: Sequence,
     /// Runs found by the last lookup, held until a load, the expiry of the hold or the end of the slot.
     held: Vec<PinnedRun>,
     /// When the holds expire. Meaningless while `held` is empty.
@@ -52,39 +53,26 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// The slot of a lookup, for pages of this domain and layout. `digest` holds the earlier decisions about the
-    /// request.
-    pub fn new(
-        lookup: RequestId,
-        domain: Domain,
-        layout: [u8; 16],
-        hashes: PageHashes,
-        digest: RequestDigest,
-    ) -> Self {
+    /// The slot of a lookup. `digest` holds the earlier decisions about the request.
+    pub fn new(lookup: RequestId, sequence: Sequence, digest: RequestDigest) -> Self {
         Self {
             lookup,
-            domain,
-            layout,
-            hashes: Arc::new(hashes),
+            sequence,
             held: Vec::new(),
             held_until: Time::NEVER,
             digest,
         }
     }
 
-    /// The domain in which its pages are looked up.
-    pub fn domain(&self) -> &Domain {
-        &self.domain
+    /// The sequence that was looked up.
+    pub fn sequence(&self) -> &Sequence {
+        &self.sequence
     }
 
-    /// Hashes of its pages, starting with the first page.
-    pub fn hashes(&self) -> &Arc<PageHashes> {
-        &self.hashes
-    }
-
-    /// Notes a decision about the request.
-    pub fn decide(&mut self, tokens_per_page: u32, decision: Decision) {
-        self.digest.add(tokens_per_page, decision);
+    /// Notes a decision about pages of a group.
+    pub fn decide(&mut self, group: GroupId, decision: Decision) {
+        let tokens = self.sequence.model().hash_tokens();
+        self.digest.add(tokens, group, decision);
     }
 
     /// The digest of the decisions about the request.
@@ -125,23 +113,26 @@ impl Slot {
         std::mem::take(&mut self.held)
     }
 
-    /// Removes the holds on pages before `end`; the caller releases their pins.
-    pub fn take_held_before(&mut self, end: u32) -> Vec<PinnedRun> {
+    /// Removes the holds on pages of a group before `end`; the caller releases their pins.
+    pub fn take_held_before(&mut self, group: GroupId, end: u32) -> Vec<PinnedRun> {
         let (passed, kept) = self
             .held
             .drain(..)
-            .partition(|held| held.position + held.pages <= end);
+            .partition(|held| held.group == group && held.position + held.pages <= end);
         self.held = kept;
         passed
     }
 
-    /// The arena pages of positions `first..end`, each run with the index of the held run that it lies in; `None` when
+    /// The arena pages of positions `first..end` of a group, each run with the index of the held run that it lies in; `None` when
     /// some page is not held.
-    pub fn covering(&self, first: u32, end: u32) -> Option<Vec<(usize, PageRun)>> {
+    pub fn covering(&self, group: GroupId, first: u32, end: u32) -> Option<Vec<(usize, PageRun)>> {
         let mut sources = Vec::new();
         let mut position = first;
         for (index, run) in self.held.iter().enumerate() {
-            if position < end && (run.position..run.position + run.pages).contains(&position) {
+            if run.group == group
+                && position < end
+                && (run.position..run.position + run.pages).contains(&position)
+            {
                 let count = (run.position + run.pages).min(end) - position;
                 let start = run.arena_start + (position - run.position);
                 sources.push((index, PageRun { start, count }));
@@ -275,7 +266,7 @@ impl Session {
                 max: SLOTS_MAX as u64,
             });
         }
-        let bytes = self.hash_bytes + slot.hashes.as_bytes().len();
+        let bytes = self.hash_bytes + slot.sequence.hash_bytes();
         if bytes > HASH_BYTES_PER_ENGINE_MAX {
             return Err(TOO_MANY_HASHES);
         }
@@ -286,7 +277,7 @@ impl Session {
     /// Removes a slot. The caller releases its holds.
     pub fn take_slot(&mut self, id: SlotId) -> Option<Slot> {
         let slot = self.slots.remove(&id)?;
-        self.hash_bytes -= slot.hashes.as_bytes().len();
+        self.hash_bytes -= slot.sequence.hash_bytes();
         Some(slot)
     }
 
@@ -301,8 +292,8 @@ impl Session {
         let Some((from, more)) = more else {
             return Ok(slot);
         };
-        let before = slot.hashes.as_bytes().len();
-        let after = match from as usize <= slot.hashes.len() {
+        let before = slot.sequence.hash_bytes();
+        let after = match from as usize <= slot.sequence.hashes().len() {
             true => before.max(from as usize * more.width() + more.as_bytes().len()),
             false => before,
         };
@@ -316,9 +307,9 @@ impl Session {
                 remedy,
             })
         };
-        match Arc::make_mut(&mut slot.hashes).extend_from(from as usize, &more) {
+        match slot.sequence.hashes_mut().extend_from(from as usize, &more) {
             Ok(()) => {
-                self.hash_bytes += slot.hashes.as_bytes().len() - before;
+                self.hash_bytes += slot.sequence.hash_bytes() - before;
                 Ok(slot)
             }
             Err(HashesDiffer::Width) => invalid(
@@ -390,7 +381,7 @@ impl Session {
     /// Recounts the bytes of page hashes.
     fn check(&self) -> Result<(), Contradiction> {
         let slots = self.slots.values();
-        let bytes: usize = slots.map(|slot| slot.hashes.as_bytes().len()).sum();
+        let bytes: usize = slots.map(|slot| slot.sequence.hash_bytes()).sum();
         match bytes == self.hash_bytes {
             true => Ok(()),
             false => Err(format!(
@@ -408,7 +399,7 @@ fn slot_of(
     layout: [u8; 16],
 ) -> Result<&mut Slot, Refusal> {
     let slot = slots.get_mut(&id);
-    slot.filter(|slot| slot.layout == layout)
+    slot.filter(|slot| *slot.sequence.model().layout_fingerprint() == layout)
         .ok_or(Refusal::UnknownSlot(id))
 }
 
@@ -496,8 +487,10 @@ impl Sessions {
 mod tests {
     use super::*;
     use crate::anchor::AnchorKey;
+    use crate::model::Model;
     use crate::pool::Pool;
-    use kvferry_types::{GroupId, Ratio};
+    use kvferry_types::{GroupGeometry, Ratio};
+    use std::sync::Arc;
 
     #[test]
     fn a_retry_is_recognised_while_under_way_and_after() {
@@ -529,14 +522,13 @@ mod tests {
 
     fn slot(pages: usize) -> Slot {
         let hashes = PageHashes::packed(16, vec![1; 16 * pages]).expect("16 bytes a page");
-        let domain = Domain::new(&AnchorKey::new([1; 32]), b"a", &[0; 16], GroupId(0));
-        Slot::new(
-            RequestId(1),
-            domain,
-            [0; 16],
-            hashes,
-            RequestDigest::new(true),
-        )
+        let geometry = GroupGeometry {
+            engine_page_tokens: 16,
+            ..GroupGeometry::default()
+        };
+        let model = Arc::new(Model::new(geometry.into()).expect("one group"));
+        let sequence = Sequence::new(model, &AnchorKey::new([1; 32]), b"a", hashes);
+        Slot::new(RequestId(1), sequence, RequestDigest::new(true))
     }
 
     #[test]
@@ -557,23 +549,16 @@ mod tests {
         let mut pool = Pool::new(64, Ratio::new(4).expect("in bounds"));
         let mut slot = slot(12);
         assert!(!slot.hold_until(Time(5)), "nothing is held");
-        let (hashes, domain) = (Arc::clone(slot.hashes()), slot.domain().clone());
+        let sequence = slot.sequence().clone();
+        let (domain, hashes) = sequence.of(GroupId(0));
         let (mut reserved, mut next) = (Vec::new(), 0);
         for at in [0, 4, 8] {
             let all = (&mut next, &mut reserved, &mut Vec::new());
-            pool.reserve(
-                &domain,
-                hashes.view(),
-                at,
-                at + 4,
-                None,
-                all.0,
-                all.1,
-                all.2,
-            );
+            pool.reserve(domain, hashes, at, at + 4, None, all.0, all.1, all.2);
         }
         for position in [0, 4, 8] {
             let run = PinnedRun {
+                group: GroupId(0),
                 tier: TierId::Host,
                 position,
                 pages: 4,
@@ -585,10 +570,17 @@ mod tests {
         }
         let run = |start, count| PageRun { start, count };
         let all = vec![(0, run(100, 4)), (1, run(104, 4))];
-        assert_eq!(slot.covering(0, 8), Some(all), "no run without pages");
-        assert_eq!(slot.covering(5, 7), Some(vec![(1, run(105, 2))]));
-        assert_eq!(slot.covering(9, 13), None);
-        assert_eq!(slot.covering(3, 3), None);
+        assert_eq!(
+            slot.covering(GroupId(0), 0, 8),
+            Some(all),
+            "no run without pages"
+        );
+        assert_eq!(
+            slot.covering(GroupId(0), 5, 7),
+            Some(vec![(1, run(105, 2))])
+        );
+        assert_eq!(slot.covering(GroupId(0), 9, 13), None);
+        assert_eq!(slot.covering(GroupId(0), 3, 3), None);
         assert!(slot.hold_until(Time(7)));
         assert_eq!(slot.held_until(), Time(7));
         slot.take_held()

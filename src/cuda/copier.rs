@@ -19,7 +19,7 @@ use super::pinned::PinnedDepot;
 use super::staged_io::SmallCopyError;
 use super::timeline::{Announced, LOOK_PAUSE, WaitList, WaitOrder, Waits};
 use kvferry_memory::{CancelFlag, CopyPlan, CopyRequest};
-use kvferry_types::{Direction, EndedCopy, FragmentPair, RequestId, Timeline, TransferId};
+use kvferry_types::{Direction, EndedCopy, FragmentPair, GroupId, RequestId, Timeline, TransferId};
 
 /// Most slices of one direction in flight in its stream.
 pub const SLICES_IN_FLIGHT_MAX: usize = 4;
@@ -54,6 +54,8 @@ pub struct DeviceCopy {
     pub parts: Vec<Vec<FragmentPair>>,
     /// The engine's memory.
     pub device: RegisteredDevice,
+    /// The group whose pages are copied.
+    pub group: GroupId,
     /// The host's memory.
     pub depot: Arc<PinnedDepot>,
     /// Stops the copy before its next slice.
@@ -462,9 +464,14 @@ impl Job {
         let pairs = self.parts.next()?;
         self.begun.get_or_insert_with(Instant::now);
         let order = &self.order;
+        let Some(layout) = order.device.layout.of(order.group) else {
+            tracing::error!(transfer = %order.transfer, group = %order.group, "copy of no registered group refused");
+            self.failed = true;
+            return None;
+        };
         let request = CopyRequest {
             direction: order.direction,
-            layout: &order.device.layout,
+            layout,
             depot: order.depot.depot(),
             pairs: &pairs,
         };

@@ -7,20 +7,16 @@ use super::device_memories::DeviceMemories;
 use super::driver::{Context, DeviceMemory, DeviceUuid, SharedChunk};
 use super::error::CudaError;
 use super::staged_io::{DeviceIo, SmallCopyError};
-use kvferry_memory::{PageLayout, ProofError, RegistrationError, validate, verify_proofs};
-use kvferry_types::{
-    AllocationHandle, AllocationKind, Chunk, ChunkHandle, GroupGeometry, Registration, Timeline,
-};
+use kvferry_memory::{MemoryLayout, ProofError, RegistrationError, validate, verify_proofs};
+use kvferry_types::{AllocationHandle, AllocationKind, Chunk, ChunkHandle, Registration, Timeline};
 
 /// A registration whose device memory was opened and proven.
 #[derive(Debug, Clone)]
 pub struct RegisteredDevice {
     /// The opened allocations.
     pub memory: Arc<DeviceMemories>,
-    /// Location of each page in the allocations.
-    pub layout: Arc<PageLayout>,
-    /// Sizes on which all ranks of the group must agree.
-    pub geometry: GroupGeometry,
+    /// Location of each page in the allocations, by group.
+    pub layout: Arc<MemoryLayout>,
     /// The word to which the engine's device writes its progress; `None` if the engine has none.
     pub timeline: Option<Timeline>,
 }
@@ -212,11 +208,9 @@ impl RegisteredDevice {
                 "device memory whose contents prove nothing"
             );
         }
-        let geometry = layout.geometry(registration);
         Ok(Self {
             memory,
             layout: Arc::new(layout),
-            geometry,
             timeline: registration.timeline,
         })
     }

@@ -2,7 +2,7 @@
 
 use crate::settings::{EngineLayout, RankSettings};
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Registration,
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupMemory, Nonce, Registration,
     TensorRole, TensorView,
 };
 
@@ -67,25 +67,28 @@ pub fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Regi
             .map(move |(index, role)| (layer, index, *role))
     });
     Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: settings.engine_page_tokens,
+            device_pages: settings.device_pages,
+            layers: geometry.layers,
+            tensors: tensors
+                .map(|(layer, index, role)| view(layer, index, role))
+                .collect(),
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: settings.content.clone(),
         rank: settings.rank,
         tp_size: settings.ranks,
         shard: settings.shard.0,
-        engine_page_tokens: settings.engine_page_tokens,
-        device_pages: settings.device_pages,
-        layers: geometry.layers,
         allocations: vec![Allocation {
             kind: AllocationKind::SharedMemory,
             handle: AllocationHandle::Ticket(ticket),
             bytes: pages_bytes(settings) + NONCE_ROOM_BYTES,
         }],
-        tensors: tensors
-            .map(|(layer, index, role)| view(layer, index, role))
-            .collect(),
         nonce,
         proofs: Vec::new(),
         device_uuid: None,

@@ -1,6 +1,10 @@
 //! Page layouts: the location of each byte of a page on the device, and in a block of the lower tiers.
 
-use kvferry_types::{GroupGeometry, Registration, TensorRole, TensorView};
+use std::sync::Arc;
+
+use kvferry_types::{
+    GroupGeometry, GroupId, GroupMemory, MemoryGeometry, Registration, TensorRole, TensorView,
+};
 
 /// Domain separator of the layout hash. A change of the recipe must change it, so that fingerprints differ.
 const FINGERPRINT_DOMAIN: &[u8] = b"kvferry page layout 2\0";
@@ -27,16 +31,70 @@ pub struct FragmentLayout {
     pub block_offset_bytes: u64,
 }
 
-/// The layout of one group's pages on one rank, derived from a checked registration.
+/// The layouts of all groups of one rank, derived from a checked registration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryLayout {
+    /// By group; never empty.
+    pub groups: Vec<Arc<PageLayout>>,
+    /// Sizes on which all ranks must agree.
+    pub geometry: MemoryGeometry,
+}
+
+impl MemoryLayout {
+    /// Derives the layouts of a registration in which every field was checked before.
+    pub(super) fn derive(registration: &Registration) -> Self {
+        let groups = registration.groups.iter();
+        let mut groups: Vec<PageLayout> = groups
+            .map(|group| PageLayout::derive(registration, group))
+            .collect();
+        let slot_bytes = groups.iter().map(|group| group.page_bytes).max();
+        for group in &mut groups {
+            group.slot_bytes = slot_bytes.unwrap_or(0);
+        }
+        let content_digest = content_digest(&registration.content);
+        let described = (0..).map(GroupId).zip(&registration.groups).zip(&groups);
+        let described = described.map(|((id, group), layout)| GroupGeometry {
+            group: id,
+            attention: group.attention,
+            window_tokens: group.window_tokens,
+            eagle: group.eagle,
+            engine_page_tokens: group.engine_page_tokens,
+            layers: group.layers,
+            page_bytes: layout.page_bytes,
+            device_pages: group.device_pages,
+            content_digest,
+            layout_fingerprint: layout.layout_fingerprint,
+        });
+        let (hash_tokens, hit_tokens) = registration.units();
+        let geometry = MemoryGeometry {
+            hash_tokens,
+            hit_tokens,
+            groups: described.collect(),
+        };
+        Self {
+            groups: groups.into_iter().map(Arc::new).collect(),
+            geometry,
+        }
+    }
+
+    /// The layout of a group.
+    pub fn of(&self, group: GroupId) -> Option<&Arc<PageLayout>> {
+        self.groups.get(usize::from(group.0))
+    }
+}
+
+/// The layout of one group's pages on one rank.
 ///
 /// In the lower tiers a page is its tensors in order of (layer, role), without gaps, and each tensor's bytes in the
-/// order in which they lie on the device.
+/// order in which they lie on the device. It begins at the start of a slot, which has room for a page of any group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageLayout {
     /// Ordered by (layer, role, place on the device); never empty.
     pub fragments: Vec<FragmentLayout>,
     /// Bytes of one page in the lower tiers: the sum over the fragments.
     pub page_bytes: u64,
+    /// Bytes of a slot of the lower tiers: those of the largest page of all groups of the rank.
+    pub slot_bytes: u64,
     /// Pages of the engine's memory.
     pub device_pages: u32,
     /// Digest of everything that changes the meaning of a page's bytes. The location of the memory, its number of pages
@@ -45,9 +103,9 @@ pub struct PageLayout {
 }
 
 impl PageLayout {
-    /// Derives the layout of a registration in which every field was checked before.
-    pub(super) fn derive(registration: &Registration) -> Self {
-        let mut tensors: Vec<&TensorView> = registration.tensors.iter().collect();
+    /// Derives the layout of a group. The slots are of its own pages.
+    fn derive(registration: &Registration, group: &GroupMemory) -> Self {
+        let mut tensors: Vec<&TensorView> = group.tensors.iter().collect();
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
         let mut page_bytes = 0;
         let mut fragments = Vec::with_capacity(tensors.len());
@@ -69,21 +127,9 @@ impl PageLayout {
         Self {
             fragments,
             page_bytes,
-            device_pages: registration.device_pages,
-            layout_fingerprint: fingerprint(registration, &tensors),
-        }
-    }
-
-    /// The geometry of this rank's group, which must equal that of the other ranks.
-    pub fn geometry(&self, registration: &Registration) -> GroupGeometry {
-        GroupGeometry {
-            group: registration.group,
-            engine_page_tokens: registration.engine_page_tokens,
-            layers: registration.layers,
-            page_bytes: self.page_bytes,
-            device_pages: self.device_pages,
-            content_digest: content_digest(&registration.content),
-            layout_fingerprint: self.layout_fingerprint,
+            slot_bytes: page_bytes,
+            device_pages: group.device_pages,
+            layout_fingerprint: fingerprint(registration, group, &tensors),
         }
     }
 }
@@ -134,14 +180,18 @@ impl Pieces {
 }
 
 /// Hashes numbers as little-endian and lists with their length, so that no two layouts hash the same input.
-fn fingerprint(registration: &Registration, tensors: &[&TensorView]) -> [u8; 16] {
+fn fingerprint(
+    registration: &Registration,
+    group: &GroupMemory,
+    tensors: &[&TensorView],
+) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(FINGERPRINT_DOMAIN);
     hasher.update(&(registration.content.len() as u64).to_le_bytes());
     hasher.update(&registration.content);
-    hasher.update(&registration.engine_page_tokens.to_le_bytes());
+    hasher.update(&group.engine_page_tokens.to_le_bytes());
     hasher.update(&registration.tp_size.to_le_bytes());
-    hasher.update(&registration.layers.to_le_bytes());
+    hasher.update(&group.layers.to_le_bytes());
     hasher.update(&(tensors.len() as u64).to_le_bytes());
     for tensor in tensors {
         hasher.update(&tensor.layer.to_le_bytes());

@@ -33,7 +33,7 @@ pub use depot::{
 };
 pub use drop_signal::{DropSignal, DropWaiter};
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
-pub use layout::{FragmentLayout, PageLayout};
+pub use layout::{FragmentLayout, MemoryLayout, PageLayout};
 pub use lock::{LockError, LockLimit};
 pub use node::{NoSuchNode, NumaNode};
 pub use open::{OpenError, RegisteredMemory};

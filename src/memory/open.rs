@@ -5,20 +5,18 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::{
-    BufferError, EngineMemory, EngineMemoryError, NonceMismatch, PageLayout, ProofError,
+    BufferError, EngineMemory, EngineMemoryError, MemoryLayout, NonceMismatch, ProofError,
     RegistrationError, SharedBuffer, validate, verify_proofs,
 };
-use kvferry_types::{AllocationHandle, AllocationKind, GroupGeometry, Registration};
+use kvferry_types::{AllocationHandle, AllocationKind, Registration};
 
 /// An engine's memory that was checked, mapped and proven.
 #[derive(Debug, Clone)]
 pub struct RegisteredMemory {
     /// The mapped allocations.
     pub memory: Arc<EngineMemory>,
-    /// Location of each page in the allocations.
-    pub layout: Arc<PageLayout>,
-    /// Sizes on which all ranks of the group must agree.
-    pub geometry: GroupGeometry,
+    /// Location of each page in the allocations, by group.
+    pub layout: Arc<MemoryLayout>,
 }
 
 /// Why registered memory cannot be used. Each error names the field.
@@ -97,11 +95,9 @@ impl RegisteredMemory {
         verify_proofs(registration, |allocation, ranges, out| {
             memory.read(allocation, ranges, out)
         })?;
-        let geometry = layout.geometry(registration);
         Ok(Self {
             memory: Arc::new(memory),
             layout: Arc::new(layout),
-            geometry,
         })
     }
 }
@@ -156,7 +152,7 @@ mod tests {
         registration.allocations[1].kind = AllocationKind::Device;
         registration.allocations[1].handle = AllocationHandle::CudaIpc([7; 64]);
         registration.allocations.swap(0, 1);
-        for tensor in &mut registration.tensors {
+        for tensor in &mut registration.groups[0].tensors {
             tensor.allocation = match tensor.allocation {
                 0 => 1,
                 1 => 0,

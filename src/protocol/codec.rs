@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Hello,
-    Invalidate, Invalidated, Inventory, Load, Lookup, ReadInventory, Readiness, Register,
+    Invalidate, Invalidated, Inventory, Load, Lookup, PartBody, ReadInventory, Readiness, Register,
     Registered, Reset, Status, StatusAnswer, Store, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
@@ -13,7 +13,7 @@ use crate::header::{HEADER_BYTES, Header};
 use crate::kind::MessageKind;
 use crate::limits::{
     ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
-    PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX,
+    PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX, PARTS_MAX,
     SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
 };
 use crate::named::Named;
@@ -299,7 +299,11 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             HASHES_MAX as u64,
         )
     };
-    let pages = |list: &PageList| within("pages", list.pages(), PAGES_MAX);
+    let parts = |parts: &[PartBody]| {
+        within("parts", parts.len() as u64, PARTS_MAX as u64)?;
+        let pages = parts.iter().map(|part| part.pages.list.pages());
+        within("pages", pages.sum(), PAGES_MAX)
+    };
     let text = |text: &str| within("text bytes", text.len() as u64, TEXT_BYTES_MAX as u64);
     match message {
         Message::Hello(hello) => text(&hello.name),
@@ -325,9 +329,9 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             abandon.requests.len() as u64,
             ABANDONED_MAX as u64,
         ),
-        Message::Load(load) => pages(&load.destination.list),
+        Message::Load(load) => parts(&load.parts),
         Message::Store(store) => {
-            pages(&store.source.list)?;
+            parts(&store.parts)?;
             hashes(&store.more_hashes, store.hash_bytes)
         }
         Message::Transfer(transfer) => {
@@ -355,21 +359,26 @@ fn check(message: &Message) -> Result<(), EncodeError> {
     }
 }
 
-/// Checks that the list of a load or a store has the pages that its reader requires.
+/// Checks that the parts of a load or a store have the pages that their reader requires.
 fn check_pages(message: &Message) -> Result<(), EncodeError> {
-    let (field, list) = match message {
-        Message::Load(load) => ("destination", &load.destination.list),
-        Message::Store(store) => ("source", &store.source.list),
+    let parts = match message {
+        Message::Load(load) => &load.parts,
+        Message::Store(store) => &store.parts,
         _ => return Ok(()),
     };
     let holds_none = |run: &&PageRun| run.count == 0 || run.end() > u64::from(u32::MAX);
-    let value = match list.0.iter().find(holds_none) {
-        None if list.0.is_empty() => "no page".to_owned(),
-        None => return Ok(()),
-        Some(run) => format!("the run [{}, {}]", run.start, run.count),
-    };
     let kind = message.kind().name();
-    Err(EncodeError::Pages { kind, field, value })
+    for part in parts {
+        let list = &part.pages.list;
+        let value = match list.0.iter().find(holds_none) {
+            None if list.0.is_empty() => "no page".to_owned(),
+            None => continue,
+            Some(run) => format!("the run [{}, {}]", run.start, run.count),
+        };
+        let field = "parts.pages";
+        return Err(EncodeError::Pages { kind, field, value });
+    }
+    Ok(())
 }
 
 /// Checks the limits on lists of pages as a reader of `version` counts them: page by page in version 1, by items later.
@@ -383,9 +392,13 @@ fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
         1 => list.pages(),
         _ => list.0.len() as u64,
     };
+    let parts = |parts: &[PartBody]| {
+        let items = parts.iter().map(|part| items(&part.pages.list));
+        within("page items", items.sum(), PAGE_ITEMS_MAX)
+    };
     match message {
-        Message::Load(load) => within("page items", items(&load.destination.list), PAGE_ITEMS_MAX),
-        Message::Store(store) => within("page items", items(&store.source.list), PAGE_ITEMS_MAX),
+        Message::Load(load) => parts(&load.parts),
+        Message::Store(store) => parts(&store.parts),
         Message::Transfer(transfer) => transfer.transfers.iter().try_for_each(|copy| {
             let pairs = &copy.pairs.list;
             let count = match version {
@@ -404,8 +417,9 @@ fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
 fn flat(message: &Message) -> Message {
     let mut message = message.clone();
     match &mut message {
-        Message::Load(load) => load.destination.flat = true,
-        Message::Store(store) => store.source.flat = true,
+        Message::Load(Load { parts, .. }) | Message::Store(Store { parts, .. }) => {
+            parts.iter_mut().for_each(|part| part.pages.flat = true);
+        }
         Message::Transfer(transfer) => {
             transfer
                 .transfers

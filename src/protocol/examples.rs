@@ -3,8 +3,8 @@
 use crate::body::{
     Abandon, Attach, AttachDepot, Attached, AttachedMemory, Cancel, CancelStores, Empty, Ended,
     ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status,
-    StatusAnswer, Store, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset,
+    Status, StatusAnswer, Store, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -12,8 +12,8 @@ use crate::role::Role;
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
     ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FragmentPair, GroupGeometry,
-    GroupId, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord, Rank, Registration,
-    ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline, TransferId,
+    GroupId, GroupMemory, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord, Rank,
+    Registration, ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline, TransferId,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -75,6 +75,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 hash_bytes: 16,
                 hashes: (0..48).collect(),
                 device_pages: 1,
+                limit_pages: Some(2),
             }),
         ),
         (
@@ -88,8 +89,11 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             "load",
             Message::Load(Load {
                 slot: 7,
-                first_page: 1,
-                destination: pages(&[7, 9, 10]).into(),
+                parts: vec![PartBody {
+                    group: 0,
+                    first_page: 1,
+                    pages: pages(&[7, 9, 10]).into(),
+                }],
                 after: 0,
             }),
         ),
@@ -97,8 +101,11 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             "load_after",
             Message::Load(Load {
                 slot: 7,
-                first_page: 1,
-                destination: pages(&[7, 9, 10]).into(),
+                parts: vec![PartBody {
+                    group: 0,
+                    first_page: 1,
+                    pages: pages(&[7, 9, 10]).into(),
+                }],
                 after: 12,
             }),
         ),
@@ -107,11 +114,35 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             "store",
             Message::Store(Store {
                 slot: 7,
-                first_page: 0,
-                source: pages(&[1, 2, 3, 70_000]).into(),
+                parts: vec![PartBody {
+                    group: 0,
+                    first_page: 0,
+                    pages: pages(&[1, 2, 3, 70_000]).into(),
+                }],
                 hash_bytes: 16,
                 more_hashes: vec![0xab; 16],
                 more_from: 8,
+            }),
+        ),
+        (
+            "store_parts",
+            Message::Store(Store {
+                slot: 7,
+                parts: vec![
+                    PartBody {
+                        group: 0,
+                        first_page: 0,
+                        pages: pages(&[1, 2, 3, 4]).into(),
+                    },
+                    PartBody {
+                        group: 1,
+                        first_page: 3,
+                        pages: pages(&[9]).into(),
+                    },
+                ],
+                hash_bytes: 0,
+                more_hashes: Vec::new(),
+                more_from: 0,
             }),
         ),
         (
@@ -155,6 +186,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 after: 0,
                 engine: [1; 16],
                 registration: registration(),
+                check_only: false,
             }),
         ),
         (
@@ -162,13 +194,8 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::Register(Register {
                 after: 0,
                 engine: [1; 16],
-                registration: Registration {
-                    group: GroupId(1),
-                    groups: 2,
-                    attention: Attention::SlidingWindow,
-                    window_tokens: 128,
-                    ..registration()
-                },
+                check_only: true,
+                registration: of_two_groups(),
             }),
         ),
         (
@@ -177,6 +204,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 after: 0,
                 engine: [1; 16],
                 registration: device_registration(),
+                check_only: false,
             }),
         ),
         (
@@ -244,7 +272,9 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                         device_pages: 1024,
                         content_digest: [10; 16],
                         layout_fingerprint: [9; 16],
-                    },
+                        ..GroupGeometry::default()
+                    }
+                    .into(),
                 }),
             }),
         ),
@@ -264,6 +294,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 engine: Some([1; 16]),
                 request: 11,
                 after: 11,
+                group: 0,
                 transfers: vec![
                     TransferBody {
                         id: 40,
@@ -401,17 +432,32 @@ fn hello() -> Hello {
 
 fn registration() -> Registration {
     Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: 16,
+            device_pages: 4,
+            layers: 1,
+            tensors: vec![TensorView {
+                layer: 0,
+                role: TensorRole::Kv,
+                allocation: 0,
+                offset_bytes: 0,
+                shape: vec![4, 16, 64],
+                strides: vec![1024, 64, 1],
+                element_bytes: 2,
+                page_axis: 0,
+                page_bytes: 2048,
+                page_stride_bytes: 2048,
+            }],
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: b"org/model@0123abcd bfloat16".to_vec(),
         rank: Rank(1),
         tp_size: 2,
         shard: 1,
-        engine_page_tokens: 16,
-        device_pages: 4,
-        layers: 1,
         allocations: vec![
             Allocation {
                 kind: AllocationKind::SharedMemory,
@@ -424,18 +470,6 @@ fn registration() -> Registration {
                 bytes: 8192,
             },
         ],
-        tensors: vec![TensorView {
-            layer: 0,
-            role: TensorRole::Kv,
-            allocation: 0,
-            offset_bytes: 0,
-            shape: vec![4, 16, 64],
-            strides: vec![1024, 64, 1],
-            element_bytes: 2,
-            page_axis: 0,
-            page_bytes: 2048,
-            page_stride_bytes: 2048,
-        }],
         nonce: Nonce {
             allocation: 0,
             offset_bytes: 0,
@@ -448,6 +482,22 @@ fn registration() -> Registration {
 }
 
 /// Ways to reach the memory of a GPU.
+/// A sliding window beside full attention, in the same bytes.
+fn of_two_groups() -> Registration {
+    let full = registration();
+    let window = GroupMemory {
+        attention: Attention::SlidingWindow,
+        window_tokens: 128,
+        ..full.groups[0].clone()
+    };
+    Registration {
+        groups: vec![full.groups[0].clone(), window],
+        hash_tokens: 16,
+        hit_tokens: 16,
+        ..full
+    }
+}
+
 fn device_registration() -> Registration {
     let host = registration();
     let chunks = [

@@ -24,8 +24,8 @@ mod transfer;
 pub use body::{
     Abandon, Attach, AttachDepot, Attached, AttachedMemory, Cancel, CancelStores, Empty, Ended,
     ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status,
-    StatusAnswer, Store, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset,
+    Status, StatusAnswer, Store, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

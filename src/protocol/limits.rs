@@ -10,6 +10,8 @@ pub const HASHES_MAX: usize = 131_072;
 pub const PAIRS_MAX: usize = 65_536;
 /// Items (pages or runs) in one list of pages.
 pub const PAGE_ITEMS_MAX: usize = 131_072;
+/// Parts of a load or a store: runs of pages, of which a window or a state may have one for each boundary.
+pub const PARTS_MAX: usize = 4096;
 /// Pages named by one message, each page of a run counted.
 pub const PAGES_MAX: u64 = 1 << 20;
 /// Copies ordered by one transfer, and results in its answer.

@@ -4,8 +4,8 @@ use crate::body::{ErrorBody, RecordBody, TransferBody, TransferOrder};
 use crate::error::ErrorCode;
 use crate::limits::{BODY_BYTES_MAX, COPIES_MAX};
 use kvferry_types::{
-    DeviceEnd, Direction, Edge, EndedCopy, EngineId, Epoch, RequestId, TierId, Time, Transfer,
-    TransferId,
+    DeviceEnd, Direction, Edge, EndedCopy, EngineId, Epoch, GroupId, RequestId, TierId, Time,
+    Transfer, TransferId,
 };
 
 /// How full a transfer message is.
@@ -86,6 +86,7 @@ impl TransferOrder {
             engine: device.map(|device| device.engine.0),
             request: device.map_or(0, |device| device.request.0),
             after: device.map_or(0, |device| device.after.0),
+            group: device.map_or(0, |device| device.group.0),
             transfers: bodies.collect(),
         }
     }
@@ -132,6 +133,7 @@ impl TransferOrder {
         };
         let device = self.engine.map(|engine| DeviceEnd {
             engine: EngineId(engine),
+            group: GroupId(self.group),
             request: RequestId(self.request),
             after: RequestId(after),
         });
@@ -192,6 +194,7 @@ mod tests {
         };
         let device = DeviceEnd {
             engine: EngineId([9; 16]),
+            group: GroupId(0),
             request: RequestId(request),
             after: RequestId(0),
         };

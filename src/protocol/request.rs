@@ -1,10 +1,11 @@
 //! Requests of engines and their answers as messages, and back.
 
-use crate::body::{CancelStores, Empty, ErrorBody, Finish, Load, Lookup, Reset, Store};
+use crate::body::{CancelStores, Empty, ErrorBody, Finish, Load, Lookup, PartBody, Reset, Store};
 use crate::codec::Message;
 use crate::error::ErrorCode;
 use kvferry_types::{
-    Answer, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, RequestId, ResetScope, SlotId,
+    Answer, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Part, Request, RequestId, ResetScope,
+    SlotId,
 };
 
 impl From<Request> for Message {
@@ -15,35 +16,25 @@ impl From<Request> for Message {
                 namespace,
                 hashes,
                 device_pages,
+                limit_pages,
             } => Self::Lookup(Lookup {
                 slot: slot.0,
                 namespace,
                 hash_bytes: width(&hashes),
                 hashes: hashes.into_bytes(),
                 device_pages,
+                limit_pages,
             }),
-            Request::Load {
-                slot,
-                first_page,
-                destination,
-                after,
-            } => Self::Load(Load {
+            Request::Load { slot, parts, after } => Self::Load(Load {
                 after: after.0,
                 slot: slot.0,
-                first_page,
-                destination: destination.into(),
+                parts: parts.into_iter().map(PartBody::from).collect(),
             }),
-            Request::Store {
-                slot,
-                first_page,
-                more,
-                source,
-            } => {
+            Request::Store { slot, parts, more } => {
                 let (more_from, more) = more.unzip();
                 Self::Store(Store {
                     slot: slot.0,
-                    first_page,
-                    source: source.into(),
+                    parts: parts.into_iter().map(PartBody::from).collect(),
                     hash_bytes: more.as_ref().map_or(0, width),
                     more_hashes: more.map_or_else(Vec::new, PageHashes::into_bytes),
                     more_from: more_from.unwrap_or(0),
@@ -69,16 +60,16 @@ impl TryFrom<Message> for Request {
                 namespace: lookup.namespace,
                 hashes: page_hashes("hashes", lookup.hash_bytes, lookup.hashes)?,
                 device_pages: lookup.device_pages,
+                limit_pages: lookup.limit_pages,
             }),
             Message::Load(load) => Ok(Self::Load {
                 slot: SlotId(load.slot),
-                first_page: load.first_page,
-                destination: load.destination.list,
+                parts: load.parts.into_iter().map(Part::from).collect(),
                 after: RequestId(load.after),
             }),
             Message::Store(store) => Ok(Self::Store {
                 slot: SlotId(store.slot),
-                first_page: store.first_page,
+                parts: store.parts.into_iter().map(Part::from).collect(),
                 more: match store.more_hashes.is_empty() {
                     true => None,
                     false => Some((
@@ -86,7 +77,6 @@ impl TryFrom<Message> for Request {
                         page_hashes("more_hashes", store.hash_bytes, store.more_hashes)?,
                     )),
                 },
-                source: store.source.list,
             }),
             Message::Reset(reset) => Ok(Self::Reset {
                 scope: reset_scope(reset)?,

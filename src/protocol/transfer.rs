@@ -66,7 +66,7 @@ pub(super) fn write(
     transfer: &TransferOrder,
     out: &mut Vec<u8>,
 ) -> Result<(), rmp_serde::encode::Error> {
-    write_map_len(out, 6)?;
+    write_map_len(out, 7)?;
     write_str(out, "from")?;
     write_uint(out, transfer.from.into())?;
     write_str(out, "to")?;
@@ -80,6 +80,8 @@ pub(super) fn write(
     write_uint(out, transfer.request)?;
     write_str(out, "after")?;
     write_uint(out, transfer.after)?;
+    write_str(out, "group")?;
+    write_uint(out, transfer.group.into())?;
     write_str(out, "transfers")?;
     write_array_len(out, length(transfer.transfers.len()))?;
     for copy in &transfer.transfers {
@@ -139,7 +141,7 @@ fn write_page(page: u32, out: &mut Vec<u8>) {
 pub(super) fn read(body: &[u8]) -> Option<TransferOrder> {
     let mut rest = body;
     let from = &mut rest;
-    (read_map_len(from).ok()? == 6).then_some(())?;
+    (read_map_len(from).ok()? == 7).then_some(())?;
     key(from, "from")?;
     let from_tier = read_int(from).ok()?;
     key(from, "to")?;
@@ -150,6 +152,8 @@ pub(super) fn read(body: &[u8]) -> Option<TransferOrder> {
     let request = read_int(from).ok()?;
     key(from, "after")?;
     let after = read_int(from).ok()?;
+    key(from, "group")?;
+    let group = read_int(from).ok()?;
     key(from, "transfers")?;
     let expected = read_array_len(from).ok()? as usize;
     let mut transfers = Vec::with_capacity(expected.min(EXPECTED_MAX));
@@ -162,6 +166,7 @@ pub(super) fn read(body: &[u8]) -> Option<TransferOrder> {
         engine,
         request,
         after,
+        group,
         transfers,
     };
     rest.is_empty().then_some(transfer)
@@ -355,9 +360,10 @@ mod tests {
             engine: Option<[u8; 16]>,
             request: u64,
             after: u64,
+            group: u8,
             transfers in prop::collection::vec(copy(), 0..20),
         ) -> TransferOrder {
-            TransferOrder { from, to, engine, request, after, transfers }
+            TransferOrder { from, to, engine, request, after, group, transfers }
         }
     }
 
@@ -392,6 +398,7 @@ mod tests {
     /// A load with one pair whose two lists are replaced by these bytes.
     fn with_lists(lists: &[u8]) -> Vec<u8> {
         let transfer = TransferOrder {
+            group: 0,
             from: 2,
             to: 1,
             engine: Some([1; 16]),
@@ -453,6 +460,7 @@ mod tests {
                 fingerprints: Vec::new(),
             };
             let transfer = TransferOrder {
+                group: 0,
                 from: 1,
                 to: 2,
                 engine: Some([1; 16]),
@@ -495,6 +503,7 @@ mod tests {
                 record: None,
             }];
             written(&TransferOrder {
+                group: 0,
                 from: 2,
                 to: 3,
                 engine: None,

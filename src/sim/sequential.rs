@@ -6,7 +6,7 @@
 use crate::ReplayError;
 use kvferry_core::{AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, WorkerMemory};
 use kvferry_types::{
-    AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, PerTier, Rank, Replica, Time,
+    AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, PerTier, Rank, Replica, Time,
     WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served};
@@ -18,7 +18,7 @@ pub(super) const ENGINE: EngineId = EngineId([0; 16]);
 pub(super) fn attach(
     leader: &mut Leader,
     ranks: u16,
-    geometry: &GroupGeometry,
+    geometry: &MemoryGeometry,
     arena_pages: u32,
 ) -> Result<(), ReplayError> {
     let mut effects = Vec::new();
@@ -87,7 +87,7 @@ impl Sequential {
         mut leader: Leader,
         scheduler: Scheduler,
         ranks: u16,
-        geometry: &GroupGeometry,
+        geometry: &MemoryGeometry,
         arena_pages: u32,
     ) -> Result<Self, ReplayError> {
         attach(&mut leader, ranks, geometry, arena_pages)?;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::GroupId;
+use super::{Attention, GroupId};
 
 /// Largest number of engine pages in one block.
 pub const RATIO_MAX: u32 = 256;
@@ -119,10 +119,19 @@ pub enum GeometryError {
 }
 
 /// The sizes of one group that all ranks must agree on, as each derives them from its own memory.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupGeometry {
     /// The group.
     pub group: GroupId,
+    /// The tokens that its layers attend to.
+    #[serde(default)]
+    pub attention: Attention,
+    /// Tokens of a sliding window or a chunk; 0 without one.
+    #[serde(default)]
+    pub window_tokens: u32,
+    /// Whether draft layers (EAGLE) use the group.
+    #[serde(default)]
+    pub eagle: bool,
     /// Tokens of one page.
     pub engine_page_tokens: u32,
     /// Number of layers in the group.
@@ -138,6 +147,42 @@ pub struct GroupGeometry {
     /// Digest of everything that changes the meaning of a page's bytes: the layout, and the content.
     #[serde(with = "serde_bytes")]
     pub layout_fingerprint: [u8; 16],
+}
+
+/// The sizes of the memory of one rank that all ranks of an engine must agree on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryGeometry {
+    /// Tokens by which one page hash extends the previous one.
+    pub hash_tokens: u32,
+    /// Hits end at multiples of this many tokens.
+    pub hit_tokens: u32,
+    /// The groups, by id from 0.
+    pub groups: Vec<GroupGeometry>,
+}
+
+impl MemoryGeometry {
+    /// Bytes of one page of the lower tiers, which has room for a page of any group.
+    pub fn page_bytes(&self) -> u64 {
+        let bytes = self.groups.iter().map(|group| group.page_bytes);
+        bytes.max().unwrap_or(0)
+    }
+
+    /// Pages of the engine's memory of a group; 0 if there is no such group.
+    pub fn device_pages(&self, group: GroupId) -> u32 {
+        let found = self.groups.get(usize::from(group.0));
+        found.map_or(0, |group| group.device_pages)
+    }
+}
+
+impl From<GroupGeometry> for MemoryGeometry {
+    /// Memory of one group, whose hashes and hits are counted in its own pages.
+    fn from(group: GroupGeometry) -> Self {
+        Self {
+            hash_tokens: group.engine_page_tokens,
+            hit_tokens: group.engine_page_tokens,
+            groups: vec![group],
+        }
+    }
 }
 
 #[cfg(test)]

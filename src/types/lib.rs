@@ -24,7 +24,7 @@ mod units;
 
 pub use answer::{Answer, CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
-pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
+pub use geometry::{GeometryError, GroupGeometry, MemoryGeometry, RATIO_MAX, Ratio};
 pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
 pub use hash::{
     Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashView, HashesDiffer, PageHashes,
@@ -40,9 +40,9 @@ pub use per_tier::PerTier;
 pub use record::{INVENTORY_ENTRY_BYTES, PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
-    Nonce, Registration, TensorRole, TensorView, Timeline,
+    GroupMemory, Nonce, Registration, TensorRole, TensorView, Timeline,
 };
-pub use request::{Request, ResetScope};
+pub use request::{Part, Request, ResetScope};
 pub use sharding::Sharding;
 pub use time::Time;
 pub use transfer::{DeviceEnd, Direction, Edge, EndedCopy, TierId, Transfer};

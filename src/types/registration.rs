@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{GroupId, Rank};
+use super::Rank;
 
 /// Limit on the bytes of [`Registration::content`]; a longer description is replaced by its digest.
 pub const CONTENT_BYTES_MAX: usize = 1024;
@@ -31,9 +31,9 @@ pub enum Attention {
     /// Every token before it (also with a latent, MLA).
     #[default]
     Full,
-    /// The last [`Registration::window_tokens`] tokens.
+    /// The last [`GroupMemory::window_tokens`] tokens.
     SlidingWindow,
-    /// The tokens of its chunk of [`Registration::window_tokens`].
+    /// The tokens of its chunk of [`GroupMemory::window_tokens`].
     ChunkedLocal,
     /// A state that the tokens before it produce (SSM).
     State,
@@ -161,20 +161,42 @@ pub struct Nonce {
     pub bytes: Vec<u8>,
 }
 
-/// One group of one rank's KV memory.
+/// The pages of one group of layers of one rank: layers of one kind, which share a table of pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Registration {
-    /// The group of layers.
-    pub group: GroupId,
-    /// Number of groups of the rank's memory. Each is registered on its own; they may lie in the same allocations.
-    #[serde(default = "one", skip_serializing_if = "is_one")]
-    pub groups: u8,
+pub struct GroupMemory {
     /// The tokens that its layers attend to.
     #[serde(default, skip_serializing_if = "is_full")]
     pub attention: Attention,
-    /// Tokens of a sliding window or a chunk; 0 without one.
+    /// Tokens of a sliding window, the token that attends included and those that the engine keeps beyond it, or of a
+    /// chunk; 0 without one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub window_tokens: u32,
+    /// Whether draft layers (EAGLE) use the group, which compute the last page of a hit again.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub eagle: bool,
+    /// Tokens of one page.
+    pub engine_page_tokens: u32,
+    /// Pages of the engine's memory: the length of every tensor's page axis.
+    pub device_pages: u32,
+    /// Layers of the group.
+    pub layers: u32,
+    /// The tensors, in any order; each (layer, role) at most once.
+    pub tensors: Vec<TensorView>,
+}
+
+/// One rank's KV memory: its groups, which may lie in the same bytes, because a page of the memory belongs to one group at
+/// a time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registration {
+    /// The groups of layers, by id from 0.
+    pub groups: Vec<GroupMemory>,
+    /// Tokens by which one page hash extends the previous one: a divisor of every group's page. 0: the page of the only
+    /// group.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub hash_tokens: u32,
+    /// Hits end at multiples of this many tokens: a multiple of every group's page. 0: the page of the only group.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub hit_tokens: u32,
     /// Everything besides tokens and shape that determines the bytes of a page: model, revision, dtype, quantisation.
     /// Opaque, 1 to [`CONTENT_BYTES_MAX`] bytes. Memory with other content shares no page with this one. An absent
     /// field reads as an empty one, so that the check of the registration can name it with its remedy.
@@ -186,16 +208,8 @@ pub struct Registration {
     pub tp_size: u16,
     /// The slice of the KV that the rank holds. Ranks with equal KV name the same one.
     pub shard: u16,
-    /// Tokens of one page.
-    pub engine_page_tokens: u32,
-    /// Pages of the engine's memory: the length of every tensor's page axis.
-    pub device_pages: u32,
-    /// Layers of the group.
-    pub layers: u32,
     /// The allocations that hold the tensors.
     pub allocations: Vec<Allocation>,
-    /// The tensors, in any order; each (layer, role) at most once.
-    pub tensors: Vec<TensorView>,
     /// Proof of the mapping.
     pub nonce: Nonce,
     /// Proofs for the other pieces of the memory (allocations, or chunks where an allocation has them): bytes that the
@@ -221,13 +235,25 @@ pub struct Timeline {
     pub offset_bytes: u64,
 }
 
-const fn one() -> u8 {
-    1
+impl Registration {
+    /// Tokens of the unit of the hashes and of the alignment of hits. Where the only group sets them, they are the tokens
+    /// of its page.
+    pub fn units(&self) -> (u32, u32) {
+        let page = match &self.groups[..] {
+            [only] => only.engine_page_tokens,
+            _ => 0,
+        };
+        let or_page = |tokens: u32| match tokens {
+            0 => page,
+            tokens => tokens,
+        };
+        (or_page(self.hash_tokens), or_page(self.hit_tokens))
+    }
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
-const fn is_one(groups: &u8) -> bool {
-    *groups == 1
+const fn is_false(flag: &bool) -> bool {
+    !*flag
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]

@@ -1,6 +1,28 @@
 //! Requests of engines to a leader: the types that the protocol encodes, the core decides about and engines use.
 
-use super::{PageHashes, PageList, RequestId, SlotId};
+use super::{GroupId, PageHashes, PageList, RequestId, SlotId};
+
+/// Consecutive pages of one group of a sequence, and the engine's own pages that hold them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// The group of layers.
+    pub group: GroupId,
+    /// Position of the first page in the sequence, in pages of the group.
+    pub first_page: u32,
+    /// Device pages, one for each page from there on.
+    pub pages: PageList,
+}
+
+impl Part {
+    /// Pages of a group from `first_page` on.
+    pub fn new(group: GroupId, first_page: u32, pages: PageList) -> Self {
+        Self {
+            group,
+            first_page,
+            pages,
+        }
+    }
+}
 
 /// A request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,19 +33,22 @@ pub enum Request {
         slot: SlotId,
         /// Namespace of the pages: salt, tenant, adapter. Two namespaces never share a page.
         namespace: Vec<u8>,
-        /// Hashes of all full pages of the prompt.
+        /// Hashes of the prompt, one for each unit of the registered `hash_tokens`: for a model with one group, one for
+        /// each full page.
         hashes: PageHashes,
-        /// Number of pages, from the first one on, that the engine has itself.
+        /// Number of units, from the first one on, whose pages the engine has itself, in every group.
         device_pages: u32,
+        /// Largest end of a hit, in units; `None` for all of them. An engine computes at least the last token of a
+        /// prompt. Hashes beyond the limit are of use to groups with draft layers only.
+        limit_pages: Option<u32>,
     },
-    /// Copy pages that the last lookup found to the engine's memory.
+    /// Copy pages that the last lookup found to the engine's memory. A load of one part may end early, and its answer
+    /// gives the pages that were copied; a load of several parts is answered when all pages were copied, or refused.
     Load {
         /// The slot of that lookup.
         slot: SlotId,
-        /// Position of the first page in the sequence.
-        first_page: u32,
-        /// Device pages, one for each page from there on.
-        destination: PageList,
+        /// The pages, in any order of groups.
+        parts: Vec<Part>,
         /// Last number that the engine's ranks received for a piece of work. The engine may still write into the
         /// destination pages until each rank has reported that number as written, and nothing is copied there before.
         /// 0: no work writes there.
@@ -33,12 +58,10 @@ pub enum Request {
     Store {
         /// The slot of the sequence.
         slot: SlotId,
-        /// Position of the first page in the sequence.
-        first_page: u32,
-        /// Position of the first of these pages, and hashes of pages that the slot may not have yet.
+        /// The pages. A group may have several parts, where not all of its pages are stored.
+        parts: Vec<Part>,
+        /// Position of the first of these hashes, and hashes that the slot may not have yet.
         more: Option<(u32, PageHashes)>,
-        /// Device pages, one for each page from `first_page` on.
-        source: PageList,
     },
     /// Remove pages: once this is answered no lookup finds them, also after a restart. Refused while one of them is
     /// held.

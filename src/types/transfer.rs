@@ -5,7 +5,7 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{EngineId, FragmentPair, Record, RequestId, Time, TransferId};
+use super::{EngineId, FragmentPair, GroupId, Record, RequestId, Time, TransferId};
 
 /// A level of memory, fastest first. Displayed as `g1` to `g4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -98,6 +98,8 @@ impl fmt::Display for Edge {
 pub struct DeviceEnd {
     /// The engine whose memory is read or written.
     pub engine: EngineId,
+    /// The group of layers whose pages are copied.
+    pub group: GroupId,
     /// The request that the transfer belongs to. A transfer for a request that the engine has abandoned never starts.
     pub request: RequestId,
     /// The transfer starts once the rank has reported everything up to this number as written: for a store its own

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use crate::cache::PagedCache;
 use kvferry_types::{
-    Answer, Fingerprint, LoadAnswer, LookupAnswer, PageHashes, PageList, Request, RequestId,
-    SlotId, StoreAnswer,
+    Answer, Fingerprint, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, Part, Request,
+    RequestId, SlotId, StoreAnswer,
 };
 
 /// Largest number of prompts that run at one time; further ones wait. Bounds the work and the requests in flight.
@@ -279,8 +279,7 @@ impl Scheduler {
                     slot,
                     Request::Load {
                         slot,
-                        first_page,
-                        destination,
+                        parts: vec![Part::new(GroupId(0), first_page, destination)],
                         after,
                     },
                     actions,
@@ -353,6 +352,7 @@ impl Scheduler {
                 namespace: prompt.namespace.to_vec(),
                 hashes: (*prompt.hashes).clone(),
                 device_pages,
+                limit_pages: None,
             };
             self.running.insert(
                 slot,
@@ -384,9 +384,8 @@ impl Scheduler {
         let source = run.page_list(all.clone());
         let store = Request::Store {
             slot,
-            first_page: 0,
+            parts: vec![Part::new(GroupId(0), 0, source)],
             more: None,
-            source,
         };
         let id = self.send(slot, store, actions);
         let (kind, positions) = (WorkKind::Compute, found..all.end);

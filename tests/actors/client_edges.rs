@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvferry_client::{NotConfirmed, PromptPages, StoredPages, TransferPages};
 use kvferry_protocol::ErrorCode;
 use kvferry_transport::MemoryTransport;
-use kvferry_types::{PageList, PageRun, RequestId};
+use kvferry_types::{GroupId, PageList, PageRun, Part, RequestId};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -22,8 +22,7 @@ use super::world::{Engine, leader, puppets, seconds};
 pub(super) fn stored() -> StoredPages {
     StoredPages {
         id: None,
-        first_page: 0,
-        source: PageList::run(0, PAGES),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, PAGES))],
         more: None,
     }
 }
@@ -57,7 +56,11 @@ async fn a_repeated_lookup_that_is_dropped_leaves_nothing_to_load() {
     let mut world = Loading::start(None).await;
     assert_eq!(world.found.hit_pages(), PAGES);
     let PromptPages { hashes, .. } = prompt(7);
-    let mut again = Box::pin(world.found.lookup(b"other".to_vec(), hashes, 0, WITHIN));
+    let mut again = Box::pin(
+        world
+            .found
+            .lookup(b"other".to_vec(), hashes, (0, None), WITHIN),
+    );
     assert!(poll_once(&mut again).await.is_none());
     drop(again);
     assert_eq!(
@@ -92,7 +95,10 @@ async fn a_guard_that_outlives_its_client_opens_nothing() {
     let PromptPages {
         namespace, hashes, ..
     } = prompt(7);
-    let again = world.found.lookup(namespace, hashes, 0, WITHIN).await;
+    let again = world
+        .found
+        .lookup(namespace, hashes, (0, None), WITHIN)
+        .await;
     let failure = again.expect_err("the client is gone");
     assert!(failure.unsent && !failure.retry, "{failure:?}");
     // Its slot may be that of another client now.
@@ -136,7 +142,12 @@ async fn a_load_belongs_to_the_runtime_of_its_client() {
         (loading, found)
     });
     let (loading, found) = loading.join().expect("no panic");
-    let far = found.load(0, PageList::run(40, 1), RequestId(0), (), Duration::MAX);
+    let far = found.load(
+        vec![Part::new(GroupId(0), 0, PageList::run(40, 1))],
+        RequestId(0),
+        (),
+        Duration::MAX,
+    );
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(!dropped.load(Ordering::Relaxed));
     world.open.send_replace(true);
@@ -211,9 +222,12 @@ async fn a_load_that_no_message_holds_gives_its_pages_back_at_once() {
     let lists = [PageList(scattered.collect()), PageList::run(0, 131_073)];
     for destination in lists {
         let (owner, _) = Owner::new();
-        let loading = world
-            .found
-            .load(0, destination, RequestId(0), owner, WITHIN);
+        let loading = world.found.load(
+            vec![Part::new(GroupId(0), 0, destination)],
+            RequestId(0),
+            owner,
+            WITHIN,
+        );
         let failed = loading.await.expect_err("too many pages");
         assert_eq!(failed.failure.code, ErrorCode::Limit);
         assert!(!failed.failure.retry, "the same message never fits");

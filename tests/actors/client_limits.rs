@@ -10,7 +10,7 @@ use kvferry_client::{
 };
 use kvferry_protocol::{ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer};
 use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent};
-use kvferry_types::{EngineId, PageHashes, PageList, PageRun, RequestId, SlotId};
+use kvferry_types::{EngineId, GroupId, PageHashes, PageList, PageRun, Part, RequestId, SlotId};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -28,13 +28,16 @@ async fn lists_without_pages_are_refused_and_their_pages_are_free() {
     ];
     for list in lists {
         let (loaded, kept) = (Owner::new().0, Owner::new().0);
-        let load = world
-            .found
-            .load(0, list.clone(), RequestId(0), loaded, WITHIN);
+        let load = world.found.load(
+            vec![Part::new(GroupId(0), 0, list.clone())],
+            RequestId(0),
+            loaded,
+            WITHIN,
+        );
         let refused = load.await.expect_err("it names no page");
         assert_eq!(refused.failure.code, ErrorCode::Invalid);
         assert!(
-            refused.failure.message.contains("destination"),
+            refused.failure.message.contains("parts.pages"),
             "{refused:?}"
         );
         assert!(
@@ -42,13 +45,16 @@ async fn lists_without_pages_are_refused_and_their_pages_are_free() {
             "{refused:?}"
         );
         let source = StoredPages {
-            source: list,
+            parts: vec![Part::new(GroupId(0), 0, list)],
             ..stored()
         };
         let refused = world.found.store(source, kept, WITHIN).await;
         let refused = refused.expect_err("it names no page");
         assert_eq!(refused.failure.code, ErrorCode::Invalid);
-        assert!(refused.failure.message.contains("source"), "{refused:?}");
+        assert!(
+            refused.failure.message.contains("parts.pages"),
+            "{refused:?}"
+        );
         assert!(
             matches!(refused.pages, TransferPages::Free(_)),
             "{refused:?}"
@@ -301,7 +307,14 @@ async fn a_message_beyond_the_limit_of_the_connection_fails_alone() {
         count: 1,
     });
     let list = PageList(scattered.collect());
-    let load = found.load(0, list, RequestId(0), (), WITHIN).await;
+    let load = found
+        .load(
+            vec![Part::new(GroupId(0), 0, list)],
+            RequestId(0),
+            (),
+            WITHIN,
+        )
+        .await;
     let refused = load.expect_err("too long");
     assert_eq!(refused.failure.code, ErrorCode::Limit);
     assert!(

@@ -14,8 +14,8 @@ use kvferry_client::{
 use kvferry_protocol::{ErrorCode, Message};
 use kvferry_transport::{Limits, MemoryTransport};
 use kvferry_types::{
-    EngineId, PageHashes, PageList, Rank, Registration, Replica, RequestId, ResetScope, SlotId,
-    Timeline,
+    EngineId, GroupId, PageHashes, PageList, Part, Rank, Registration, Replica, RequestId,
+    ResetScope, SlotId, Timeline,
 };
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::time::Instant;
@@ -53,6 +53,7 @@ pub(super) fn prompt(slot: u64) -> PromptPages {
         namespace: Vec::new(),
         hashes: PageHashes::packed(16, bytes).expect("16 bytes a page"),
         device_pages: 0,
+        limit_pages: None,
     }
 }
 
@@ -111,8 +112,7 @@ pub(super) async fn scenario(client: EngineClient, slot: u64, owner: Owner) -> R
     let found = client.lookup(prompt(slot), WITHIN).await?;
     let stored = StoredPages {
         id: None,
-        first_page: 0,
-        source: PageList::run(0, PAGES),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, PAGES))],
         more: None,
     };
     let stored = found.store(stored, owner, WITHIN).await;
@@ -128,7 +128,12 @@ pub(super) async fn scenario(client: EngineClient, slot: u64, owner: Owner) -> R
 
 pub(super) fn load(found: &RequestGuard, owner: Owner) -> LoadGuard<Owner> {
     let destination = PageList::run(PAGES, PAGES);
-    found.load(0, destination, RequestId(0), owner, WITHIN)
+    found.load(
+        vec![Part::new(GroupId(0), 0, destination)],
+        RequestId(0),
+        owner,
+        WITHIN,
+    )
 }
 
 /// Polls a future once, and lets everything else run until it waits for time.
@@ -323,8 +328,7 @@ async fn a_client_that_is_dropped_finishes_its_requests_and_cancels_its_stores()
         .expect("an answer");
     let stored = StoredPages {
         id: None,
-        first_page: 0,
-        source: PageList::run(0, PAGES),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, PAGES))],
         more: None,
     };
     world
@@ -372,7 +376,10 @@ async fn a_slot_has_one_guard_and_may_be_looked_up_again_through_it() {
     let PromptPages {
         namespace, hashes, ..
     } = prompt(7);
-    let again = world.found.lookup(namespace, hashes, 1, WITHIN).await;
+    let again = world
+        .found
+        .lookup(namespace, hashes, (1, None), WITHIN)
+        .await;
     assert_eq!(again.expect("an answer").hit_pages, PAGES - 1);
     world.found.finish().await.expect("it is finished");
     let next = world.client.lookup(prompt(7), WITHIN).await;

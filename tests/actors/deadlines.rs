@@ -169,6 +169,7 @@ async fn a_load_that_cannot_be_sent_to_its_workers_fails_at_once() {
         hash_bytes: 16,
         hashes: hashes.clone(),
         device_pages: 0,
+        limit_pages: None,
     };
     let found = engine
         .0

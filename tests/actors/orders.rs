@@ -178,6 +178,7 @@ fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
         record,
     });
     Message::Transfer(TransferOrder {
+        group: 0,
         from: 1,
         to: 2,
         engine: Some([1; 16]),

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use kvferry_protocol::{
-    ErrorCode, HEADER_BYTES, Header, Load, Message, MessageKind, Status, Store, Unregister,
-    VERSION, limits,
+    ErrorCode, HEADER_BYTES, Header, Load, Message, MessageKind, PartBody, Status, Store,
+    Unregister, VERSION, limits,
 };
 use kvferry_transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
 use kvferry_types::{Epoch, PageList, RequestId};
@@ -59,8 +59,11 @@ async fn bytes_beyond_the_credits_are_refused() {
     let large = |slot| {
         Message::Store(Store {
             slot,
-            first_page: 0,
-            source: PageList::run(0, 1).into(),
+            parts: vec![PartBody {
+                group: 0,
+                first_page: 0,
+                pages: PageList::run(0, 1).into(),
+            }],
             hash_bytes: 64,
             more_hashes: vec![0; 64 * 100_000],
             more_from: 0,
@@ -136,8 +139,11 @@ async fn invalid_messages_to_a_leader_are_answered_with_typed_errors() {
     assert_eq!(raw.receive_error().await, (1, ErrorCode::UnknownKind));
     let beyond = Message::Load(Load {
         slot: 1,
-        first_page: 0,
-        destination: PageList::run(1000, 1).into(),
+        parts: vec![PartBody {
+            group: 0,
+            first_page: 0,
+            pages: PageList::run(1000, 1).into(),
+        }],
         after: 0,
     });
     assert!(raw.send_message(2, beyond).await);

@@ -8,8 +8,8 @@ use kvferry_transport::{
     Client, ClientSettings, Failure, Incoming, Limits, MemoryTransport, Server,
 };
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
-    TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupMemory, Nonce, Rank,
+    Registration, TensorRole, TensorView,
 };
 
 use super::workers::{agree, attaching, rank, ranks, worker};
@@ -34,33 +34,36 @@ impl Memory {
     pub fn registration(&self, engine: u8) -> Message {
         let path = self.0.path().to_str().expect("a text").to_owned();
         let registration = Registration {
-            group: GroupId(0),
-            groups: 1,
-            attention: Attention::Full,
-            window_tokens: 0,
+            groups: vec![GroupMemory {
+                attention: Attention::Full,
+                window_tokens: 0,
+                eagle: false,
+                engine_page_tokens: 16,
+                device_pages: PAGES,
+                layers: 1,
+                tensors: vec![TensorView {
+                    layer: 0,
+                    role: TensorRole::Latent,
+                    allocation: 0,
+                    offset_bytes: 0,
+                    shape: vec![PAGES.into(), 16, PAGE_BYTES / 16],
+                    strides: vec![PAGE_BYTES, PAGE_BYTES / 16, 1],
+                    element_bytes: 1,
+                    page_axis: 0,
+                    page_bytes: PAGE_BYTES,
+                    page_stride_bytes: PAGE_BYTES,
+                }],
+            }],
+            hash_tokens: 0,
+            hit_tokens: 0,
             content: b"test".to_vec(),
             rank: Rank(0),
             tp_size: 1,
             shard: 0,
-            engine_page_tokens: 16,
-            device_pages: PAGES,
-            layers: 1,
             allocations: vec![Allocation {
                 kind: AllocationKind::SharedMemory,
                 handle: AllocationHandle::Path(path),
                 bytes: u64::from(PAGES) * PAGE_BYTES,
-            }],
-            tensors: vec![TensorView {
-                layer: 0,
-                role: TensorRole::Latent,
-                allocation: 0,
-                offset_bytes: 0,
-                shape: vec![PAGES.into(), 16, PAGE_BYTES / 16],
-                strides: vec![PAGE_BYTES, PAGE_BYTES / 16, 1],
-                element_bytes: 1,
-                page_axis: 0,
-                page_bytes: PAGE_BYTES,
-                page_stride_bytes: PAGE_BYTES,
             }],
             nonce: Nonce {
                 allocation: 0,
@@ -75,6 +78,7 @@ impl Memory {
             after: 0,
             engine: [engine; 16],
             registration,
+            check_only: false,
         })
     }
 

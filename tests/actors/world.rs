@@ -7,8 +7,8 @@ use kvferry_actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_protocol::{
     Attach, AttachDepot, Attached, AttachedMemory, Call, Ended, Envelope, ErrorCode, Header, Hello,
-    Invalidated, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Message, Role, Status,
-    StatusAnswer, Store, StoreAnswer, TransferOrder, VERSION, decode, encode,
+    Invalidated, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Message, PartBody, Role,
+    Status, StatusAnswer, Store, StoreAnswer, TransferOrder, VERSION, decode, encode,
 };
 use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
@@ -132,8 +132,11 @@ impl Engine {
     ) -> Answered<LoadAnswer> {
         let load = Load {
             slot,
-            first_page: 0,
-            destination: PageList::run(0, pages).into(),
+            parts: vec![PartBody {
+                group: 0,
+                first_page: 0,
+                pages: PageList::run(0, pages).into(),
+            }],
             after: 0,
         };
         self.call(id, load, within, TEST_TIMEOUT).await
@@ -185,14 +188,18 @@ pub fn lookup(slot: u64, pages: u8) -> Lookup {
         hash_bytes: 16,
         hashes: (0..pages).flat_map(|page| [page + 1; 16]).collect(),
         device_pages: 0,
+        limit_pages: None,
     }
 }
 
 pub fn store(slot: u64, pages: u32) -> Store {
     Store {
         slot,
-        first_page: 0,
-        source: PageList::run(0, pages).into(),
+        parts: vec![PartBody {
+            group: 0,
+            first_page: 0,
+            pages: PageList::run(0, pages).into(),
+        }],
         hash_bytes: 0,
         more_hashes: Vec::new(),
         more_from: 0,
@@ -312,10 +319,11 @@ impl Puppet {
             device_pages: 2 * self.pages,
             content_digest: [0; 16],
             layout_fingerprint: [1; 16],
+            ..GroupGeometry::default()
         };
         let memory = AttachedMemory {
             engine: [1; 16],
-            geometry,
+            geometry: geometry.into(),
         };
         let attach = Attach {
             replica: 0,

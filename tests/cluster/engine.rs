@@ -12,7 +12,7 @@ use kvferry_engine::pipe::{self, RankOrder};
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_protocol::{StatusAnswer, StoreAnswer};
 use kvferry_transport::{Address, ZmqTransport};
-use kvferry_types::{EngineId, PageHashes, PageList, SlotId};
+use kvferry_types::{EngineId, GroupId, PageHashes, PageList, Part, SlotId};
 use kvferry_workload::scheduler::{REQUEST_TIMEOUT, WorkKind};
 
 use super::disturbed::LIMIT;
@@ -113,6 +113,7 @@ impl World {
             namespace: NAMESPACE.to_vec(),
             hashes: hashes(prompt, PROMPT_PAGES),
             device_pages: 0,
+            limit_pages: None,
         };
         let found = self.engine.lookup(lookup, REQUEST_TIMEOUT).await;
         found.expect("an answer in time")
@@ -137,8 +138,7 @@ impl World {
         reported.expect("the rank takes orders");
         let pages = StoredPages {
             id: Some(id),
-            first_page: 0,
-            source: PageList::run(0, PROMPT_PAGES),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, PROMPT_PAGES))],
             more: None,
         };
         let stored = found.store(pages, (), REQUEST_TIMEOUT).await;

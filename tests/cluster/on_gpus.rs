@@ -11,7 +11,7 @@ use kvferry_cuda::DeviceUuid;
 use kvferry_protocol::{ErrorCode, Hello, Message, Register, Role};
 use kvferry_transport::{Address, Client, ClientSettings, Limits, ZmqTransport};
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupMemory, Nonce, Rank, Registration,
 };
 use rustix::fs::{CWD, Mode};
 use rustix::process::Signal;
@@ -621,23 +621,26 @@ fn read_by_somebody(fifo: &Path) -> File {
 fn on_the_first_gpu() -> Message {
     let gpu = DeviceUuid::gpu(*b"kvferry-fake-GP0");
     let registration = Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: 16,
+            device_pages: 1,
+            layers: 1,
+            tensors: Vec::new(),
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: b"test".to_vec(),
         rank: Rank(0),
         tp_size: 1,
         shard: 0,
-        engine_page_tokens: 16,
-        device_pages: 1,
-        layers: 1,
         allocations: vec![Allocation {
             kind: AllocationKind::Device,
             handle: AllocationHandle::CudaIpc([0; 64]),
             bytes: 4096,
         }],
-        tensors: Vec::new(),
         nonce: Nonce {
             allocation: 0,
             offset_bytes: 0,
@@ -651,6 +654,7 @@ fn on_the_first_gpu() -> Message {
         after: 0,
         engine: [9; 16],
         registration,
+        check_only: false,
     })
 }
 

@@ -1,8 +1,8 @@
 //! Engines with arbitrary KV layouts: an order of axes, gaps between them, and the division into tensors.
 
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
-    TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupMemory, Nonce, Rank,
+    Registration, TensorRole, TensorView,
 };
 
 /// The meaning of an axis of the memory.
@@ -256,19 +256,22 @@ pub fn registration(
         bytes: bytes + 16,
     });
     Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: 4,
+            device_pages: pages as u32,
+            layers: layers as u32,
+            tensors,
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: b"test".to_vec(),
         rank: Rank(0),
         tp_size: 1,
         shard: 0,
-        engine_page_tokens: 4,
-        device_pages: pages as u32,
-        layers: layers as u32,
         allocations: allocations.collect(),
-        tensors,
         nonce: Nonce {
             allocation: 0,
             offset_bytes: sizes[0],

@@ -156,8 +156,7 @@ fn scales_in_the_tail_of_each_page() {
     let scales = view((1, TensorRole::Kv, 0), 47, vec![(7, 14), (2, 1)], 0, 4);
     let world = World::new(registration(7, 2, &[3 + 7 * 56], vec![data, scales]));
     world.copy_both_ways();
-    let device_page: Vec<usize> = world
-        .registration
+    let device_page: Vec<usize> = world.registration.groups[0]
         .tensors
         .iter()
         .flat_map(|tensor| super::engine::addresses(tensor, 2))

@@ -108,8 +108,8 @@ impl Copy {
 
 /// Changes one number of one tensor by `by`.
 fn spoil(registration: &mut Registration, tensor: usize, field: usize, by: i64) {
-    let count = registration.tensors.len();
-    let tensor = &mut registration.tensors[tensor % count];
+    let count = registration.groups[0].tensors.len();
+    let tensor = &mut registration.groups[0].tensors[tensor % count];
     let axes = tensor.strides.len();
     let value = match field % (axes + 1) {
         axis if axis < axes => &mut tensor.strides[axis],
@@ -130,7 +130,7 @@ proptest! {
     ) {
         let world = World::new(engine.registration());
         for copy in copies {
-            let pages = copy.pages(world.registration.device_pages);
+            let pages = copy.pages(world.registration.groups[0].device_pages);
             let copied = world.copy(copy.direction, &pages, copy.cut, copy.mode);
             let report = copied.map_err(TestCaseError::fail)?;
             prop_assert_eq!(report.bytes, pages.len() as u64 * world.layout.page_bytes);
@@ -140,7 +140,7 @@ proptest! {
     #[test]
     fn stored_bytes_come_back_unchanged(engine in engines(), shift in 0..ARENA_PAGES) {
         let world = World::new(engine.registration());
-        let pages = world.registration.device_pages.min(ARENA_PAGES);
+        let pages = world.registration.groups[0].device_pages.min(ARENA_PAGES);
         let there: Vec<_> = (0..pages).map(|page| (page, (page + shift) % ARENA_PAGES)).collect();
         let elsewhere: Vec<_> = there.iter().map(|(page, depot)| (pages - 1 - page, *depot)).collect();
         for (direction, pages) in [
@@ -162,9 +162,9 @@ proptest! {
         match validate(&registration) {
             Ok(_) => {
                 let mut claimed = HashSet::new();
-                for tensor in &registration.tensors {
+                for tensor in &registration.groups[0].tensors {
                     let memory = &registration.allocations[tensor.allocation as usize];
-                    for page in 0..registration.device_pages {
+                    for page in 0..registration.groups[0].device_pages {
                         for at in addresses(tensor, page) {
                             prop_assert!((at as u64) < memory.bytes);
                             prop_assert!(claimed.insert((tensor.allocation, at)));
@@ -174,7 +174,7 @@ proptest! {
             }
             Err(error) => {
                 prop_assert!(by != 0, "{error}");
-                prop_assert!(error.field.starts_with("tensors["), "{error}");
+                prop_assert!(error.field.starts_with("groups[0].tensors["), "{error}");
             }
         }
     }

@@ -38,6 +38,7 @@ impl World {
     /// Fills every byte of both memories with noise. The registration must be accepted.
     pub fn new(registration: Registration) -> Self {
         let layout = validate(&registration).expect("consistent");
+        let layout = Arc::clone(&layout.groups[0]);
         let buffers = (1..)
             .zip(&registration.allocations)
             .map(|(seed, allocation)| {
@@ -57,7 +58,7 @@ impl World {
             .expect("in bounds");
         Self {
             registration,
-            layout: Arc::new(layout),
+            layout,
             device: Arc::new(device),
             depot: Arc::new(depot),
         }
@@ -76,7 +77,7 @@ impl World {
 
     /// Expected range of a page in the depot: behind the header and the inventory, at multiples of 64 bytes.
     fn depot_range(&self, page: u32) -> std::ops::Range<usize> {
-        let tensors = self.registration.tensors.iter();
+        let tensors = self.registration.groups[0].tensors.iter();
         let page_bytes: usize = tensors.map(|tensor| addresses(tensor, 0).len()).sum();
         let pages_at = (4096 + ARENA_PAGES as usize * 80).div_ceil(4096) * 4096;
         let start = pages_at + page as usize * page_bytes.div_ceil(64) * 64;
@@ -92,7 +93,7 @@ impl World {
     /// The memory that a copy must produce.
     fn expected(&self, direction: Direction, pages: &[(u32, u32)], mut memory: Memory) -> Memory {
         let depot = memory.len() - 1;
-        let mut tensors: Vec<&TensorView> = self.registration.tensors.iter().collect();
+        let mut tensors: Vec<&TensorView> = self.registration.groups[0].tensors.iter().collect();
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
         for (device_page, depot_page) in pages {
             let mut in_depot = self.depot_range(*depot_page);

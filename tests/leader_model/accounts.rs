@@ -2,6 +2,7 @@
 
 use super::*;
 use kvferry_core::AttachedDepot;
+use kvferry_types::Part;
 use kvferry_types::PerTier;
 
 /// Looks up the first `pages` pages of a sequence in a slot of engine 0.
@@ -11,6 +12,7 @@ fn look_up(world: &mut World, slot: u64, pages: usize) {
         namespace: vec![7],
         hashes: sequence(0, pages),
         device_pages: 0,
+        limit_pages: None,
     };
     world.request(0, lookup);
 }
@@ -18,9 +20,8 @@ fn look_up(world: &mut World, slot: u64, pages: usize) {
 fn store_from(world: &mut World, slot: u64, first_page: u32, pages: u32) -> Option<Reply> {
     let store = Request::Store {
         slot: SlotId(slot),
-        first_page,
+        parts: vec![Part::new(GroupId(0), first_page, PageList::run(1, pages))],
         more: None,
-        source: PageList::run(1, pages),
     };
     world.request(0, store);
     let id = RequestId(world.next_id);
@@ -81,9 +82,8 @@ fn the_counters_match_the_decisions() {
         0,
         Request::Store {
             slot: SlotId(1),
-            first_page: 12,
+            parts: vec![Part::new(GroupId(0), 12, PageList::run(1, 2))],
             more: None,
-            source: PageList::run(1, 2),
         },
     );
     let transfer = *world.open.keys().next().expect("a copy");
@@ -101,9 +101,8 @@ fn the_counters_match_the_decisions() {
         0,
         Request::Store {
             slot: SlotId(1),
-            first_page: 12,
+            parts: vec![Part::new(GroupId(0), 12, PageList::run(1, 2))],
             more: None,
-            source: PageList::run(1, 2),
         },
     );
     let pool = world.leader.pool().expect("a pool");
@@ -207,8 +206,7 @@ fn no_more_requests_are_parked_than_the_limit() {
     for id in 1..=OPEN_REQUESTS_MAX as u64 + 2 {
         let load = Request::Load {
             slot: SlotId(9),
-            first_page: 0,
-            destination: PageList::run(0, 1),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 1))],
             after: RequestId(0),
         };
         let send_request = LeaderEvent::Request {
@@ -265,6 +263,7 @@ fn attached_workers_and_page_tokens_are_reported() {
         namespace: vec![7],
         hashes: sequence(0, 9),
         device_pages: 5,
+        limit_pages: None,
     };
     world.request(0, lookup);
     let expected = [("lookups", 1), ("lookup_pages", 9), ("device_pages", 5)];
@@ -306,8 +305,7 @@ fn a_load_of_a_part_leaves_the_rest_held() {
     assert_eq!(pins(&world), 3);
     let load = |first_page| Request::Load {
         slot: SlotId(1),
-        first_page,
-        destination: PageList::run(0, 8),
+        parts: vec![Part::new(GroupId(0), first_page, PageList::run(0, 8))],
         after: RequestId(0),
     };
     for (first_page, left) in [(0, 2), (8, 1)] {
@@ -333,6 +331,7 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
             namespace: vec![100 + slot as u8],
             hashes: sequence(0, pages),
             device_pages: 0,
+            limit_pages: None,
         };
         world.request(0, lookup);
         assert_eq!(
@@ -362,6 +361,7 @@ fn pages_without_room_and_split_runs_are_counted() {
             namespace: vec![slot as u8 % 10],
             hashes: sequence(0, 8),
             device_pages: 0,
+            limit_pages: None,
         };
         world.request(0, lookup(slot));
         assert_eq!(store_from(&mut world, slot, 0, 8), stored(8, 0));
@@ -372,6 +372,7 @@ fn pages_without_room_and_split_runs_are_counted() {
         namespace: vec![9],
         hashes: sequence(0, 7),
         device_pages: 0,
+        limit_pages: None,
     };
     world.request(0, lookup);
     let refused = Answer::Store(StoreAnswer {

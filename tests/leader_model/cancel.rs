@@ -1,6 +1,7 @@
 //! An engine cancels its stores.
 
 use kvferry_core::CANCELS_MAX;
+use kvferry_types::Part;
 
 use super::cases::{answer, store};
 use super::*;
@@ -121,6 +122,7 @@ fn a_cancel_that_a_worker_does_not_obey_is_answered_by_its_deadline() {
             namespace: vec![7],
             hashes: sequence(0, 8),
             device_pages: 0,
+            limit_pages: None,
         },
     );
     world.take(Step::Store { engine: 0, slot: 0 });
@@ -193,6 +195,7 @@ fn a_store_that_arrives_after_its_cancel_is_answered_without_a_copy() {
         namespace: vec![7],
         hashes: sequence(0, 8),
         device_pages: 0,
+        limit_pages: None,
     };
     world.request(0, lookup);
     let (late, cancel) = (RequestId(world.next_id + 1), RequestId(world.next_id + 2));
@@ -200,9 +203,8 @@ fn a_store_that_arrives_after_its_cancel_is_answered_without_a_copy() {
     send_cancel(&mut world, cancel);
     let request = Request::Store {
         slot: SlotId(0),
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
         more: None,
-        source: PageList::run(0, 8),
     };
     world.request_as(0, late, request.clone());
     assert_eq!(failed_pages(answer(&world, 0, late)), 8);

@@ -2,6 +2,7 @@
 
 use super::*;
 use kvferry_core::AttachedDepot;
+use kvferry_types::Part;
 use kvferry_types::PerTier;
 
 /// Looks up and stores a sequence. The copies stay open.
@@ -12,6 +13,7 @@ pub fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usi
         namespace: vec![namespace],
         hashes,
         device_pages: 0,
+        limit_pages: None,
     };
     world.request(engine, lookup);
     world.take(Step::Store { engine, slot });
@@ -99,6 +101,7 @@ fn loading(world: &mut World) -> (RequestId, TransferId) {
             namespace: vec![7],
             hashes,
             device_pages: 0,
+            limit_pages: None,
         },
     );
     world.take(Step::Load { engine: 0, slot: 1 });
@@ -150,6 +153,7 @@ fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
             namespace: vec![7],
             hashes,
             device_pages: 0,
+            limit_pages: None,
         },
     );
     assert_eq!(world.leader.pool().expect("a pool").pins(), 1);
@@ -168,8 +172,7 @@ fn loads_and_stores_are_refused_only_after_the_copies_of_an_older_leader_have_en
         0,
         Request::Load {
             slot,
-            first_page,
-            destination,
+            parts: vec![Part::new(GroupId(0), first_page, destination)],
             after: RequestId(0),
         },
     );
@@ -178,9 +181,8 @@ fn loads_and_stores_are_refused_only_after_the_copies_of_an_older_leader_have_en
         0,
         Request::Store {
             slot,
-            first_page,
+            parts: vec![Part::new(GroupId(0), first_page, source)],
             more,
-            source,
         },
     );
     let store = RequestId(world.next_id);
@@ -276,6 +278,7 @@ fn found(world: &mut World, namespace: u8) -> u32 {
         namespace: vec![namespace],
         hashes: sequence(0, 8),
         device_pages: 0,
+        limit_pages: None,
     };
     world.request(1, lookup);
     let id = RequestId(world.next_id);
@@ -330,6 +333,7 @@ fn a_reset_is_refused_while_pages_are_held_with_the_number_of_holders() {
                 namespace: vec![7],
                 hashes: sequence(0, 8),
                 device_pages: 0,
+                limit_pages: None,
             },
         );
     }
@@ -442,6 +446,7 @@ fn a_lookup_after_the_finish_of_its_slot_opens_nothing() {
         namespace: vec![7],
         hashes: sequence(0, 8),
         device_pages: 0,
+        limit_pages: None,
     };
     world
         .requests
@@ -491,7 +496,7 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<Trans
         }),
         memory: Some(WorkerMemory {
             engine: engine_id(0),
-            geometry,
+            geometry: geometry.into(),
             arena_pages: PerTier::host(arena_pages),
         }),
     };
@@ -556,6 +561,7 @@ fn a_smaller_depot_is_refused_while_a_lookup_holds_pages() {
         namespace: vec![7],
         hashes: sequence(0, 8),
         device_pages: 0,
+        limit_pages: None,
     };
     world.request(1, lookup);
     assert_eq!(world.leader.pool().expect("a pool").pins(), 1);
@@ -594,7 +600,7 @@ fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
             }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
-                geometry: geometry(),
+                geometry: geometry().into(),
                 arena_pages: PerTier::host(60),
             }),
         }));
@@ -621,7 +627,8 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
                 geometry: GroupGeometry {
                     device_pages,
                     ..geometry()
-                },
+                }
+                .into(),
                 arena_pages: PerTier::host(60),
             }),
         };
@@ -664,7 +671,7 @@ fn another_engine(world: &mut World, content: u8) {
             }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
-                geometry: of_content(content),
+                geometry: of_content(content).into(),
                 arena_pages: PerTier::host(60),
             }),
         }));
@@ -709,7 +716,7 @@ fn ranks_of_other_content_are_refused_by_that_field() {
         }),
         memory: Some(WorkerMemory {
             engine: engine_id(1),
-            geometry: of_content(2),
+            geometry: of_content(2).into(),
             arena_pages: PerTier::host(60),
         }),
     };

@@ -1,7 +1,7 @@
 //! Edge cases: limits, deadlines, and the effect of repeated and final messages.
 
 use kvferry_core::AttachedDepot;
-use kvferry_types::{PerTier, ResetId, Scope, TransferId};
+use kvferry_types::{Part, PerTier, ResetId, Scope, TransferId};
 
 use super::inventory::{Reader, fenced};
 use super::*;
@@ -12,6 +12,7 @@ fn lookup(slot: u64, pages: usize, device_pages: u32) -> Request {
         namespace: vec![7],
         hashes: sequence(0, pages),
         device_pages,
+        limit_pages: None,
     }
 }
 
@@ -68,8 +69,7 @@ fn pages_that_an_engine_does_not_have_are_refused() {
             0,
             Request::Load {
                 slot: SlotId(1),
-                first_page: 0,
-                destination,
+                parts: vec![Part::new(GroupId(0), 0, destination)],
                 after: RequestId(0),
             },
         );
@@ -212,6 +212,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             namespace: vec![namespace],
             hashes: sequence(0, pages),
             device_pages: 0,
+            limit_pages: None,
         };
         world.request(0, lookup);
         world.take(Step::Store { engine: 0, slot });
@@ -258,6 +259,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             namespace: vec![namespace],
             hashes: sequence(0, pages),
             device_pages: 0,
+            limit_pages: None,
         };
         world.request(0, lookup);
     }
@@ -276,9 +278,8 @@ fn a_store_waits_for_its_own_pages_only() {
     world.request(0, lookup(1, 12, 0));
     let behind = Request::Store {
         slot: SlotId(1),
-        first_page: 8,
+        parts: vec![Part::new(GroupId(0), 8, PageList::run(20, 4))],
         more: None,
-        source: PageList::run(20, 4),
     };
     world.request(0, behind);
     let tail = *world.open.keys().next_back().expect("a copy");
@@ -415,9 +416,8 @@ fn a_late_copy_is_cancelled_repeatedly_and_its_workers_are_fenced_after_the_fenc
     send_request(1, lookup(0, 8, 0));
     let store = Request::Store {
         slot: SlotId(0),
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
         more: None,
-        source: PageList::run(0, 8),
     };
     let copies = send_request(2, store);
     let [LeaderEffect::Transfer { transfer: copy, .. }] = &copies[..] else {
@@ -456,12 +456,12 @@ fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<LeaderEffect> {
             namespace: vec![0],
             hashes,
             device_pages: 0,
+            limit_pages: None,
         };
         let store = Request::Store {
             slot: SlotId(slot),
-            first_page: 0,
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
             more: None,
-            source: PageList::run(0, 8),
         };
         for (id, request) in [(2 * slot + 1, look), (2 * slot + 2, store)] {
             effects.extend(reader.step(LeaderEvent::Request {
@@ -660,9 +660,8 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
         let (slot, first_page, more) = (SlotId(slot), 0, None);
         let store = Request::Store {
             slot,
-            first_page,
+            parts: vec![Part::new(GroupId(0), first_page, source)],
             more,
-            source,
         };
         let copies = send_request(reader, id + 1, store);
         let [LeaderEffect::Transfer { transfer: copy, .. }] = &copies[..] else {

@@ -117,7 +117,7 @@ impl Reader {
             }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
-                geometry: geometry(),
+                geometry: geometry().into(),
                 arena_pages: PerTier::host(arena_pages),
             }),
         }))
@@ -445,7 +445,7 @@ fn another_depot_is_read_from_its_first_page() {
         }),
         memory: Some(WorkerMemory {
             engine: engine_id(0),
-            geometry: geometry(),
+            geometry: geometry().into(),
             arena_pages: PerTier::host(ARENA_PAGES),
         }),
     };

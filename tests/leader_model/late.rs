@@ -2,6 +2,7 @@
 
 use super::cases::{answer, store};
 use super::*;
+use kvferry_types::Part;
 
 /// An engine may repeat a request after its slot was finished and opened again for another prompt.
 #[test]
@@ -21,6 +22,7 @@ fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alon
             namespace: vec![7],
             hashes: sequence(0, 8),
             device_pages: 0,
+            limit_pages: None,
         },
     );
     let pins = world.leader.pool().map(|pool| pool.pins());
@@ -28,15 +30,13 @@ fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alon
     let pages = PageList::run(0, 4);
     let load = Request::Load {
         slot: SlotId(0),
-        first_page: 0,
-        destination: pages.clone(),
+        parts: vec![Part::new(GroupId(0), 0, pages.clone())],
         after: RequestId(0),
     };
     let store = Request::Store {
         slot: SlotId(0),
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, pages)],
         more: None,
-        source: pages,
     };
     for (id, request) in [(late + 1, load), (late + 2, store)] {
         let id = RequestId(id);
@@ -63,21 +63,20 @@ fn a_request_from_before_the_lookup_of_its_slot_is_refused() {
         namespace: vec![namespace],
         hashes: sequence(0, 8),
         device_pages: 0,
+        limit_pages: None,
     };
     world.request(0, lookup(7));
     let pins = world.leader.pool().map(|pool| pool.pins());
     assert!(pins > Some(0), "{pins:?}");
     let load = Request::Load {
         slot,
-        first_page: 0,
-        destination: PageList::run(0, 4),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 4))],
         after: RequestId(0),
     };
     let store = Request::Store {
         slot,
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 4))],
         more: None,
-        source: PageList::run(0, 4),
     };
     for (id, request) in [(late + 1, lookup(9)), (late + 2, load), (late + 3, store)] {
         let id = RequestId(id);

@@ -7,6 +7,7 @@ mod accounts;
 mod cancel;
 mod cases;
 mod edges;
+mod groups;
 mod inventory;
 mod late;
 mod moves;
@@ -24,9 +25,9 @@ use kvferry_core::{
 };
 use kvferry_types::{
     Answer, AttachId, CancelStoresAnswer, DepotId, Direction, EndedCopy, EngineId, Epoch,
-    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, PerTier, Rank, Ratio,
-    Replica, Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time, TransferId,
-    WorkerId,
+    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, Part, PerTier, Rank,
+    Ratio, Replica, Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time,
+    TransferId, WorkerId,
 };
 use proptest::prelude::*;
 
@@ -134,6 +135,7 @@ fn geometry() -> GroupGeometry {
         device_pages: 64,
         content_digest: [0; 16],
         layout_fingerprint: [1; 16],
+        ..GroupGeometry::default()
     }
 }
 
@@ -200,7 +202,7 @@ impl World {
             }),
             memory: Some(WorkerMemory {
                 engine: engine_id(engine),
-                geometry,
+                geometry: geometry.into(),
                 arena_pages: PerTier::host(60),
             }),
         }));
@@ -405,6 +407,7 @@ impl World {
                         namespace,
                         hashes,
                         device_pages,
+                        limit_pages: None,
                     },
                 );
             }
@@ -416,8 +419,7 @@ impl World {
                     engine,
                     Request::Load {
                         slot: SlotId(slot),
-                        first_page,
-                        destination,
+                        parts: vec![Part::new(GroupId(0), first_page, destination)],
                         after: RequestId(0),
                     },
                 );
@@ -433,9 +435,8 @@ impl World {
                     engine,
                     Request::Store {
                         slot,
-                        first_page,
+                        parts: vec![Part::new(GroupId(0), first_page, source)],
                         more,
-                        source,
                     },
                 );
             }

@@ -1,7 +1,7 @@
 //! Two tiers: pages that are new in host memory are written to the disk, and a load has pages promoted from there.
 
 use kvferry_core::{AttachedDepot, MoveEdge};
-use kvferry_types::{Edge, PerTier, TierId, Transfer};
+use kvferry_types::{Edge, MemoryGeometry, Part, PerTier, TierId, Transfer};
 
 use super::*;
 
@@ -16,8 +16,9 @@ const UP: Edge = Edge {
 const RATIO: u32 = 8;
 
 /// A leader with the ranks of one engine, each with a shard of its own, whose transfers are ended one by one.
-struct Tiered {
+pub(super) struct Tiered {
     leader: Leader,
+    geometry: MemoryGeometry,
     now: Time,
     last_request: u64,
     open: Vec<Transfer>,
@@ -27,6 +28,11 @@ struct Tiered {
 impl Tiered {
     /// `host` pages of host memory, and 64 pages on the disk. With `moves`, pages are moved over these edges.
     fn new(host: u32, moves: &[Edge]) -> Self {
+        Self::of(geometry().into(), host, moves)
+    }
+
+    /// Like `new`, for an engine with memory of this geometry.
+    pub(super) fn of(geometry: MemoryGeometry, host: u32, moves: &[Edge]) -> Self {
         let ratio = Ratio::new(RATIO).expect("in bounds");
         let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey::new([3; 32]));
         settings.tiers = vec![TierId::Host, TierId::Disk];
@@ -40,6 +46,7 @@ impl Tiered {
             .collect();
         let mut tiered = Self {
             leader: Leader::new(settings),
+            geometry,
             now: Time(0),
             last_request: 0,
             open: Vec::new(),
@@ -70,7 +77,7 @@ impl Tiered {
             depots: depots.into_iter().collect(),
             memory: Some(WorkerMemory {
                 engine: engine_id(1),
-                geometry: geometry(),
+                geometry: self.geometry.clone(),
                 arena_pages: pages.into_iter().collect::<PerTier<u32>>(),
             }),
         }));
@@ -116,7 +123,7 @@ impl Tiered {
         }
     }
 
-    fn request(&mut self, request: Request) -> Option<Reply> {
+    pub(super) fn request(&mut self, request: Request) -> Option<Reply> {
         self.last_request += 1;
         let id = RequestId(self.last_request);
         self.step(LeaderEvent::Request {
@@ -134,6 +141,7 @@ impl Tiered {
             namespace: vec![7],
             hashes: sequence(name, RATIO as usize),
             device_pages: 0,
+            limit_pages: None,
         });
         match answer {
             Some(Ok(Answer::Lookup(found))) => found.hit_pages,
@@ -146,20 +154,23 @@ impl Tiered {
         self.lookup(name);
         let answer = self.request(Request::Store {
             slot: SlotId(name.into()),
-            first_page: 0,
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, RATIO))],
             more: None,
-            source: PageList::run(0, RATIO),
         });
         assert_eq!(answer, None);
         let copies = self.take(Edge::STORE);
         copies.iter().for_each(|copy| self.end(copy, RATIO, false));
     }
 
+    /// The answer to the last request.
+    pub(super) fn answer(&self) -> Option<Reply> {
+        self.answers.get(&RequestId(self.last_request)).cloned()
+    }
+
     fn load(&mut self, name: u8) -> RequestId {
         let answer = self.request(Request::Load {
             slot: SlotId(name.into()),
-            first_page: 0,
-            destination: PageList::run(0, RATIO),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, RATIO))],
             after: RequestId(0),
         });
         assert_eq!(answer, None);
@@ -167,7 +178,7 @@ impl Tiered {
     }
 
     /// The open transfers of an edge.
-    fn take(&mut self, edge: Edge) -> Vec<Transfer> {
+    pub(super) fn take(&mut self, edge: Edge) -> Vec<Transfer> {
         let open = std::mem::take(&mut self.open);
         let (taken, left) = open.into_iter().partition(|transfer| transfer.edge == edge);
         self.open = left;
@@ -175,7 +186,7 @@ impl Tiered {
     }
 
     /// Ends a transfer on all ranks: complete, or after `pages` pages on the last one.
-    fn end(&mut self, transfer: &Transfer, pages: u32, bad_source: bool) {
+    pub(super) fn end(&mut self, transfer: &Transfer, pages: u32, bad_source: bool) {
         let whole: u64 = transfer.pairs.iter().map(|pair| pair.src.pages()).sum();
         for rank in 0..RANKS {
             let last = rank + 1 == RANKS;
@@ -385,14 +396,14 @@ fn a_load_of_more_pages_than_host_memory_has_room_for_proceeds_stretch_by_stretc
             namespace: vec![7],
             hashes: hashes.clone(),
             device_pages: 0,
+            limit_pages: None,
         })
     };
     lookup(&mut tiered);
     let answer = tiered.request(Request::Store {
         slot: SlotId(0),
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 16))],
         more: None,
-        source: PageList::run(0, 16),
     });
     assert_eq!(answer, None);
     let stores = tiered.take(Edge::STORE);
@@ -408,8 +419,7 @@ fn a_load_of_more_pages_than_host_memory_has_room_for_proceeds_stretch_by_stretc
     assert!(matches!(found, Some(Ok(Answer::Lookup(found))) if found.hit_pages == 16));
     let answer = tiered.request(Request::Load {
         slot: SlotId(0),
-        first_page: 0,
-        destination: PageList::run(0, 16),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 16))],
         after: RequestId(0),
     });
     assert_eq!(answer, None);

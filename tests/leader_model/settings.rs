@@ -40,7 +40,7 @@ fn attach_depot(
         }),
         memory: Some(WorkerMemory {
             engine: engine_id(0),
-            geometry: geometry(),
+            geometry: geometry().into(),
             arena_pages: PerTier::host(60),
         }),
     };
@@ -87,6 +87,7 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_is_refused() {
             namespace: Vec::new(),
             hashes: sequence(0, 4),
             device_pages: 0,
+            limit_pages: None,
         },
     };
     leader.step(Time(0), requested, &mut effects);

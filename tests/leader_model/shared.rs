@@ -1,7 +1,7 @@
 //! Ranks that hold the same KV: one of them stores it, all of them load it.
 
 use kvferry_core::AttachedDepot;
-use kvferry_types::{PerTier, ResetId, Scope, Sharding, TransferId};
+use kvferry_types::{Part, PerTier, ResetId, Scope, Sharding, TransferId};
 
 use super::*;
 
@@ -85,7 +85,7 @@ impl Shared {
             }),
             memory: Some(WorkerMemory {
                 engine: engine_id(0),
-                geometry: geometry(),
+                geometry: geometry().into(),
                 arena_pages: PerTier::host(60),
             }),
         }))
@@ -108,6 +108,7 @@ impl Shared {
             namespace: vec![7],
             hashes: sequence(name, 8),
             device_pages: 0,
+            limit_pages: None,
         });
         let effects = self.request(request);
         let [
@@ -128,9 +129,8 @@ impl Shared {
     fn store(&mut self, slot: u64, name: u8) -> (Vec<u16>, TransferId) {
         let store = Request::Store {
             slot: SlotId(slot),
-            first_page: 0,
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
             more: None,
-            source: PageList::run(0, 8),
         };
         self.copies(slot, name, store)
     }
@@ -167,8 +167,7 @@ fn one_rank_of_each_shard_stores_in_turn_and_all_load() {
     }
     let load = Request::Load {
         slot: SlotId(9),
-        first_page: 0,
-        destination: PageList::run(20, 8),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(20, 8))],
         after: RequestId(0),
     };
     let (ranks, transfer) = shared.copies(9, 2, load);

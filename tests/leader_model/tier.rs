@@ -1,7 +1,7 @@
 //! The key of a pool: engines with other pages, workers with other depots, replicas with other memory.
 
 use kvferry_core::AttachedDepot;
-use kvferry_types::{PageRecord, PerTier, ResetId, Scope, TierId};
+use kvferry_types::{PageRecord, Part, PerTier, ResetId, Scope, TierId};
 
 use super::*;
 
@@ -81,7 +81,8 @@ impl Site {
                 device_pages: here.device_pages,
                 layout_fingerprint: [here.layout; 16],
                 ..geometry()
-            },
+            }
+            .into(),
             arena_pages: PerTier::host(here.arena_pages),
         });
         self.step(LeaderEvent::Attach(AttachRequest {
@@ -143,6 +144,7 @@ impl Site {
             namespace: vec![7],
             hashes: sequence(0, 8),
             device_pages: 0,
+            limit_pages: None,
         };
         answer(&self.request(engine, lookup)).expect("answered at once")
     }
@@ -155,9 +157,8 @@ impl Site {
             engine,
             Request::Store {
                 slot,
-                first_page,
+                parts: vec![Part::new(GroupId(0), first_page, source)],
                 more,
-                source,
             },
         )
     }
@@ -169,8 +170,7 @@ impl Site {
             engine,
             Request::Load {
                 slot,
-                first_page,
-                destination,
+                parts: vec![Part::new(GroupId(0), first_page, destination)],
                 after: RequestId(0),
             },
         )

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use kvferry_core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_types::{
-    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, PageList, PerTier, Rank,
-    RequestId, Time, Transfer, TransferId,
+    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, GroupId, PageList,
+    PerTier, Rank, RequestId, Time, Transfer, TransferId,
 };
 use stateright::{Model, Property};
 
@@ -20,10 +20,13 @@ use super::harness::{Missing, Network, Past, RANKS, at, breaks, canonical, holds
 const NOW: Time = Time(0);
 const ENGINE: EngineId = EngineId([1; 16]);
 const RUNNING_MAX: usize = 2;
-const BOUNDS: MemoryBounds = MemoryBounds {
-    device_pages: 10_000,
-    arena_pages: PerTier::host(10_000),
-};
+
+fn bounds() -> MemoryBounds {
+    MemoryBounds {
+        device_pages: vec![10_000],
+        arena_pages: PerTier::host(10_000),
+    }
+}
 
 /// A copy, unique over all epochs.
 type CopyId = (Epoch, TransferId);
@@ -133,7 +136,7 @@ impl Seat {
         let first = first.then(WorkerEvent::Registered {
             engine: ENGINE,
             after,
-            bounds: BOUNDS,
+            bounds: bounds(),
         });
         let through = RequestId(u64::MAX);
         let past = first.then(WorkerEvent::Written {
@@ -197,6 +200,7 @@ fn copy((epoch, transfer): CopyId) -> Transfer {
         dst: PageList::run(0, 1),
     };
     let device = DeviceEnd {
+        group: GroupId(0),
         engine: ENGINE,
         request: RequestId(1),
         after: RequestId(1),
@@ -504,7 +508,7 @@ impl Model for Epochs {
                 let event = WorkerEvent::Registered {
                     engine: ENGINE,
                     after,
-                    bounds: BOUNDS,
+                    bounds: bounds(),
                 };
                 state.step(self.rule, rank, event);
                 let through = RequestId(u64::MAX);

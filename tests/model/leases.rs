@@ -8,7 +8,8 @@ mod beside;
 
 use kvferry_core::LeaderEvent;
 use kvferry_types::{
-    EndedCopy, EngineId, Epoch, PageList, Rank, Request, RequestId, SlotId, TransferId,
+    EndedCopy, EngineId, Epoch, GroupId, PageList, Part, Rank, Request, RequestId, SlotId,
+    TransferId,
 };
 use stateright::{Model, Property};
 
@@ -185,6 +186,7 @@ impl State {
             namespace: Vec::new(),
             hashes: sequence(name),
             device_pages: 0,
+            limit_pages: None,
         });
     }
 
@@ -194,8 +196,7 @@ impl State {
         self.begin(block, true);
         self.request(Request::Load {
             slot: SlotId(name as u64),
-            first_page: 0,
-            destination: PageList::run(name as u32, 1),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(name as u32, 1))],
             after: RequestId(0),
         });
     }
@@ -225,9 +226,8 @@ impl State {
         }
         self.request(Request::Store {
             slot: SlotId(name as u64),
-            first_page: 0,
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(name as u32, 1))],
             more: None,
-            source: PageList::run(name as u32, 1),
         });
     }
 

@@ -19,7 +19,7 @@ use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, PageRun, PerTier, Record, Registration,
+    DepotId, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun, PerTier, Record, Registration,
     RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
@@ -157,7 +157,7 @@ impl WorkerHost for Host {
         self.drop_tickets(&registration);
     }
 
-    fn geometry(&self, memory: &EngineSide) -> GroupGeometry {
+    fn geometry(&self, memory: &EngineSide) -> MemoryGeometry {
         memory.geometry().clone()
     }
 

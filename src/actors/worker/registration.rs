@@ -27,10 +27,10 @@ fn understood(
 ) -> Result<u64, OpenError> {
     if on_device {
         let layout = validate(registration)?;
-        return Ok(layout.page_bytes);
+        return Ok(layout.geometry.page_bytes());
     }
     let memory = RegisteredMemory::open(registration, |ticket| fds.take(ticket))?;
-    Ok(memory.geometry.page_bytes)
+    Ok(memory.layout.geometry.page_bytes())
 }
 
 /// The error for a rank whose memory was not opened. `may_pass` is true where the bytes to be found may have been
@@ -143,9 +143,7 @@ impl Host {
             let _tickets = tickets;
             let message = match registering.not_served {
                 Some(_) => {
-                    let page_bytes = understood(&registration, on_device, &fds);
-                    let found = page_bytes.map(|bytes| (registration.group, bytes));
-                    let found = found
+                    let found = understood(&registration, on_device, &fds)
                         .map_err(|error| ErrorBody::new(ErrorCode::Invalid, error.to_string()));
                     WorkerMessage::Checked(registering, found)
                 }

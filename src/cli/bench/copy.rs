@@ -7,7 +7,7 @@ use crate::cli::{block_on, print_line};
 use crate::error::CommandError;
 use kvferry_memory::CopyEngine;
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, Direction, GroupId, Nonce, Rank,
+    Allocation, AllocationHandle, AllocationKind, Attention, Direction, GroupMemory, Nonce, Rank,
     Registration, TensorRole, TensorView,
 };
 use kvferry_workload::content::POISON;
@@ -164,33 +164,36 @@ impl Arguments {
 pub(super) fn registration(fragment: u64, pages: u32) -> Registration {
     let bytes = fragment * u64::from(pages);
     Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: 16,
+            device_pages: pages,
+            layers: 1,
+            tensors: vec![TensorView {
+                layer: 0,
+                role: TensorRole::Kv,
+                allocation: 0,
+                offset_bytes: 0,
+                shape: vec![u64::from(pages), fragment],
+                strides: vec![fragment, 1],
+                element_bytes: 1,
+                page_axis: 0,
+                page_bytes: fragment,
+                page_stride_bytes: fragment,
+            }],
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: b"bench".to_vec(),
         rank: Rank(0),
         tp_size: 1,
         shard: 0,
-        engine_page_tokens: 16,
-        device_pages: pages,
-        layers: 1,
         allocations: vec![Allocation {
             kind: AllocationKind::SharedMemory,
             handle: AllocationHandle::Ticket([0; 16]),
             bytes,
-        }],
-        tensors: vec![TensorView {
-            layer: 0,
-            role: TensorRole::Kv,
-            allocation: 0,
-            offset_bytes: 0,
-            shape: vec![u64::from(pages), fragment],
-            strides: vec![fragment, 1],
-            element_bytes: 1,
-            page_axis: 0,
-            page_bytes: fragment,
-            page_stride_bytes: fragment,
         }],
         nonce: Nonce {
             allocation: 0,

@@ -25,7 +25,7 @@ impl CopyFixture {
     /// Creates the memory that a registration describes, in one allocation, and a depot of `arena_pages`.
     pub(super) fn new(registration: &Registration, arena_pages: u32) -> Result<Self, CommandError> {
         let layout = validate(registration).map_err(CommandError::failed)?;
-        let geometry = layout.geometry(registration);
+        let page_bytes = layout.geometry.page_bytes();
         let bytes = registration.allocations.iter().map(|one| one.bytes).sum();
         let buffer = SharedBuffer::create("kvferry-bench", bytes).map_err(CommandError::failed)?;
         let filler = vec![1; STEP_BYTES];
@@ -36,9 +36,9 @@ impl CopyFixture {
             buffer.write_from(at, step).map_err(CommandError::failed)?;
             at += step.len() as u64;
         }
-        let depot = Depot::create(Depot::bytes_for(arena_pages, geometry.page_bytes));
+        let depot = Depot::create(Depot::bytes_for(arena_pages, page_bytes));
         let depot = depot.map_err(CommandError::failed)?;
-        let held = depot.hold_pages_of(geometry.page_bytes);
+        let held = depot.hold_pages_of(page_bytes);
         held.map_err(CommandError::failed)?;
         let by = Prefault {
             threads: 1,
@@ -53,11 +53,10 @@ impl CopyFixture {
         let memory = RegisteredMemory {
             memory: Arc::new(device),
             layout: Arc::new(layout),
-            geometry,
         };
         let job = CopyJob {
             direction: Direction::Store,
-            layout: Arc::clone(&memory.layout),
+            layout: Arc::clone(&memory.layout.groups[0]),
             device: Arc::clone(&memory.memory),
             depot: Arc::new(depot),
             pairs: Vec::new(),
@@ -66,7 +65,7 @@ impl CopyFixture {
         Ok(Self {
             job,
             memory,
-            order: shuffled(registration.device_pages),
+            order: shuffled(registration.groups[0].device_pages),
         })
     }
 

@@ -21,7 +21,8 @@ use kvferry_engine::settings::{EngineDevice, EngineLayout};
 use kvferry_memory::{CopyEngine, Depot};
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{
-    Direction, Nonce, PageHashes, PageList, Rank, Replica, RequestId, SlotId, WorkerId,
+    Direction, GroupId, Nonce, PageHashes, PageList, Part, Rank, Replica, RequestId, SlotId,
+    WorkerId,
 };
 use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
@@ -352,8 +353,11 @@ impl Moves {
             .await?;
         let stored = StoredPages {
             id: Some(id),
-            first_page: 0,
-            source: self.page_list(set_in(Direction::Store, round)),
+            parts: vec![Part::new(
+                GroupId(0),
+                0,
+                self.page_list(set_in(Direction::Store, round)),
+            )],
             more: None,
         };
         let begun = Instant::now();
@@ -376,7 +380,12 @@ impl Moves {
         let destination = self.page_list(set);
         let begun = Instant::now();
         let loaded = prompt
-            .load(0, destination, RequestId(0), (), ANSWER_TIMEOUT)
+            .load(
+                vec![Part::new(GroupId(0), 0, destination)],
+                RequestId(0),
+                (),
+                ANSWER_TIMEOUT,
+            )
             .await;
         let took = milliseconds(begun);
         let (answer, ()) = loaded.map_err(CommandError::failed)?;
@@ -401,6 +410,7 @@ impl Moves {
             hashes: hashes
                 .ok_or_else(|| CommandError::Failed("hashes of odd length".to_owned()))?,
             device_pages: 0,
+            limit_pages: None,
         };
         let found = self.leader.lookup(prompt, ANSWER_TIMEOUT).await;
         let found = found.map_err(CommandError::failed)?;

@@ -13,7 +13,7 @@ use kvferry_cuda::{
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, Depot, NumaNode, Prefault, page_stride_bytes, validate,
 };
-use kvferry_types::{Direction, FragmentPair, PageList, TransferId};
+use kvferry_types::{Direction, FragmentPair, GroupId, PageList, TransferId};
 use kvferry_workload::content::POISON;
 
 use super::copy::registration;
@@ -342,7 +342,7 @@ impl Cut {
     /// Creates an order for the copy. Sets the depot's page size first, because cuts of different page sizes take
     /// turns.
     fn order(&self, direction: Direction) -> Result<DeviceCopy, CommandError> {
-        let page_bytes = self.device.layout.page_bytes;
+        let page_bytes = self.device.layout.geometry.page_bytes();
         let held = self.depot.depot().hold_pages_of(page_bytes);
         held.map_err(CommandError::failed)?;
         let pairs = match direction {
@@ -353,6 +353,7 @@ impl Cut {
             transfer: TransferId(1),
             direction,
             parts: FragmentPair::parts(pairs, page_bytes, COPY_PART_BYTES),
+            group: GroupId(0),
             device: self.device.clone(),
             depot: Arc::clone(&self.depot),
             cancel: Arc::new(CancelFlag::default()),
@@ -361,7 +362,7 @@ impl Cut {
 
     /// Offsets of all pages in the depot's memory.
     fn places(&self) -> impl Iterator<Item = u64> + use<> {
-        let page_bytes = self.device.layout.page_bytes;
+        let page_bytes = self.device.layout.geometry.page_bytes();
         let first = self.depot.depot().pages_at(page_bytes);
         let stride = page_stride_bytes(page_bytes);
         (0..self.bytes / page_bytes).map(move |page| first + page * stride)
@@ -438,12 +439,10 @@ impl Bench {
     fn pages(&self, page: u64, pages: u32, pairs: Vec<FragmentPair>) -> Result<Cut, CommandError> {
         let registration = registration(page, pages);
         let layout = validate(&registration).map_err(CommandError::failed)?;
-        let geometry = layout.geometry(&registration);
         Ok(Cut {
             device: RegisteredDevice {
                 memory: Arc::clone(&self.memory),
                 layout: Arc::new(layout),
-                geometry,
                 timeline: None,
             },
             depot: Arc::clone(&self.depot),
@@ -480,7 +479,10 @@ impl Bench {
 
     /// Checks that random bytes that one copier loads and another stores come back unchanged.
     fn check(&self, loads: &Giver, stores: &Giver, cut: &Cut) -> Result<(), CommandError> {
-        let (page_bytes, buffer) = (cut.device.layout.page_bytes, self.depot.depot().buffer());
+        let (page_bytes, buffer) = (
+            cut.device.layout.geometry.page_bytes(),
+            self.depot.depot().buffer(),
+        );
         let mut page = vec![0; page_bytes as usize];
         let seed = fastrand::u64(..);
         let mut random = fastrand::Rng::with_seed(seed);

@@ -22,7 +22,7 @@ pub(super) fn run(
     let leader = leader(arguments, workload, workload.arena_pages > 0);
     let geometry = geometry(arguments, workload);
     let pages = workload.arena_pages;
-    let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry, pages);
+    let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry.into(), pages);
     let mut world = world.map_err(|error| CommandError::Config(error.to_string()))?;
     let progress = workload.progress(arguments);
     for (_, prompt) in workload.prompts() {
@@ -57,6 +57,7 @@ pub(super) fn geometry(arguments: &Arguments, workload: &Workload) -> GroupGeome
         device_pages: workload.device_pages,
         content_digest: [0; 16],
         layout_fingerprint: [0; 16],
+        ..GroupGeometry::default()
     }
 }
 

@@ -135,8 +135,15 @@ fn world(
     let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
     let geometry = offline::geometry(arguments, workload);
     let ranks = arguments.ranks;
-    Timed::new(leader, scheduler, ranks, &geometry, arena_pages, settings)
-        .map_err(|error| CommandError::Config(error.to_string()))
+    Timed::new(
+        leader,
+        scheduler,
+        ranks,
+        &geometry.into(),
+        arena_pages,
+        settings,
+    )
+    .map_err(|error| CommandError::Config(error.to_string()))
 }
 
 fn play(

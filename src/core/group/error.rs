@@ -28,6 +28,12 @@ impl std::fmt::Display for GroupField {
 /// Why a set of groups has no rules. Each error names the field, the value and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
+    /// The groups are not in the order of their ids.
+    #[error("{0} is out of order: list the groups by id, from 0")]
+    Order(GroupId),
+    /// A kind that this version does not know.
+    #[error("attention of {0} is a kind that this version does not know")]
+    Kind(GroupId),
     /// There is no group, or there are too many.
     #[error("groups is {0}: a model has 1 to {GROUPS_MAX} groups of layers with cached pages")]
     Count(usize),

@@ -7,8 +7,8 @@ use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{
-    Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry,
-    LookupAnswer, PageHashes, PageList, PageRecord, PerTier, Rank, Replica, Request, ResetAnswer,
+    Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupId, LookupAnswer,
+    PageHashes, PageList, PageRecord, Part, PerTier, Rank, Replica, Request, ResetAnswer,
     ResetScope, StoreAnswer, Stored, TierId,
 };
 
@@ -33,6 +33,7 @@ fn lookup(slot: u64, namespace: u8, hashes: &PageHashes) -> Request {
         namespace: vec![namespace],
         hashes: hashes.clone(),
         device_pages: 0,
+        limit_pages: None,
     }
 }
 
@@ -86,9 +87,8 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
         id,
         Request::Store {
             slot: SlotId(slot),
-            first_page,
+            parts: vec![Part::new(GroupId(0), first_page, source)],
             more: None,
-            source,
         },
     );
     let copies = effects.iter().filter_map(|effect| match effect {
@@ -331,7 +331,7 @@ fn attached(attach: AttachId, arena_pages: u32) -> AttachRequest {
         }),
         memory: Some(WorkerMemory {
             engine: ENGINE,
-            geometry: geometry(),
+            geometry: geometry().into(),
             arena_pages: PerTier::host(arena_pages),
         }),
     }
@@ -347,10 +347,7 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
     let verdict = |leader: &mut Leader, attach, arena_pages, page_bytes| {
         let mut attached = attached(AttachId(attach), arena_pages);
         if let Some(memory) = &mut attached.memory {
-            memory.geometry = GroupGeometry {
-                page_bytes,
-                ..memory.geometry.clone()
-            };
+            memory.geometry.groups[0].page_bytes = page_bytes;
         }
         let effects = step(leader, Time(0), LeaderEvent::Attach(attached));
         let admit = effects.into_iter().find_map(|effect| match effect {
@@ -447,9 +444,8 @@ fn a_stored_sequence_is_held_and_touched_from_its_root_on() {
         2_000_001,
         Request::Store {
             slot: SlotId(5),
-            first_page: 60,
+            parts: vec![Part::new(GroupId(0), 60, PageList::run(0, 4))],
             more: None,
-            source: PageList::run(0, 4),
         },
     );
     assert!(matches!(
@@ -479,9 +475,8 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
             deadline: Time(0) + Duration::from_secs(5),
             request: Request::Load {
                 after: RequestId(0),
+                parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 1))],
                 slot: SlotId(1),
-                first_page: 0,
-                destination: PageList::run(0, 1),
             },
         };
         answers(&step(leader, Time(0), event))
@@ -522,9 +517,8 @@ fn the_hashes_of_stores_under_way_are_bounded() {
         let source = PageList::run(0, 1);
         let store = Request::Store {
             slot,
-            first_page,
+            parts: vec![Part::new(GroupId(0), first_page, source)],
             more,
-            source,
         };
         let effects = request(leader, Time(0), id + 1, store);
         request(leader, Time(0), id + 2, Request::Finish { slot });

@@ -9,16 +9,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::Contradiction;
-use crate::anchor::Domain;
 use crate::blocks::BlockRef;
 use crate::decision::Decision;
 use crate::event::LeaderEffect;
+use crate::model::{Model, Sequence};
 use crate::pool::Pin;
 use crate::refusal::Refusal;
 use crate::session::PinnedRun;
 use kvferry_types::{
-    Answer, DeviceEnd, Edge, EngineId, GroupGeometry, LoadAnswer, PageHashes, PageRun, Replica,
-    Transfer,
+    Answer, DeviceEnd, Edge, EngineId, GroupId, LoadAnswer, PageRun, Part, Replica, Transfer,
 };
 use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TierId, TransferId};
 
@@ -32,9 +31,10 @@ use super::{Leader, ReplyTo};
 /// number of pages: an order that names all of them could not be encoded, or not be decoded.
 pub const LOAD_RUNS_MAX: usize = 65_536;
 
-/// Consecutive pages of a load.
+/// Consecutive pages of one group of a load.
 #[derive(Debug)]
 struct Stretch {
+    group: GroupId,
     /// Position of the first page.
     first: u32,
     pages: u32,
@@ -121,6 +121,7 @@ impl Stretch {
         let mut cursor = PageCursor::new(&whole);
         self.destination = cursor.take(pages);
         let rest = Self {
+            group: self.group,
             first: self.first + pages,
             pages: self.pages - pages,
             destination: cursor.take(self.pages - pages),
@@ -138,16 +139,30 @@ struct PendingLoad {
     reply_to: ReplyTo,
     replica: Replica,
     after: RequestId,
-    domain: Domain,
-    hashes: Arc<PageHashes>,
+    sequence: Sequence,
     stretches: Vec<Stretch>,
+    /// The load is carried out as a whole: a hit of several groups is of no use without one of its pages.
+    whole: bool,
     /// Workers on which a transfer of the load failed.
     failed: u32,
 }
 
 impl PendingLoad {
-    /// Pages, from the first one on, that were copied completely.
+    /// True if a stretch before this one was not copied completely, or any stretch of a load that is carried out as a
+    /// whole.
+    fn is_useless(&self, index: usize) -> bool {
+        let end = match self.whole {
+            true => self.stretches.len(),
+            false => index,
+        };
+        self.stretches[..end].iter().any(Stretch::is_short)
+    }
+
+    /// Pages, from the first one on, that were copied completely; 0 for a load that is carried out as a whole and was not.
     fn complete_pages(&self) -> u32 {
+        if self.whole && self.is_useless(0) {
+            return 0;
+        }
         let mut complete = 0;
         for stretch in &self.stretches {
             if let StretchStage::Ended(pages) = stretch.stage {
@@ -215,8 +230,7 @@ impl Leader {
         &mut self,
         reply_to: ReplyTo,
         id: SlotId,
-        first_page: u32,
-        destination: &PageList,
+        parts: &[Part],
         after: RequestId,
         effects: &mut Vec<LeaderEffect>,
     ) -> Result<(), Refusal> {
@@ -227,86 +241,116 @@ impl Leader {
                 remedy: "name the last number that the ranks were given, which is below the load's own id",
             });
         }
-        let (replica, geometry) = self.served(reply_to.engine)?;
-        check_device_pages(geometry, "destination", destination)?;
-        let tokens_per_page = geometry.engine_page_tokens;
-        let layout = geometry.layout_fingerprint;
+        let (replica, model) = self.served(reply_to.engine)?;
+        check_parts(model, parts)?;
+        let layout = *model.layout_fingerprint();
         self.check_current(reply_to, id)?;
         if self.tiers.serving(TierId::Host).is_none() {
             return Err(Refusal::Reading);
         }
         let slot = self.sessions.open(reply_to.engine).slot(id, layout)?;
-        let pages = u32::try_from(destination.pages()).unwrap_or(u32::MAX);
-        let end = first_page.saturating_add(pages);
-        let not_pinned = Refusal::NotPinned {
-            slot: id,
-            first_page,
-            end,
-        };
-        let mut sources = slot.covering(first_page, end).ok_or(not_pinned)?;
-        // The engine computes the pages that are not loaded, as when a copy fails halfway.
-        sources.truncate(LOAD_RUNS_MAX);
-
-        let mut cursor = PageCursor::new(destination);
-        let mut stretches: Vec<Stretch> = Vec::new();
-        let mut position = first_page;
-        for (held, run) in sources {
-            let PinnedRun {
-                tier,
-                arena_start,
-                block,
-                ..
-            } = slot.held()[held];
-            // A tier closes after its holds were released, so that each held run has a pool. A held block is forgotten
-            // only when one of its pages fails its checksum.
-            let pool = self.tiers.serving_mut(tier);
-            let Some(pool) = pool.filter(|pool| !pool.is_forgotten(block)) else {
-                break;
-            };
-            slot.decide(tokens_per_page, Decision::Loaded { position, run });
-            self.counts.loaded += 1;
-            let pin = pool.pin(block, run.start + run.count - arena_start);
-            let last = stretches
-                .last_mut()
-                .map(|last| (&mut last.stage, &mut last.pages, &mut last.lease));
-            if let Some((StretchStage::Present(runs), pages, lease)) = last
-                && tier == TierId::Host
-            {
-                runs.push(run);
-                *pages += run.count;
-                lease.push((tier, pin));
-            } else {
-                let block = pin.block();
-                stretches.push(Stretch {
-                    first: position,
-                    pages: run.count,
-                    destination: PageList::default(),
-                    stage: match tier {
-                        TierId::Host => StretchStage::Present(vec![run]),
-                        tier => StretchStage::Below(Below { tier, block, run }),
-                    },
-                    lease: vec![(tier, pin)],
+        let whole = parts.len() > 1 || !slot.sequence().model().is_plain();
+        let mut runs_left = LOAD_RUNS_MAX;
+        let mut sources = Vec::with_capacity(parts.len());
+        for part in parts {
+            let end = end_of(part);
+            let held = slot.covering(part.group, part.first_page, end);
+            let mut held = held.ok_or(Refusal::NotPinned {
+                slot: id,
+                first_page: part.first_page,
+                end,
+            })?;
+            // The engine computes the pages that are not loaded, as when a copy fails halfway.
+            if held.len() > runs_left && whole {
+                return Err(Refusal::Limit {
+                    limit: "runs of pages that one load reads",
+                    max: LOAD_RUNS_MAX as u64,
                 });
             }
-            position += run.count;
+            held.truncate(runs_left);
+            runs_left -= held.len();
+            sources.push(held);
         }
-        for stretch in &mut stretches {
-            stretch.destination = cursor.take(stretch.pages);
+
+        let mut stretches: Vec<Stretch> = Vec::new();
+        let mut ends = Vec::with_capacity(parts.len());
+        for (part, held) in parts.iter().zip(sources) {
+            let first = stretches.len();
+            let mut position = part.first_page;
+            for (held, run) in held {
+                let PinnedRun {
+                    tier,
+                    arena_start,
+                    block,
+                    ..
+                } = slot.held()[held];
+                // A tier closes after its holds were released, so that each held run has a pool. A held block is
+                // forgotten only when one of its pages fails its checksum.
+                let pool = self.tiers.serving_mut(tier);
+                let Some(pool) = pool.filter(|pool| !pool.is_forgotten(block)) else {
+                    break;
+                };
+                slot.decide(part.group, Decision::Loaded { position, run });
+                self.counts.loaded += 1;
+                let pin = pool.pin(block, run.start + run.count - arena_start);
+                let last = stretches[first..].last_mut();
+                let last = last.map(|last| (&mut last.stage, &mut last.pages, &mut last.lease));
+                if let Some((StretchStage::Present(runs), pages, lease)) = last
+                    && tier == TierId::Host
+                {
+                    runs.push(run);
+                    *pages += run.count;
+                    lease.push((tier, pin));
+                } else {
+                    let block = pin.block();
+                    stretches.push(Stretch {
+                        group: part.group,
+                        first: position,
+                        pages: run.count,
+                        destination: PageList::default(),
+                        stage: match tier {
+                            TierId::Host => StretchStage::Present(vec![run]),
+                            tier => StretchStage::Below(Below { tier, block, run }),
+                        },
+                        lease: vec![(tier, pin)],
+                    });
+                }
+                position += run.count;
+            }
+            let mut cursor = PageCursor::new(&part.pages);
+            for stretch in &mut stretches[first..] {
+                stretch.destination = cursor.take(stretch.pages);
+            }
+            self.counts.loaded_pages += u64::from(position - part.first_page);
+            let missing = end_of(part) - position;
+            if whole && missing > 0 {
+                // Pages whose block was forgotten: the load is answered as not copied.
+                stretches.push(Stretch {
+                    group: part.group,
+                    first: position,
+                    pages: missing,
+                    destination: PageList::default(),
+                    stage: StretchStage::Ended(0),
+                    lease: Vec::new(),
+                });
+            }
+            ends.push((part.group, position));
         }
-        // The pins become a lease: holds on pages before the end of the load are released, because no other load needs
-        // them.
-        for held in slot.take_held_before(position) {
-            self.tiers.unpin(held.tier, held.pin);
+        // The pins become a lease: holds on pages before the end of each part are released, because no other load needs
+        // them. The places of the holds are used until here.
+        for (group, end) in ends {
+            for held in slot.take_held_before(group, end) {
+                self.tiers.unpin(held.tier, held.pin);
+            }
         }
-        self.counts.loaded_pages += u64::from(position - first_page);
 
         let load = PendingLoad {
             reply_to,
             replica,
             after,
-            domain: slot.domain().clone(),
-            hashes: Arc::clone(slot.hashes()),
+            sequence: slot.sequence().clone(),
             stretches,
+            whole,
             failed: 0,
         };
         self.loads.last += 1;
@@ -327,8 +371,7 @@ impl Leader {
         while index < load.stretches.len() {
             // Pages behind one that was not copied are of no use to the engine, and a transfer that begins after the
             // deadline would only have to be cancelled.
-            let useless = load.reply_to.deadline <= self.step_time
-                || load.stretches[..index].iter().any(Stretch::is_short);
+            let useless = load.reply_to.deadline <= self.step_time || load.is_useless(index);
             let stage = &load.stretches[index].stage;
             match stage {
                 StretchStage::Below(_) | StretchStage::Present(_) if useless => {
@@ -405,14 +448,13 @@ impl Leader {
             self.end_stretch(&mut load.stretches[index], 0);
             return true;
         };
-        let sequence = (&load.domain, load.hashes.view());
-        let cell = first / ratio * ratio;
+        let group = load.stretches[index].group;
         let walk = PlanWalk {
-            from: cell,
+            from: load.sequence.model().first_of_cell(group, first, ratio),
             wanted: first..end,
             offer: None,
         };
-        let planned = plan(host, sequence, walk, &mut self.next_id);
+        let planned = plan(host, load.sequence.of(group), walk, &mut self.next_id);
         let refused = planned.refused_pages();
         let fits = end - first - refused;
         if fits == 0 {
@@ -474,7 +516,8 @@ impl Leader {
         let (mut position, end) = (stretch.first, stretch.end());
         let mut present = Vec::new();
         if let Some(host) = self.tiers.serving_mut(TierId::Host) {
-            for run in host.covering(&load.domain, load.hashes.view(), position, end) {
+            let (domain, hashes) = load.sequence.of(stretch.group);
+            for run in host.covering(domain, hashes, position, end) {
                 let until = (run.position + run.pages).min(end);
                 let pin = host.pin(run.block, until - run.position);
                 stretch.lease.push((TierId::Host, pin));
@@ -529,6 +572,7 @@ impl Leader {
         stretch.stage = StretchStage::Copying(id, runs);
         let device = DeviceEnd {
             engine: load.reply_to.engine,
+            group: stretch.group,
             request: load.reply_to.id,
             after: load.after,
         };
@@ -590,50 +634,69 @@ impl Leader {
         }
     }
 
-    /// The replica of an engine that is served, and the geometry of its memory.
-    pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &GroupGeometry), Refusal> {
+    /// The replica of an engine that is served, and the model of its memory.
+    pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &Arc<Model>), Refusal> {
         let found = self.roster.memory_of(engine);
-        let fits = |geometry: &GroupGeometry| {
-            self.tiers
-                .wanted_key()
-                .is_none_or(|key| key.is_for(geometry))
-        };
+        let key = self.tiers.wanted_key();
         found
-            .filter(|(_, geometry)| fits(geometry))
+            .filter(|(_, model)| key.is_none_or(|key| key.is_for(model)))
             .ok_or_else(|| self.roster.not_ready())
-    }
-
-    pub(super) fn tokens_per_page(&self) -> u32 {
-        self.roster
-            .geometry(self.tiers.wanted_key())
-            .map_or(0, |geometry| geometry.engine_page_tokens)
     }
 }
 
-/// Refuses pages that the engine does not have, and empty lists. Replicas may have different numbers of pages.
-pub(super) fn check_device_pages(
-    geometry: &GroupGeometry,
-    field: &'static str,
-    pages: &PageList,
-) -> Result<(), Refusal> {
-    if pages.0.is_empty() {
-        let remedy = "name at least one page";
-        return Err(Refusal::Invalid {
+/// Position after the last page of a part.
+pub(super) fn end_of(part: &Part) -> u32 {
+    let pages = u32::try_from(part.pages.pages()).unwrap_or(u32::MAX);
+    part.first_page.saturating_add(pages)
+}
+
+/// Refuses parts of groups that the model does not have, pages that the engine does not have, empty lists, and parts of
+/// one group that overlap. Replicas may have different numbers of pages.
+pub(super) fn check_parts(model: &Model, parts: &[Part]) -> Result<(), Refusal> {
+    let invalid = |field, value, remedy| {
+        Err(Refusal::Invalid {
             field,
-            value: "empty".to_owned(),
+            value,
             remedy,
-        });
+        })
+    };
+    if parts.is_empty() {
+        return invalid("parts", "empty".to_owned(), "name at least one page");
     }
-    match pages
-        .0
+    let groups = model.geometry().groups.len();
+    for part in parts {
+        if usize::from(part.group.0) >= groups {
+            let remedy = "name a group that the ranks registered";
+            return invalid("parts.group", part.group.0.to_string(), remedy);
+        }
+        if part.pages.0.is_empty() {
+            let remedy = "name at least one page";
+            return invalid("parts.pages", "empty".to_owned(), remedy);
+        }
+        let device_pages = model.geometry().device_pages(part.group);
+        let outside = |run: &&PageRun| run.end() > u64::from(device_pages) || run.count == 0;
+        if let Some(run) = part.pages.0.iter().find(outside) {
+            let value = format!("[{}, {}]", run.start, run.count);
+            return invalid("parts.pages", value, "name pages that the ranks registered");
+        }
+    }
+    let mut ranges: Vec<(GroupId, u32, u64)> = parts
         .iter()
-        .find(|run| run.end() > u64::from(geometry.device_pages) || run.count == 0)
-    {
+        .map(|part| {
+            let end = u64::from(part.first_page) + part.pages.pages();
+            (part.group, part.first_page, end)
+        })
+        .collect();
+    ranges.sort_unstable();
+    let overlap = ranges
+        .windows(2)
+        .find(|pair| pair[0].0 == pair[1].0 && u64::from(pair[1].1) < pair[0].2);
+    match overlap {
         None => Ok(()),
-        Some(run) => Err(Refusal::Invalid {
-            field,
-            value: format!("[{}, {}]", run.start, run.count),
-            remedy: "name pages that the ranks registered",
-        }),
+        Some(pair) => invalid(
+            "parts.first_page",
+            format!("{} of {}", pair[1].1, pair[1].0),
+            "name each page of a group once",
+        ),
     }
 }

@@ -1,16 +1,40 @@
 //! Lookups: which pages of a sequence are in the tiers.
 
-use crate::anchor::Domain;
+use std::sync::Arc;
+
 use crate::blocks::BlockRef;
 use crate::cover::TierRun;
 use crate::decision::{Decision, RequestDigest};
+use crate::group::{GroupKind, LookupBounds};
+use crate::model::Sequence;
+use crate::reach::Reach;
 use crate::refusal::Refusal;
 use crate::session::{PinnedRun, Slot};
 use kvferry_types::{Answer, LookupAnswer};
-use kvferry_types::{PageHashes, SlotId, TierId, Time};
+use kvferry_types::{GroupId, PageHashes, SlotId, TierId, Time};
 
 use super::timers::Timer;
 use super::{Leader, ReplyTo, release_holds};
+
+/// The fields of a lookup request.
+pub(super) struct Lookup<'a> {
+    pub(super) namespace: &'a [u8],
+    pub(super) hashes: PageHashes,
+    pub(super) device_pages: u32,
+    pub(super) limit_pages: Option<u32>,
+}
+
+/// The result of a lookup. Pages are counted in units of the hashes.
+#[derive(Debug, Default)]
+struct Found {
+    hit_pages: u32,
+    /// A later lookup may find more.
+    pending: bool,
+    /// The runs that the hit needs and the engine lacks.
+    needed: Vec<(GroupId, TierRun)>,
+    /// The runs whose blocks count as used, the ones to keep longest first.
+    used: Vec<TierRun>,
+}
 
 impl Leader {
     /// Refuses a request that arrives late, when its slot was finished or has another lookup: the slot may be open for
@@ -28,10 +52,14 @@ impl Leader {
         now: Time,
         reply_to: ReplyTo,
         id: SlotId,
-        namespace: &[u8],
-        hashes: PageHashes,
-        device_pages: u32,
+        lookup: Lookup<'_>,
     ) -> Result<Answer, Refusal> {
+        let Lookup {
+            namespace,
+            hashes,
+            device_pages,
+            limit_pages,
+        } = lookup;
         if device_pages as usize > hashes.len() {
             return Err(Refusal::Invalid {
                 field: "device_pages",
@@ -39,43 +67,33 @@ impl Leader {
                 remedy: "at most the number of page hashes",
             });
         }
-        let (_, geometry) = self.served(reply_to.engine)?;
-        let tokens_per_page = geometry.engine_page_tokens;
-        let layout = geometry.layout_fingerprint;
-        let domain = self.domain(geometry, namespace);
+        let (_, model) = self.served(reply_to.engine)?;
+        let key = &self.settings.anchor_key;
+        let sequence = Sequence::new(Arc::clone(model), key, namespace, hashes);
         self.check_current(reply_to, id)?;
-        self.open_slot(reply_to, id, domain, layout, hashes)?;
+        self.open_slot(reply_to, id, sequence.clone())?;
         if self.tiers.serving(TierId::Host).is_none() {
             return Err(Refusal::Reading);
         }
+        let found = self.find(&sequence, device_pages, limit_pages);
+        self.tiers.use_runs(&found.used);
         let slot = self.sessions.open(reply_to.engine).any_slot(id);
         let slot = slot.ok_or(Refusal::UnknownSlot(id))?;
-
-        let mut runs: Vec<TierRun> = Vec::new();
-        let (domain, hashes) = (slot.domain(), slot.hashes());
-        let looked_up = hashes.len() as u64;
-        let reach = self
-            .tiers
-            .walk(domain, hashes.view(), device_pages, &mut runs);
-        self.tiers.use_runs(&runs);
-        let hit_pages = reach.end.saturating_sub(device_pages);
         let mut below: Vec<(TierId, BlockRef)> = Vec::new();
-        for TierRun { tier, run } in runs
-            .iter()
-            .filter(|found| hit_pages > 0 && found.run.position + found.run.pages > device_pages)
-        {
-            let Some(pool) = self.tiers.serving_mut(*tier) else {
+        for (group, TierRun { tier, run }) in found.needed {
+            let Some(pool) = self.tiers.serving_mut(tier) else {
                 continue;
             };
             let pin = pool.pin(run.block, run.pages);
-            if *tier != TierId::Host {
-                below.push((*tier, pin.block()));
+            if tier != TierId::Host {
+                below.push((tier, pin.block()));
             }
             slot.hold(PinnedRun {
-                tier: *tier,
+                group,
+                tier,
                 position: run.position,
                 pages: run.pages,
-                arena_start: pool.arena_page(run, run.position),
+                arena_start: pool.arena_page(&run, run.position),
                 block: run.block,
                 pin,
             });
@@ -84,22 +102,84 @@ impl Leader {
         if slot.hold_until(until) {
             self.timers.set(until, Timer::Hold(reply_to.engine, id));
         }
-        let found = Decision::Found {
+        let hit_pages = found.hit_pages;
+        let decision = Decision::Found {
             device_pages,
             hit_pages,
         };
-        slot.decide(tokens_per_page, found);
+        slot.decide(GroupId(0), decision);
         for (tier, block) in below {
             self.fetch(tier, block);
         }
         self.counts.lookups += 1;
-        self.counts.lookup_pages += looked_up;
+        self.counts.lookup_pages += sequence.hashes().len() as u64;
         self.counts.device_pages += u64::from(device_pages);
         self.counts.hit_pages += u64::from(hit_pages);
         Ok(Answer::Lookup(LookupAnswer {
             hit_pages,
-            pending: reach.pending,
+            pending: found.pending,
         }))
+    }
+
+    /// Finds the pages that a hit needs, without changing anything.
+    fn find(&self, sequence: &Sequence, device_pages: u32, limit_pages: Option<u32>) -> Found {
+        let limit = limit_pages.unwrap_or(u32::MAX);
+        if sequence.model().is_plain() {
+            return self.find_plain(sequence, device_pages, limit);
+        }
+        let model = sequence.model();
+        let tokens = |pages: u32| pages.saturating_mul(model.hash_tokens());
+        let bounds = LookupBounds {
+            hashes: u32::try_from(sequence.hashes().len()).unwrap_or(u32::MAX),
+            device_tokens: tokens(device_pages),
+            limit_tokens: tokens(limit),
+        };
+        let pools = self.tiers.serving_pools();
+        let reach = Reach::new(&pools, sequence, bounds.device_tokens);
+        let Some(hit) = reach.hit(bounds) else {
+            let pending = reach.is_pending();
+            return Found {
+                pending,
+                ..Found::default()
+            };
+        };
+        // Prefix groups come first, and the runs are made the most recently used ones in reverse: a window or a state is
+        // of no use without the prefix before it, and is evicted before it.
+        let mut groups: Vec<GroupId> = model.groups().specs().map(|(group, _)| group).collect();
+        groups.sort_by_key(|group| model.kind(*group) != Some(GroupKind::Prefix));
+        let mut needed: Vec<(GroupId, TierRun)> = Vec::new();
+        for group in groups {
+            let runs = reach.runs(group, model.groups().needed(group, hit));
+            needed.extend(runs.into_iter().map(|run| (group, run)));
+        }
+        Found {
+            hit_pages: (hit.end_tokens() - hit.device_tokens()) / model.hash_tokens(),
+            pending: reach.is_pending(),
+            used: needed.iter().map(|(_, run)| *run).collect(),
+            needed,
+        }
+    }
+
+    /// Follows the only group from its first page. All runs that are found count as used, also those of pages that the
+    /// engine has, so that the beginning of a sequence outlives its tail.
+    fn find_plain(&self, sequence: &Sequence, device_pages: u32, limit: u32) -> Found {
+        let group = GroupId(0);
+        let (domain, hashes) = sequence.of(group);
+        let mut used: Vec<TierRun> = Vec::new();
+        let reach = self.tiers.walk(domain, hashes, device_pages, &mut used);
+        let end = reach.end.min(limit);
+        let hit_pages = end.saturating_sub(device_pages);
+        let is_needed = |found: &&TierRun| {
+            let run = found.run;
+            hit_pages > 0 && run.position + run.pages > device_pages && run.position < end
+        };
+        let needed = used.iter().filter(is_needed).map(|run| (group, *run));
+        Found {
+            hit_pages,
+            pending: reach.pending,
+            needed: needed.collect(),
+            used,
+        }
     }
 
     /// Opens the slot, or resets it: the holds of an earlier lookup are released.
@@ -107,9 +187,7 @@ impl Leader {
         &mut self,
         reply_to: ReplyTo,
         id: SlotId,
-        domain: Domain,
-        layout: [u8; 16],
-        hashes: PageHashes,
+        sequence: Sequence,
     ) -> Result<(), Refusal> {
         let before = self.sessions.open(reply_to.engine).take_slot(id);
         let digest = match before {
@@ -125,7 +203,7 @@ impl Leader {
             }
             None => RequestDigest::new(self.settings.record_decisions),
         };
-        let slot = Slot::new(reply_to.id, domain, layout, hashes, digest);
+        let slot = Slot::new(reply_to.id, sequence, digest);
         self.sessions.open(reply_to.engine).open_slot(id, slot)?;
         Ok(())
     }

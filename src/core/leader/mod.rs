@@ -8,6 +8,7 @@ mod cancel;
 mod counters;
 mod load;
 mod lookup;
+mod memory;
 mod moves;
 mod plan;
 mod recovery;
@@ -22,14 +23,13 @@ mod transfers;
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::anchor::{AnchorKey, Domain};
+use crate::anchor::AnchorKey;
 use crate::decision::RunDigest;
 use crate::event::{LeaderEffect, LeaderEvent};
 use crate::policy::TierPolicy;
 use crate::session::{Session, Sessions, Slot};
 use kvferry_types::{
-    EngineId, Epoch, GroupGeometry, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time,
-    WorkerId,
+    EngineId, Epoch, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time, WorkerId,
 };
 
 pub use cancel::CANCELS_MAX;
@@ -327,9 +327,10 @@ impl Leader {
         self.cancels.len()
     }
 
-    /// Tokens of one page; 0 before a rank has attached.
+    /// Tokens of the unit in which hits are counted: the page of a model with one group. 0 before a rank has attached.
     pub fn engine_page_tokens(&self) -> u32 {
-        self.tokens_per_page()
+        let model = self.roster.model(self.tiers.wanted_key());
+        model.map_or(0, |model| model.hash_tokens())
     }
 
     /// The value of every counter, in the order of [`COUNTERS`].
@@ -437,16 +438,6 @@ impl Leader {
                 Timer::Load(key) => self.load_due(key, effects),
             }
         }
-    }
-
-    /// The domain of a namespace, for pages of this geometry.
-    fn domain(&self, geometry: &GroupGeometry, namespace: &[u8]) -> Domain {
-        Domain::new(
-            &self.settings.anchor_key,
-            namespace,
-            &geometry.layout_fingerprint,
-            geometry.group,
-        )
     }
 }
 

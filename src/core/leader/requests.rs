@@ -11,6 +11,7 @@ use crate::refusal::Refusal;
 use crate::session::RequestState;
 use kvferry_types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
+use super::lookup::Lookup;
 use super::{Leader, ReplyTo};
 
 /// Open requests of one engine, at most, unless the settings have another number.
@@ -97,23 +98,22 @@ impl Leader {
                 namespace,
                 hashes,
                 device_pages,
-            } => self
-                .lookup(now, reply_to, slot, &namespace, hashes, device_pages)
-                .map(Some),
-            Request::Load {
-                slot,
-                first_page,
-                destination,
-                after,
-            } => self
-                .load(reply_to, slot, first_page, &destination, after, effects)
+                limit_pages,
+            } => {
+                let lookup = Lookup {
+                    namespace: &namespace,
+                    hashes,
+                    device_pages,
+                    limit_pages,
+                };
+                self.lookup(now, reply_to, slot, lookup).map(Some)
+            }
+            Request::Load { slot, parts, after } => self
+                .load(reply_to, slot, &parts, after, effects)
                 .map(|()| None),
-            Request::Store {
-                slot,
-                first_page,
-                more,
-                source,
-            } => self.store(now, reply_to, slot, first_page, more, &source, effects),
+            Request::Store { slot, parts, more } => {
+                self.store(now, reply_to, slot, &parts, more, effects)
+            }
             Request::CancelStores { slot } => self.cancel_stores(reply_to, slot, effects),
             Request::Reset { scope } => self.reset(reply_to, scope).map(|()| None),
             Request::Finish { slot } => {

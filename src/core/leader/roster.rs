@@ -6,19 +6,22 @@
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Contradiction;
 use crate::arena::ARENA_PAGES_MAX;
-use crate::event::{AttachRequest, LeaderEffect, WorkerMemory, Workers};
+use crate::event::{AttachRequest, LeaderEffect, Workers};
+use crate::model::Model;
 use crate::refusal::Refusal;
 use crate::shard_set::{SHARDS_MAX, ShardSet};
 use kvferry_types::{
-    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, PerTier, Rank, Replica,
-    Shard, Sharding, TierId, Time, TransferId, WorkerId,
+    AttachId, DepotId, EngineId, INVENTORY_ENTRY_BYTES, PerTier, Rank, Replica, Shard, Sharding,
+    TierId, Time, TransferId, WorkerId,
 };
 
 use super::Leader;
+use super::memory::{SeatMemory, difference};
 use super::tier::TierKey;
 use super::timers::{Timer, Timers};
 use super::transfers::CHECKS_MAX;
@@ -32,7 +35,7 @@ struct Seat {
     attached: bool,
     /// No order of another leader is in flight: the worker attached at least once, or is known to be dead.
     clear: bool,
-    memory: Option<WorkerMemory>,
+    memory: Option<SeatMemory>,
     /// The last attach request, and its answer.
     last: Option<(AttachId, AttachVerdict)>,
 }
@@ -163,7 +166,7 @@ impl Roster {
     }
 
     /// Replicas of which every rank has attached with the memory of the same engine.
-    fn complete(&self) -> impl Iterator<Item = (Replica, &WorkerMemory)> {
+    fn complete(&self) -> impl Iterator<Item = (Replica, &SeatMemory)> {
         let replicas = self.seats.chunks(usize::from(self.ranks.max(1)));
         replicas.zip(0..).filter_map(|(ranks, replica)| {
             let mut memories = ranks.iter().map(|seat| {
@@ -177,11 +180,11 @@ impl Roster {
         })
     }
 
-    /// The replica of which every rank has this engine's memory, and the geometry of that memory.
-    pub(super) fn memory_of(&self, engine: EngineId) -> Option<(Replica, &GroupGeometry)> {
+    /// The replica of which every rank has this engine's memory, and its model.
+    pub(super) fn memory_of(&self, engine: EngineId) -> Option<(Replica, &Arc<Model>)> {
         let mut complete = self.complete();
         let found = complete.find(|(_, memory)| memory.engine == engine);
-        found.map(|(replica, memory)| (replica, &memory.geometry))
+        found.map(|(replica, memory)| (replica, &memory.model))
     }
 
     /// The workers of all ranks of a replica: each of them copies a load.
@@ -203,7 +206,7 @@ impl Roster {
         let key = key?;
         let fits = |seat: &Seat| {
             let memory = seat.memory.as_ref();
-            memory.is_some_and(|memory| key.is_for(&memory.geometry))
+            memory.is_some_and(|memory| key.is_for(&memory.model))
         };
         self.first_of_each_shard(fits).into_iter().collect()
     }
@@ -229,23 +232,18 @@ impl Roster {
 
     /// True when every rank of some replica has memory that this key is for.
     pub(super) fn serve(&self, key: &TierKey) -> bool {
-        self.complete()
-            .any(|(_, memory)| key.is_for(&memory.geometry))
+        self.complete().any(|(_, memory)| key.is_for(&memory.model))
     }
 
     /// The key of the pool of a tier for a complete replica: one whose memory `known` is for, if there is one. The
     /// smallest depot sets the number of pages, up to the limit of an arena.
     pub(super) fn key(&self, tier: TierId, known: Option<&TierKey>) -> Option<TierKey> {
-        let is_known =
-            |memory: &WorkerMemory| known.is_some_and(|known| known.is_for(&memory.geometry));
+        let is_known = |memory: &SeatMemory| known.is_some_and(|known| known.is_for(&memory.model));
         let (_, memory) = self
             .complete()
             .min_by_key(|(replica, memory)| (!is_known(memory), replica.0))?;
-        let GroupGeometry {
-            page_bytes,
-            layout_fingerprint,
-            ..
-        } = memory.geometry;
+        let model = &memory.model;
+        let (page_bytes, layout_fingerprint) = (model.page_bytes(), *model.layout_fingerprint());
         let depots: Option<Vec<DepotId>> = self.depots.get(tier)?.iter().copied().collect();
         let mut key = TierKey {
             page_bytes,
@@ -255,7 +253,7 @@ impl Roster {
         };
         let rooms = self
             .memories()
-            .filter(|(_, memory)| key.is_for(&memory.geometry));
+            .filter(|(_, memory)| key.is_for(&memory.model));
         let room = rooms.map(|(_, memory)| memory.pages_of(tier)).min();
         key.pages = key.pages.min(room?);
         Some(key)
@@ -281,7 +279,7 @@ impl Roster {
     pub(super) fn reader_of_each_shard(&self, page_bytes: u64) -> Vec<Option<WorkerId>> {
         self.first_of_each_shard(|seat| {
             let memory = seat.memory.as_ref();
-            memory.is_none_or(|memory| memory.geometry.page_bytes == page_bytes)
+            memory.is_none_or(|memory| memory.model.page_bytes() == page_bytes)
         })
     }
 
@@ -295,17 +293,17 @@ impl Roster {
         self.shards().map(of_shard).collect()
     }
 
-    fn memories(&self) -> impl Iterator<Item = (WorkerId, &WorkerMemory)> {
+    fn memories(&self) -> impl Iterator<Item = (WorkerId, &SeatMemory)> {
         self.all().filter_map(|(id, seat)| {
             let memory = seat.memory.as_ref().filter(|_| seat.attached)?;
             Some((id, memory))
         })
     }
 
-    /// The geometry of some worker's memory that this key is for; without a key, of any worker's memory.
-    pub(super) fn geometry(&self, key: Option<&TierKey>) -> Option<&GroupGeometry> {
-        let mut geometries = self.memories().map(|(_, memory)| &memory.geometry);
-        geometries.find(|geometry| key.is_none_or(|key| key.is_for(geometry)))
+    /// The model of some worker's memory that this key is for; without a key, of any worker's memory.
+    pub(super) fn model(&self, key: Option<&TierKey>) -> Option<&Arc<Model>> {
+        let mut models = self.memories().map(|(_, memory)| &memory.model);
+        models.find(|model| key.is_none_or(|key| key.is_for(model)))
     }
 
     /// Refusal for an engine that is not served because not all of its ranks have attached.
@@ -344,7 +342,12 @@ impl Roster {
     }
 
     /// Gives a worker its seat, or notes why not.
-    fn end_attach(&mut self, attached: AttachRequest, verdict: &AttachVerdict) {
+    fn end_attach(
+        &mut self,
+        attached: &AttachRequest,
+        memory: Option<SeatMemory>,
+        verdict: &AttachVerdict,
+    ) {
         self.last_rejection = verdict.clone().err();
         let worker = attached.worker;
         if verdict.is_ok() {
@@ -355,7 +358,7 @@ impl Roster {
         }
         if let Some(seat) = self.seat(worker) {
             seat.attached = verdict.is_ok();
-            seat.memory = attached.memory;
+            seat.memory = memory;
             seat.last = Some((attached.attach, verdict.clone()));
         }
     }
@@ -423,6 +426,7 @@ impl Roster {
     fn validate(
         &self,
         attached: &AttachRequest,
+        memory: Option<&SeatMemory>,
         least_pages: &PerTier<u32>,
         key: Option<&TierKey>,
     ) -> Result<(), Refusal> {
@@ -456,7 +460,7 @@ impl Roster {
                 });
             }
         }
-        let Some(memory) = &attached.memory else {
+        let Some(memory) = memory else {
             return Ok(());
         };
         for (tier, least_pages) in least_pages.iter() {
@@ -472,7 +476,7 @@ impl Roster {
         for (other, theirs) in self.memories().filter(|(other, _)| *other != worker) {
             let same_replica = other.replica == worker.replica;
             if let Some((field, value, other_value)) =
-                difference(&memory.geometry, &theirs.geometry, same_replica)
+                difference(&memory.model, &theirs.model, same_replica)
                 && (same_replica || self.yields(attached, memory, (other, theirs), key))
             {
                 return Err(Refusal::RankDisagrees {
@@ -529,64 +533,17 @@ impl Roster {
     fn yields(
         &self,
         attached: &AttachRequest,
-        memory: &WorkerMemory,
-        (other, theirs): (WorkerId, &WorkerMemory),
+        memory: &SeatMemory,
+        (other, theirs): (WorkerId, &SeatMemory),
         key: Option<&TierKey>,
     ) -> bool {
-        let is_for = |geometry: &GroupGeometry| key.is_some_and(|key| key.is_for(geometry));
-        if is_for(&theirs.geometry) || is_for(&memory.geometry) {
-            return is_for(&theirs.geometry);
+        let is_for = |model: &Model| key.is_some_and(|key| key.is_for(model));
+        if is_for(&theirs.model) || is_for(&memory.model) {
+            return is_for(&theirs.model);
         }
         let complete = self.complete().any(|(replica, _)| replica == other.replica);
         complete || other.replica < attached.worker.replica
     }
-}
-
-/// The first field in which two workers differ, with both values. Replicas may have memory of different sizes.
-fn difference(
-    a: &GroupGeometry,
-    b: &GroupGeometry,
-    same_replica: bool,
-) -> Option<(&'static str, String, String)> {
-    let hex = |bytes: &[u8; 16]| {
-        bytes
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect::<String>()
-    };
-    let device_pages = |pages: u32| {
-        if same_replica {
-            pages.to_string()
-        } else {
-            String::new()
-        }
-    };
-    let fields = [
-        ("group", a.group.0.to_string(), b.group.0.to_string()),
-        (
-            "engine_page_tokens",
-            a.engine_page_tokens.to_string(),
-            b.engine_page_tokens.to_string(),
-        ),
-        ("layers", a.layers.to_string(), b.layers.to_string()),
-        (
-            "page_bytes",
-            a.page_bytes.to_string(),
-            b.page_bytes.to_string(),
-        ),
-        (
-            "device_pages",
-            device_pages(a.device_pages),
-            device_pages(b.device_pages),
-        ),
-        ("content", hex(&a.content_digest), hex(&b.content_digest)),
-        (
-            "layout_fingerprint",
-            hex(&a.layout_fingerprint),
-            hex(&b.layout_fingerprint),
-        ),
-    ];
-    fields.into_iter().find(|(_, a, b)| a != b)
 }
 
 impl Leader {
@@ -615,8 +572,16 @@ impl Leader {
         self.resets.request_again(worker);
         self.settle_reads(worker);
         self.roster.begin_attach(worker);
-        let verdict = self.validate(&attached).map(|()| TransferId(self.next_id));
-        self.roster.end_attach(attached, &verdict);
+        let memory = SeatMemory::of(&attached);
+        let verdict = memory.and_then(|memory| {
+            self.validate(&attached, memory.as_ref())?;
+            Ok(memory)
+        });
+        let (memory, verdict) = match verdict {
+            Ok(memory) => (memory, Ok(TransferId(self.next_id))),
+            Err(refusal) => (None, Err(refusal)),
+        };
+        self.roster.end_attach(&attached, memory, &verdict);
         self.close_unfit_tiers();
         effects.push(LeaderEffect::Admit {
             worker,
@@ -628,7 +593,11 @@ impl Leader {
     }
 
     /// Checks a worker against the settings and the pool in use, and then against the other workers.
-    fn validate(&self, attached: &AttachRequest) -> Result<(), Refusal> {
+    fn validate(
+        &self,
+        attached: &AttachRequest,
+        memory: Option<&SeatMemory>,
+    ) -> Result<(), Refusal> {
         let epoch = self.settings.epoch;
         for (_, named) in attached.depots.iter() {
             let depot_epoch = named.epoch;
@@ -642,8 +611,8 @@ impl Leader {
                 });
             }
         }
-        if let Some(memory) = &attached.memory {
-            let page_bytes = memory.geometry.page_bytes;
+        if let Some(memory) = memory {
+            let page_bytes = memory.model.page_bytes();
             for (tier, depot_bytes) in self.settings.depot_bytes.iter() {
                 let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_ENTRY_BYTES);
                 let arena_pages = memory.pages_of(tier);
@@ -658,14 +627,19 @@ impl Leader {
             }
         }
         let least_pages = self.tiers.ids().into_iter();
-        let least_pages = least_pages.map(|tier| (tier, self.least_pages(tier, attached)));
-        self.roster
-            .validate(attached, &least_pages.collect(), self.tiers.wanted_key())
+        let least_pages = least_pages.map(|tier| (tier, self.least_pages(tier, attached, memory)));
+        let (least_pages, key) = (least_pages.collect(), self.tiers.wanted_key());
+        self.roster.validate(attached, memory, &least_pages, key)
     }
 
     /// The pages that a worker's depot of a tier must have room for: those of a block, and those of a pool that is in
     /// use and does not close for this worker.
-    fn least_pages(&self, tier: TierId, attached: &AttachRequest) -> u32 {
+    fn least_pages(
+        &self,
+        tier: TierId,
+        attached: &AttachRequest,
+        memory: Option<&SeatMemory>,
+    ) -> u32 {
         let block = match self.settings.host_tier {
             true => self.settings.ratio.pages(),
             false => 0,
@@ -676,9 +650,8 @@ impl Leader {
         let stays = self.tiers.key(tier).filter(|key| {
             let shard = usize::from(self.roster.shard_of(attached.worker).0);
             let depot = attached.depots.get(tier).map(|named| named.depot);
-            let memory = attached.memory.as_ref();
             key.depots.get(shard).copied() == depot
-                && memory.is_some_and(|memory| key.is_for(&memory.geometry))
+                && memory.is_some_and(|memory| key.is_for(&memory.model))
         });
         in_use.and(stays).map_or(0, |key| key.pages).max(block)
     }

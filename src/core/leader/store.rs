@@ -2,23 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
 use crate::Contradiction;
 use crate::admission::Offer;
-use crate::anchor::Domain;
 use crate::decision::Decision;
-use crate::event::LeaderEffect;
+use crate::event::{LeaderEffect, Workers};
+use crate::group::GroupKind;
+use crate::model::Sequence;
 use crate::pool::{BlockRun, ReservationKind, Reserved};
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
-    EngineId, FragmentPair, PageCursor, PageHashes, PageList, RequestId, Shard, SlotId, TierId,
-    Time, TransferId,
+    EngineId, FragmentPair, GroupId, PageCursor, PageHashes, PageList, Part, RequestId, Shard,
+    SlotId, TierId, Time, TransferId,
 };
 
-use super::load::check_device_pages;
+use super::load::check_parts;
 use super::plan::{PlanWalk, Wait, plan};
 use super::timers::{CancelId, StoreKey, Timer, Timers};
 use super::transfers::Begun;
@@ -29,10 +29,9 @@ use super::{Leader, ReplyTo};
 struct PendingStore {
     reply_to: ReplyTo,
     slot: SlotId,
-    domain: Domain,
-    hashes: Arc<PageHashes>,
-    /// Positions of the pages to store.
-    wanted: Range<u32>,
+    sequence: Sequence,
+    /// Positions of the pages to store, by group.
+    wanted: Vec<(GroupId, Range<u32>)>,
     /// Copies that have not ended, each with the number of pages of this request in it, and whether they are its own.
     waits: Vec<Wait>,
     /// The engine cancelled the store: its copies were stopped.
@@ -47,8 +46,14 @@ struct PendingStore {
 
 impl PendingStore {
     fn hash_bytes(&self) -> usize {
-        self.hashes.as_bytes().len()
+        self.sequence.hash_bytes()
     }
+}
+
+/// What the copies of one store share.
+struct StoreTerms {
+    workers: Workers,
+    offer: Offer,
 }
 
 /// Effect of stopping a store.
@@ -201,9 +206,9 @@ impl Stores {
     }
 
     /// Refuses a store of an engine whose waiting stores leave no room for its hashes.
-    fn check_hash_bytes(&self, engine: EngineId, hashes: &PageHashes) -> Result<(), Refusal> {
+    fn check_hash_bytes(&self, engine: EngineId, hash_bytes: usize) -> Result<(), Refusal> {
         let before = self.hash_bytes.get(&engine).copied().unwrap_or(0);
-        match before + hashes.as_bytes().len() <= HASH_BYTES_PER_ENGINE_MAX {
+        match before + hash_bytes <= HASH_BYTES_PER_ENGINE_MAX {
             true => Ok(()),
             false => Err(Refusal::Limit {
                 limit: "bytes of page hashes in stores under way",
@@ -256,72 +261,131 @@ impl Stores {
 
 impl Leader {
     /// Begins a store. Returns the answer when there is nothing to copy and nothing to wait for.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the fields of one request, and its time"
-    )]
     pub(super) fn store(
         &mut self,
         now: Time,
         reply_to: ReplyTo,
         id: SlotId,
-        first_page: u32,
+        parts: &[Part],
         more: Option<(u32, PageHashes)>,
-        source: &PageList,
         effects: &mut Vec<LeaderEffect>,
     ) -> Result<Option<Answer>, Refusal> {
-        let (replica, geometry) = self.served(reply_to.engine)?;
-        check_device_pages(geometry, "source", source)?;
-        let tokens_per_page = geometry.engine_page_tokens;
-        let layout = geometry.layout_fingerprint;
+        let (replica, model) = self.served(reply_to.engine)?;
+        check_parts(model, parts)?;
+        let layout = *model.layout_fingerprint();
         // All copies of a store are for the same workers, so that they share messages.
         let workers = self.roster.storing(replica, self.stores.last);
-        let shards = self.roster.shard_set();
         let offer = Offer {
             now,
-            page_bytes: geometry.page_bytes,
+            page_bytes: model.page_bytes(),
         };
-        let epoch = self.settings.epoch;
         self.check_current(reply_to, id)?;
-        let Some(pool) = self.tiers.serving_mut(TierId::Host) else {
+        if self.tiers.serving(TierId::Host).is_none() {
             return Err(Refusal::Reading);
-        };
+        }
         let session = self.sessions.open(reply_to.engine);
         let cancelled = session.is_cancelled(reply_to.id, id);
         let slot = session.extend_hashes(id, layout, more)?;
-        let end = u64::from(first_page) + source.pages();
-        let end = u32::try_from(end)
-            .ok()
-            .filter(|end| *end as usize <= slot.hashes().len());
-        let end = end.ok_or_else(|| Refusal::Invalid {
-            field: "source",
-            value: format!("{} pages from page {first_page} on", source.pages()),
-            remedy: "send the hashes of all pages that are stored",
-        })?;
+        let sequence = slot.sequence().clone();
+        let mut wanted = Vec::with_capacity(parts.len());
+        for part in parts {
+            let end = u64::from(part.first_page) + part.pages.pages();
+            let (_, hashes) = sequence.of(part.group);
+            let end = u32::try_from(end).ok();
+            let end = end.filter(|end| *end as usize <= hashes.len());
+            let end = end.ok_or_else(|| Refusal::Invalid {
+                field: "parts.pages",
+                value: format!(
+                    "{} pages from page {} on",
+                    part.pages.pages(),
+                    part.first_page
+                ),
+                remedy: "send the hashes of all pages that are stored",
+            })?;
+            wanted.push((part.group, part.first_page..end));
+        }
 
         if cancelled {
+            let pages = wanted.iter().map(|(_, pages)| pages.end - pages.start);
             return Ok(Some(Answer::Store(StoreAnswer {
                 stored_pages: 0,
                 present_pages: 0,
                 refused_pages: 0,
-                failed_pages: end - first_page,
+                failed_pages: pages.sum(),
             })));
         }
         self.stores
-            .check_hash_bytes(reply_to.engine, slot.hashes())?;
-        let sequence = (slot.domain(), slot.hashes().view());
-        let walk = PlanWalk {
-            from: 0,
-            wanted: first_page..end,
-            offer: Some(offer),
+            .check_hash_bytes(reply_to.engine, sequence.hash_bytes())?;
+        let mut pending = PendingStore {
+            reply_to,
+            slot: id,
+            sequence,
+            wanted: Vec::new(),
+            waits: Vec::new(),
+            stopped: false,
+            cancels: Vec::new(),
+            stored_pages: 0,
+            present_pages: 0,
+            refused_pages: 0,
+            failed_pages: 0,
         };
-        let plan = plan(pool, sequence, walk, &mut self.next_id);
+        let terms = StoreTerms { workers, offer };
+        for (part, (group, pages)) in parts.iter().zip(&wanted) {
+            let mut cursor = PageCursor::new(&part.pages);
+            let whole = match pending.sequence.model().kind(*group) {
+                // A state is of use by itself: of a block of several, eviction would take the latest state first.
+                Some(GroupKind::State) => 1,
+                _ => pages.end - pages.start,
+            };
+            let mut first = pages.start;
+            while first < pages.end {
+                let piece = (*group, first..first + whole);
+                self.store_part(piece, &mut cursor, &terms, &mut pending, effects);
+                first += whole;
+            }
+        }
+        pending.wanted = wanted;
+        if pending.waits.is_empty() {
+            return Ok(Some(self.end_store(&pending)));
+        }
+        self.stores.wait(pending, &mut self.timers);
+        Ok(None)
+    }
+
+    /// Orders the copies of the missing pages among `wanted`, which the next pages of `source` hold.
+    fn store_part(
+        &mut self,
+        (group, wanted): (GroupId, Range<u32>),
+        source: &mut PageCursor<'_>,
+        StoreTerms { workers, offer }: &StoreTerms,
+        pending: &mut PendingStore,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let (reply_to, epoch) = (pending.reply_to, self.settings.epoch);
+        let shards = self.roster.shard_set();
+        let session = self.sessions.get_mut(reply_to.engine);
+        let slot = session.and_then(|session| session.any_slot(pending.slot));
+        let (Some(pool), Some(slot)) = (self.tiers.serving_mut(TierId::Host), slot) else {
+            return;
+        };
+        let sequence = &pending.sequence;
+        let from = match sequence.model().kind(group) {
+            Some(GroupKind::Prefix) => 0,
+            _ => sequence
+                .model()
+                .first_of_cell(group, wanted.start, pool.ratio()),
+        };
+        let walk = PlanWalk {
+            from,
+            wanted: wanted.clone(),
+            offer: Some(*offer),
+        };
+        let plan = plan(pool, sequence.of(group), walk, &mut self.next_id);
         self.counts.store_looks += u64::from(plan.looks);
         for run in &plan.evicted {
-            slot.decide(tokens_per_page, Decision::Evicted(*run));
+            slot.decide(group, Decision::Evicted(*run));
         }
-        let mut cursor = PageCursor::new(source);
-        let mut at = first_page;
+        let mut at = wanted.start;
         for reserved in &plan.reserved {
             let Reserved {
                 transfer,
@@ -335,9 +399,9 @@ impl Leader {
                 run,
                 grown,
             };
-            slot.decide(tokens_per_page, stored);
-            cursor.skip(position - at);
-            let src = cursor.take(run.count);
+            slot.decide(group, stored);
+            source.skip(position - at);
+            let src = source.take(run.count);
             at = position + run.count;
             let pair = FragmentPair {
                 src,
@@ -345,6 +409,7 @@ impl Leader {
             };
             let device = DeviceEnd {
                 engine: reply_to.engine,
+                group,
                 request: reply_to.id,
                 after: reply_to.id,
             };
@@ -371,30 +436,14 @@ impl Leader {
             };
             self.transfers.begin(begun, &mut self.timers);
         }
+        source.skip(wanted.end - at);
         for refused in &plan.refused {
             let (position, count) = (refused.start, refused.end - refused.start);
-            slot.decide(tokens_per_page, Decision::Refused { position, count });
+            slot.decide(group, Decision::Refused { position, count });
         }
-        let refused_pages = plan.refused_pages();
-        let pending = PendingStore {
-            reply_to,
-            slot: id,
-            domain: slot.domain().clone(),
-            hashes: Arc::clone(slot.hashes()),
-            wanted: first_page..end,
-            waits: plan.waits,
-            stopped: false,
-            cancels: Vec::new(),
-            stored_pages: 0,
-            present_pages: plan.present_pages,
-            refused_pages,
-            failed_pages: 0,
-        };
-        if pending.waits.is_empty() {
-            return Ok(Some(self.end_store(&pending)));
-        }
-        self.stores.wait(pending, &mut self.timers);
-        Ok(None)
+        pending.refused_pages += plan.refused_pages();
+        pending.present_pages += plan.present_pages;
+        pending.waits.extend(plan.waits);
     }
 
     /// Notes the end of one shard's copy into a reservation. The last end publishes or frees the pages and notifies the
@@ -463,14 +512,24 @@ impl Leader {
         }
     }
 
-    /// Makes the sequence of a store the newest, tail first, and returns the answer.
+    /// Makes the sequence of a store the newest, tail first, and returns the answer. Windows and states come before the
+    /// prefix, without which they are of no use, so that they are evicted before it.
     fn end_store(&mut self, store: &PendingStore) -> Answer {
         if let Some(pool) = self.tiers.serving_mut(TierId::Host) {
-            let mut runs: Vec<BlockRun> = Vec::new();
-            let looks =
-                pool.walk_around(&store.domain, store.hashes.view(), &store.wanted, &mut runs);
-            self.counts.store_looks += u64::from(looks);
-            pool.touch(&runs);
+            let model = store.sequence.model();
+            let is_prefix = |group: GroupId| model.kind(group) == Some(GroupKind::Prefix);
+            for (group, wanted) in store.wanted.iter().filter(|(group, _)| !is_prefix(*group)) {
+                let (domain, hashes) = store.sequence.of(*group);
+                let runs = pool.covering_any(domain, hashes, wanted.clone());
+                pool.touch(&runs);
+            }
+            for (group, wanted) in store.wanted.iter().filter(|(group, _)| is_prefix(*group)) {
+                let mut runs: Vec<BlockRun> = Vec::new();
+                let (domain, hashes) = store.sequence.of(*group);
+                let looks = pool.walk_around(domain, hashes, wanted, &mut runs);
+                self.counts.store_looks += u64::from(looks);
+                pool.touch(&runs);
+            }
         }
         Answer::Store(StoreAnswer {
             stored_pages: store.stored_pages,

@@ -1,14 +1,16 @@
 //! Tests of the independent recount and of the limit on the hash bytes of an engine.
 
 use super::*;
+use crate::anchor::Domain;
 use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
+use crate::model::Model;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use crate::shard_set::ShardSet;
 use kvferry_types::{
-    Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, PerTier,
-    Rank, Replica, Request, Shard, TierId,
+    Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, Part,
+    PerTier, Rank, Replica, Request, Shard, TierId,
 };
 
 #[test]
@@ -68,6 +70,7 @@ pub(super) fn geometry() -> GroupGeometry {
         device_pages: 64,
         content_digest: [0; 16],
         layout_fingerprint: [1; 16],
+        ..GroupGeometry::default()
     }
 }
 
@@ -118,7 +121,8 @@ fn attached(arena_pages: u32) -> LeaderEvent {
         geometry: GroupGeometry {
             device_pages: 2 * arena_pages,
             ..geometry()
-        },
+        }
+        .into(),
         arena_pages: PerTier::host(arena_pages),
     };
     LeaderEvent::Attach(AttachRequest {
@@ -175,8 +179,7 @@ fn a_load_waits_only_for_work_that_was_numbered_before_it() {
     let mut load = |id, after| {
         let load = Request::Load {
             slot: SlotId(1),
-            first_page: 0,
-            destination: PageList::run(0, 1),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 1))],
             after: RequestId(after),
         };
         request(&mut leader, id, load).expect("an answer")
@@ -206,9 +209,10 @@ fn a_key_is_for_pages_of_its_size_and_layout() {
         pages: 16,
         depots: vec![DepotId(1)],
     };
-    assert!(key(page_bytes, layout_fingerprint).is_for(&geometry()));
-    assert!(!key(page_bytes + 1, layout_fingerprint).is_for(&geometry()));
-    assert!(!key(page_bytes, [9; 16]).is_for(&geometry()));
+    let model = Model::new(geometry().into()).expect("one group");
+    assert!(key(page_bytes, layout_fingerprint).is_for(&model));
+    assert!(!key(page_bytes + 1, layout_fingerprint).is_for(&model));
+    assert!(!key(page_bytes, [9; 16]).is_for(&model));
 }
 
 #[test]
@@ -246,15 +250,15 @@ pub(super) fn lookup(slot: u64, pages: usize) -> Request {
         namespace: Vec::new(),
         hashes: hashes(16, pages),
         device_pages: 0,
+        limit_pages: None,
     }
 }
 
 pub(super) fn store(slot: u64, more: Option<(u32, PageHashes)>) -> Request {
     Request::Store {
         slot: SlotId(slot),
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 1))],
         more,
-        source: PageList::run(0, 1),
     }
 }
 
@@ -393,18 +397,17 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
         namespace: Vec::new(),
         hashes,
         device_pages: 0,
+        limit_pages: None,
     };
     let list = PageList::run(0, pages);
     let store = Request::Store {
         slot: SlotId(1),
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, list.clone())],
         more: None,
-        source: list.clone(),
     };
     let load = Request::Load {
         slot: SlotId(1),
-        first_page: 0,
-        destination: list,
+        parts: vec![Part::new(GroupId(0), 0, list)],
         after: RequestId(0),
     };
     let mut requests = (1..).map(RequestId);

@@ -11,10 +11,9 @@ use crate::Contradiction;
 use crate::anchor::Domain;
 use crate::cover::{TierRun, walk_tiers};
 use crate::event::LeaderEffect;
+use crate::model::Model;
 use crate::pool::{Pin, Pool, PoolCounts, PrefixMatch};
-use kvferry_types::{
-    DepotId, GroupGeometry, HashView, PageRecord, PerTier, TierId, Time, WorkerId,
-};
+use kvferry_types::{DepotId, HashView, PageRecord, PerTier, TierId, Time, WorkerId};
 use smallvec::SmallVec;
 
 use super::Leader;
@@ -33,10 +32,10 @@ pub struct TierKey {
 }
 
 impl TierKey {
-    /// True when pages of this geometry are those that the key describes.
-    pub(super) fn is_for(&self, geometry: &GroupGeometry) -> bool {
-        self.page_bytes == geometry.page_bytes
-            && self.layout_fingerprint == geometry.layout_fingerprint
+    /// True when the pages of this model are those that the key describes.
+    pub(super) fn is_for(&self, model: &Model) -> bool {
+        self.page_bytes == model.page_bytes()
+            && self.layout_fingerprint == *model.layout_fingerprint()
     }
 }
 
@@ -254,6 +253,14 @@ impl Tiers {
         }
     }
 
+    /// The tiers that serve, fastest first.
+    pub(super) fn serving_pools(&self) -> SmallVec<[(TierId, &Pool); 3]> {
+        let pools = self
+            .iter()
+            .filter_map(|(id, tier)| Some((id, tier.serving()?)));
+        pools.collect()
+    }
+
     /// Follows a sequence from its first page over the tiers that serve, and appends the readable runs. Pages below
     /// `covered` may be missing, because the caller has them elsewhere.
     pub(super) fn walk(
@@ -263,10 +270,7 @@ impl Tiers {
         covered: u32,
         runs: &mut Vec<TierRun>,
     ) -> PrefixMatch {
-        let pools = self
-            .iter()
-            .filter_map(|(id, tier)| Some((id, tier.serving()?)));
-        let pools: SmallVec<[(TierId, &Pool); 3]> = pools.collect();
+        let pools = self.serving_pools();
         let add = |tier, run| runs.push(TierRun { tier, run });
         walk_tiers(&pools, domain, hashes, covered as usize, add)
     }

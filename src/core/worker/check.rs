@@ -1,21 +1,24 @@
 //! Validation of orders: a copy is checked when its order arrives, before memory or the inventory is written.
 
-use kvferry_types::{PageList, PerTier, Record, TierId, Transfer};
+use kvferry_types::{GroupId, PageList, PerTier, Record, TierId, Transfer};
 
 /// Bounds for the pages that copies may name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBounds {
-    /// Pages of the engine's registered memory.
-    pub device_pages: u32,
+    /// Pages of the engine's registered memory, by group.
+    pub device_pages: Vec<u32>,
     /// Pages of that size in the depot of each tier.
     pub arena_pages: PerTier<u32>,
 }
 
 impl MemoryBounds {
-    /// The name of a tier's memory and its pages; `None` if the worker does not reach the tier.
-    fn of(&self, tier: TierId) -> Option<(String, u32)> {
+    /// The name of a tier's memory and its pages, of a group on the device; `None` if the worker does not reach the tier.
+    fn of(&self, tier: TierId, group: Option<GroupId>) -> Option<(String, u32)> {
         match tier {
-            TierId::Device => Some(("device".to_owned(), self.device_pages)),
+            TierId::Device => {
+                let pages = self.device_pages.get(usize::from(group?.0));
+                Some(("device".to_owned(), pages.copied().unwrap_or(0)))
+            }
             tier => Some((format!("arena of {tier}"), *self.arena_pages.get(tier)?)),
         }
     }
@@ -49,7 +52,8 @@ fn invalid<T>(
 pub(super) fn check(transfer: &Transfer, bounds: &MemoryBounds) -> Result<(), Invalid> {
     let edge = transfer.edge;
     let names_engine = transfer.device.is_some() == edge.touches(TierId::Device);
-    let ends = bounds.of(edge.from).zip(bounds.of(edge.to));
+    let group = transfer.device.map(|device| device.group);
+    let ends = bounds.of(edge.from, group).zip(bounds.of(edge.to, group));
     let Some((from, to)) = ends.filter(|_| edge.from != edge.to && names_engine) else {
         let remedy = "name two tiers of this worker, and the engine if one is the device";
         return invalid("from, to", edge.to_string(), remedy);

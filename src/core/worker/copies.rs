@@ -266,10 +266,11 @@ impl Copies {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_types::{DeviceEnd, FragmentPair, PageList};
+    use kvferry_types::{DeviceEnd, FragmentPair, GroupId, PageList};
 
     fn copy(id: u64, edge: Edge) -> Transfer {
         let device = DeviceEnd {
+            group: GroupId(0),
             engine: EngineId([1; 16]),
             request: RequestId(id),
             after: RequestId(id),

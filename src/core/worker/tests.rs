@@ -1,11 +1,15 @@
 use super::*;
-use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, PageList, PerTier, TierId};
+use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, GroupId, PageList, PerTier, TierId};
 
 const ENGINE: EngineId = EngineId([1; 16]);
-const BOUNDS: MemoryBounds = MemoryBounds {
-    device_pages: 64,
-    arena_pages: PerTier::host(32),
-};
+
+fn bounds() -> MemoryBounds {
+    MemoryBounds {
+        device_pages: vec![64],
+        arena_pages: PerTier::host(32),
+    }
+}
+
 const FENCE_NS: u64 = 10_000_000_000;
 
 fn copy(id: u64, direction: Direction, request: u64) -> Transfer {
@@ -18,6 +22,7 @@ fn copy(id: u64, direction: Direction, request: u64) -> Transfer {
         Direction::Load => (Edge::LOAD, RequestId(0)),
     };
     let device = DeviceEnd {
+        group: GroupId(0),
         engine: ENGINE,
         request: RequestId(request),
         after,
@@ -64,7 +69,7 @@ fn worker() -> Worker {
     let registered = WorkerEvent::Registered {
         engine: ENGINE,
         after,
-        bounds: BOUNDS,
+        bounds: bounds(),
     };
     step(&mut worker, 0, registered);
     find(&mut worker, 1, 1);
@@ -90,7 +95,7 @@ fn register(
     engine: EngineId,
     after: RequestId,
 ) -> Vec<WorkerEffect> {
-    let bounds = BOUNDS;
+    let bounds = bounds();
     let registered = WorkerEvent::Registered {
         engine,
         after,

@@ -11,7 +11,7 @@ use crate::{
     Driver, PinnedDepot, end_process, threads_in_driver,
 };
 use kvferry_memory::{CopyRange, Depot, SharedBuffer};
-use kvferry_types::{Direction, FragmentPair, PageList, TransferId};
+use kvferry_types::{Direction, FragmentPair, GroupId, PageList, TransferId};
 
 use super::copies::plain;
 use super::engine::Roles;
@@ -84,6 +84,7 @@ fn a_load_is_submitted_after_one_slice_of_a_store_of_small_fragments() {
                 direction,
                 parts: vec![vec![pair]],
                 device: world.device.clone(),
+                group: GroupId(0),
                 depot: Arc::clone(&world.depot),
                 cancel: Arc::default(),
             });

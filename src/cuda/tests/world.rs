@@ -12,8 +12,8 @@ use crate::{
 };
 use kvferry_memory::{CancelFlag, Depot, PageLayout, TIMELINE_BYTES, validate};
 use kvferry_types::{
-    Direction, EndedCopy, EngineId, FragmentPair, PageList, Registration, RequestId, TensorView,
-    Timeline, TransferId,
+    Direction, EndedCopy, EngineId, FragmentPair, GroupId, PageList, Registration, RequestId,
+    TensorView, Timeline, TransferId,
 };
 
 use super::engine::addresses;
@@ -99,7 +99,8 @@ impl World {
             chance.fill(&mut noise);
             noise
         };
-        let layout = Arc::new(validate(&registration).expect("consistent"));
+        let whole = Arc::new(validate(&registration).expect("consistent"));
+        let layout = Arc::clone(&whole.groups[0]);
         let driver = Driver::get().map_err(words)?;
         let device = driver.devices().map_err(words)?[0];
         let context = Context::new(driver, device).map_err(words)?;
@@ -145,12 +146,10 @@ impl World {
             mark: Box::new(|_| ()),
             report: Box::new(move |outcome| sender.send(outcome).is_ok()),
         });
-        let geometry = layout.geometry(&registration);
         let world = Self {
             device: RegisteredDevice {
                 memory,
-                layout: Arc::clone(&layout),
-                geometry,
+                layout: whole,
                 timeline: Some(timeline),
             },
             registration,
@@ -217,6 +216,7 @@ impl World {
                 .map(|part| vec![pair(part)])
                 .collect(),
             device: self.device.clone(),
+            group: GroupId(0),
             depot: Arc::clone(&self.depot),
             cancel,
         };
@@ -294,7 +294,7 @@ impl World {
 
     /// Updates the expected contents by a complete copy.
     pub fn expect(&mut self, wanted: &Wanted) {
-        let mut tensors: Vec<&TensorView> = self.registration.tensors.iter().collect();
+        let mut tensors: Vec<&TensorView> = self.registration.groups[0].tensors.iter().collect();
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
         for (device_page, depot_page) in &wanted.pages {
             let page = &mut self.in_depot[*depot_page as usize];

@@ -89,7 +89,7 @@ impl CopyPlan {
         check_pages(job)?;
         let layout = job.layout;
         let columns = columns(layout);
-        let depot_stride_bytes = page_stride_bytes(layout.page_bytes);
+        let depot_stride_bytes = page_stride_bytes(layout.slot_bytes);
         let seamless = depot_stride_bytes == layout.page_bytes
             && columns.len() == 1
             && columns[0].stride_bytes == layout.page_bytes;
@@ -99,7 +99,7 @@ impl CopyPlan {
             seamless,
             page_bytes: layout.page_bytes,
             depot_stride_bytes,
-            pages_at: job.depot.pages_at(layout.page_bytes),
+            pages_at: job.depot.pages_at(layout.slot_bytes),
             steps: 0,
             bytes: 0,
         };
@@ -260,7 +260,7 @@ fn check_layout(
 
 fn check_pages(job: &CopyRequest<'_>) -> Result<(), CopyError> {
     // Offsets in the depot are computed from the engine's layout, so that both must have the same page size.
-    let (depot_bytes, engine_bytes) = (job.depot.page_bytes(), job.layout.page_bytes);
+    let (depot_bytes, engine_bytes) = (job.depot.page_bytes(), job.layout.slot_bytes);
     let depot_bytes = depot_bytes.ok().flatten().unwrap_or(0);
     if depot_bytes != engine_bytes {
         return Err(CopyError::PageBytes {
@@ -269,7 +269,7 @@ fn check_pages(job: &CopyRequest<'_>) -> Result<(), CopyError> {
         });
     }
     let device = (Side::Device, job.layout.device_pages);
-    let depot = (Side::Depot, job.depot.arena_pages(job.layout.page_bytes));
+    let depot = (Side::Depot, job.depot.arena_pages(job.layout.slot_bytes));
     let (src, dst) = match job.direction {
         Direction::Store => (device, depot),
         Direction::Load => (depot, device),

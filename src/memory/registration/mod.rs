@@ -10,17 +10,19 @@ use std::collections::HashMap;
 
 pub use proofs::{ProofError, pieces_without_proof, verify_proofs};
 
-use super::layout::{PageLayout, Pieces};
+use super::layout::{MemoryLayout, Pieces};
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, ChunkHandle,
-    Registration, TensorRole, Timeline,
+    GroupMemory, Registration, TensorRole, Timeline,
 };
 
 /// Most allocations of one registration.
 pub const ALLOCATIONS_MAX: usize = 256;
 /// Most chunks of one registration, all allocations together: 320 GiB in PyTorch's chunks of 20 MiB.
 pub const CHUNKS_MAX: usize = 16_384;
-/// Most tensors of one registration.
+/// Most groups of one registration.
+pub const GROUPS_MAX: usize = 255;
+/// Most tensors of one group.
 pub const TENSORS_MAX: usize = 4096;
 /// Most contiguous pieces of one page, all tensors together.
 pub const FRAGMENTS_MAX: usize = 8192;
@@ -55,27 +57,41 @@ impl RegistrationError {
             remedy: remedy.into(),
         }
     }
+
+    /// The error of a field of a group.
+    fn within(self, group: usize) -> Self {
+        Self {
+            field: format!("groups[{group}].{}", self.field),
+            ..self
+        }
+    }
 }
 
 /// Derives the location of every page, or names the first field that contradicts the rest.
 ///
-/// Pure arithmetic on the description: no memory is accessed. The work is bounded by [`FRAGMENTS_MAX`] squared.
-pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationError> {
+/// Pure arithmetic on the description: no memory is accessed. The work is bounded by [`FRAGMENTS_MAX`] squared, for all
+/// groups together.
+pub fn validate(registration: &Registration) -> Result<MemoryLayout, RegistrationError> {
     check_limits(registration)?;
     check_content(registration)?;
-    check_counts(registration)?;
+    check_ranks(registration)?;
     check_allocations(registration)?;
-    for index in 0..registration.tensors.len() {
-        tensor::check(registration, index)?;
+    let mut pieces = 0;
+    for (index, group) in registration.groups.iter().enumerate() {
+        let within = |error: RegistrationError| error.within(index);
+        check_group(group).map_err(within)?;
+        for tensor in 0..group.tensors.len() {
+            tensor::check(registration, group, tensor).map_err(within)?;
+        }
+        check_roles(group).map_err(within)?;
+        check_page_total(group).map_err(within)?;
+        check_pieces(group, &mut pieces).map_err(within)?;
+        overlap::check(group).map_err(within)?;
     }
-    check_roles(registration)?;
-    check_page_total(registration)?;
-    check_pieces(registration)?;
-    overlap::check(registration)?;
     proofs::check_one(registration, "nonce", &registration.nonce)?;
     proofs::check(registration)?;
     check_timeline(registration)?;
-    Ok(PageLayout::derive(registration))
+    Ok(MemoryLayout::derive(registration))
 }
 
 fn check_limits(registration: &Registration) -> Result<(), RegistrationError> {
@@ -85,7 +101,7 @@ fn check_limits(registration: &Registration) -> Result<(), RegistrationError> {
             registration.allocations.len(),
             ALLOCATIONS_MAX,
         ),
-        ("tensors", registration.tensors.len(), TENSORS_MAX),
+        ("groups", registration.groups.len(), GROUPS_MAX),
     ];
     for (field, length, max) in lists {
         if length == 0 || length > max {
@@ -123,35 +139,10 @@ fn check_content(registration: &Registration) -> Result<(), RegistrationError> {
     Err(RegistrationError::new("content", value, remedy))
 }
 
-fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {
-    let counts = [
-        (
-            "tp_size",
-            u32::from(registration.tp_size),
-            "ranks of the engine",
-        ),
-        (
-            "engine_page_tokens",
-            registration.engine_page_tokens,
-            "tokens of one page",
-        ),
-        (
-            "device_pages",
-            registration.device_pages,
-            "pages of the engine's memory",
-        ),
-        ("layers", registration.layers, "layers of the group"),
-        (
-            "groups",
-            u32::from(registration.groups),
-            "groups of the rank's memory",
-        ),
-    ];
-    for (field, value, meaning) in counts {
-        if value == 0 {
-            let remedy = format!("give the number of {meaning}, at least 1");
-            return Err(RegistrationError::new(field, value, remedy));
-        }
+fn check_ranks(registration: &Registration) -> Result<(), RegistrationError> {
+    if registration.tp_size == 0 {
+        let remedy = "give the number of ranks of the engine, at least 1";
+        return Err(RegistrationError::new("tp_size", 0, remedy));
     }
     let slices = [("rank", registration.rank.0), ("shard", registration.shard)];
     for (field, value) in slices {
@@ -160,21 +151,38 @@ fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {
             return Err(RegistrationError::new(field, value, remedy));
         }
     }
-    check_group(registration)
+    Ok(())
 }
 
-/// Checks that the group is below `groups`, and has window tokens exactly when its attention needs them.
-fn check_group(registration: &Registration) -> Result<(), RegistrationError> {
-    if registration.group.0 >= registration.groups {
-        let remedy = format!("it must be below groups ({})", registration.groups);
-        return Err(RegistrationError::new(
-            "group",
-            registration.group.0,
-            remedy,
-        ));
+/// Checks the numbers of a group, and that it has window tokens exactly when its attention needs them.
+fn check_group(group: &GroupMemory) -> Result<(), RegistrationError> {
+    let tensors = group.tensors.len();
+    if tensors == 0 || tensors > TENSORS_MAX {
+        let value = format!("a list of {tensors}");
+        let remedy = format!("give 1 to {TENSORS_MAX}");
+        return Err(RegistrationError::new("tensors", value, remedy));
     }
-    let tokens = registration.window_tokens;
-    let remedy = match registration.attention {
+    let counts = [
+        (
+            "engine_page_tokens",
+            group.engine_page_tokens,
+            "tokens of one page",
+        ),
+        (
+            "device_pages",
+            group.device_pages,
+            "pages of the engine's memory",
+        ),
+        ("layers", group.layers, "layers of the group"),
+    ];
+    for (field, value, meaning) in counts {
+        if value == 0 {
+            let remedy = format!("give the number of {meaning}, at least 1");
+            return Err(RegistrationError::new(field, value, remedy));
+        }
+    }
+    let tokens = group.window_tokens;
+    let remedy = match group.attention {
         Attention::SlidingWindow | Attention::ChunkedLocal if tokens == 0 => {
             "give the tokens of the window or chunk, at least 1"
         }
@@ -293,9 +301,9 @@ fn check_chunks(allocations: &[Allocation]) -> Result<(), RegistrationError> {
 }
 
 /// Checks that every layer has tensors and each role at most once, and that `Kv` does not occur beside `K` or `V`.
-fn check_roles(registration: &Registration) -> Result<(), RegistrationError> {
+fn check_roles(group: &GroupMemory) -> Result<(), RegistrationError> {
     let mut seen = HashMap::new();
-    for (index, tensor) in registration.tensors.iter().enumerate() {
+    for (index, tensor) in group.tensors.iter().enumerate() {
         if let Some(earlier) = seen.insert((tensor.layer, tensor.role), index) {
             return Err(RegistrationError::new(
                 format!("tensors[{index}].role"),
@@ -304,7 +312,7 @@ fn check_roles(registration: &Registration) -> Result<(), RegistrationError> {
             ));
         }
     }
-    for (index, tensor) in registration.tensors.iter().enumerate() {
+    for (index, tensor) in group.tensors.iter().enumerate() {
         let split = [TensorRole::K, TensorRole::V]
             .into_iter()
             .find_map(|role| seen.get(&(tensor.layer, role)));
@@ -319,15 +327,11 @@ fn check_roles(registration: &Registration) -> Result<(), RegistrationError> {
             ));
         }
     }
-    let mut layers: Vec<u32> = registration
-        .tensors
-        .iter()
-        .map(|tensor| tensor.layer)
-        .collect();
+    let mut layers: Vec<u32> = group.tensors.iter().map(|tensor| tensor.layer).collect();
     layers.sort_unstable();
     layers.dedup();
     // Every layer is below `layers`, so the first gap in the sorted list is the first layer without a tensor.
-    if (layers.len() as u64) < u64::from(registration.layers) {
+    if (layers.len() as u64) < u64::from(group.layers) {
         let missing = layers
             .iter()
             .zip(0..)
@@ -335,20 +339,16 @@ fn check_roles(registration: &Registration) -> Result<(), RegistrationError> {
             .count();
         return Err(RegistrationError::new(
             "layers",
-            registration.layers,
+            group.layers,
             format!("layer {missing} has no tensor: describe it, or lower the number"),
         ));
     }
     Ok(())
 }
 
-fn check_page_total(registration: &Registration) -> Result<(), RegistrationError> {
+fn check_page_total(group: &GroupMemory) -> Result<(), RegistrationError> {
     // Each term is at most PAGE_BYTES_MAX and there are at most TENSORS_MAX of them: the sum cannot overflow.
-    let total: u64 = registration
-        .tensors
-        .iter()
-        .map(|tensor| tensor.page_bytes)
-        .sum();
+    let total: u64 = group.tensors.iter().map(|tensor| tensor.page_bytes).sum();
     if total > PAGE_BYTES_MAX {
         return Err(RegistrationError::new(
             "tensors",
@@ -359,20 +359,19 @@ fn check_page_total(registration: &Registration) -> Result<(), RegistrationError
     Ok(())
 }
 
-/// Limits the number of pieces that the overlap check and every copy process.
-fn check_pieces(registration: &Registration) -> Result<(), RegistrationError> {
-    let mut total = 0_u64;
-    for (index, tensor) in registration.tensors.iter().enumerate() {
+/// Limits the number of pieces that the overlap check and every copy process. `total` counts those of all groups.
+fn check_pieces(group: &GroupMemory, total: &mut u64) -> Result<(), RegistrationError> {
+    for (index, tensor) in group.tensors.iter().enumerate() {
         let count = Pieces::of(tensor).count;
         // Each term is at most `PAGE_BYTES_MAX` and the sum before was at most `FRAGMENTS_MAX`: the sum cannot
         // overflow.
-        total += count;
-        if total > FRAGMENTS_MAX as u64 {
+        *total += count;
+        if *total > FRAGMENTS_MAX as u64 {
             return Err(RegistrationError::new(
                 format!("tensors[{index}].strides"),
                 format!("{:?}, {count} pieces a page", tensor.strides),
                 format!(
-                    "a page has at most {FRAGMENTS_MAX} contiguous pieces in all tensors together: \
+                    "pages have at most {FRAGMENTS_MAX} contiguous pieces in all tensors together: \
                      describe larger contiguous ranges"
                 ),
             ));

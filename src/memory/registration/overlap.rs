@@ -2,7 +2,7 @@
 
 use super::RegistrationError;
 use crate::layout::Pieces;
-use kvferry_types::{Registration, TensorView};
+use kvferry_types::{GroupMemory, TensorView};
 
 /// One contiguous piece of every page of a tensor.
 struct Claim {
@@ -13,11 +13,12 @@ struct Claim {
     piece_bytes: u64,
 }
 
-/// Refuses two tensors whose pages share a byte. Every tensor was checked by itself before, so that no end overflows,
+/// Refuses two tensors of a group whose pages share a byte. Tensors of different groups may: a page of the memory belongs
+/// to one group at a time. Every tensor was checked by itself before, so that no end overflows,
 /// and the pieces were counted.
-pub(super) fn check(registration: &Registration) -> Result<(), RegistrationError> {
-    let pages = u64::from(registration.device_pages);
-    let tensors = &registration.tensors;
+pub(super) fn check(group: &GroupMemory) -> Result<(), RegistrationError> {
+    let pages = u64::from(group.device_pages);
+    let tensors = &group.tensors;
     let mut claims: Vec<Claim> = (0..tensors.len())
         .flat_map(|tensor| claims_of(tensors, tensor))
         .collect();

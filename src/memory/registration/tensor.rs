@@ -1,9 +1,9 @@
 //! Checks one tensor: its shape, strides and sizes in bytes must be consistent.
 
 use super::{AXES_MAX, PAGE_BYTES_MAX, RegistrationError, allocation_of};
-use kvferry_types::{Registration, TensorView};
+use kvferry_types::{GroupMemory, Registration, TensorView};
 
-/// A tensor and its index in the registration.
+/// A tensor and its index in its group.
 struct Checked<'a> {
     tensor: &'a TensorView,
     index: usize,
@@ -21,15 +21,19 @@ impl Checked<'_> {
 }
 
 /// Checks the tensor at `index` by itself and against its allocation.
-pub(super) fn check(registration: &Registration, index: usize) -> Result<(), RegistrationError> {
-    let tensor = &registration.tensors[index];
+pub(super) fn check(
+    registration: &Registration,
+    group: &GroupMemory,
+    index: usize,
+) -> Result<(), RegistrationError> {
+    let tensor = &group.tensors[index];
     let checked = Checked { tensor, index };
-    if tensor.layer >= registration.layers {
-        let remedy = format!("layers count from 0 and there are {}", registration.layers);
+    if tensor.layer >= group.layers {
+        let remedy = format!("layers count from 0 and there are {}", group.layers);
         return Err(checked.refuse("layer", tensor.layer, remedy));
     }
     let page_axis = check_axes(&checked)?;
-    check_shape(&checked, page_axis, registration.device_pages)?;
+    check_shape(&checked, page_axis, group.device_pages)?;
     check_strides(&checked, page_axis)?;
     check_end(&checked, registration)
 }

@@ -1,7 +1,5 @@
 use super::*;
-use kvferry_types::{
-    Allocation, AllocationKind, Attention, Chunk, GroupId, Nonce, Rank, TensorView,
-};
+use kvferry_types::{Allocation, AllocationKind, Attention, Chunk, Nonce, Rank, TensorView};
 
 type Spoil = fn(&mut Registration);
 
@@ -26,19 +24,22 @@ pub(crate) fn separate_layers() -> Registration {
         bytes: 64 + 6 * 128,
     });
     Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: 2,
+            device_pages: 6,
+            layers: 4,
+            tensors: tensors.collect(),
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: b"test".to_vec(),
         rank: Rank(1),
         tp_size: 2,
         shard: 1,
-        engine_page_tokens: 2,
-        device_pages: 6,
-        layers: 4,
         allocations: allocations.collect(),
-        tensors: tensors.collect(),
         nonce: Nonce {
             allocation: 0,
             offset_bytes: 0,
@@ -59,8 +60,9 @@ fn refusal(spoil: Spoil) -> RegistrationError {
 #[test]
 fn fragments_are_ordered_by_layer_and_role() {
     let mut registration = separate_layers();
-    registration.tensors.reverse();
+    registration.groups[0].tensors.reverse();
     let layout = validate(&registration).expect("consistent");
+    let layout = &layout.groups[0];
     assert_eq!(layout.page_bytes, 480);
     assert_eq!(layout.device_pages, 6);
     let found: Vec<_> = layout
@@ -81,7 +83,10 @@ fn fragments_are_ordered_by_layer_and_role() {
         [(0, TensorRole::K, 0, 64, 0), (0, TensorRole::V, 0, 124, 60)]
     );
     assert_eq!(found[7], (3, TensorRole::V, 3, 124, 420));
-    assert_eq!(layout, validate(&separate_layers()).expect("consistent"));
+    assert_eq!(
+        *layout,
+        validate(&separate_layers()).expect("consistent").groups[0]
+    );
 }
 
 /// Chunks of these lengths in bytes, each with a ticket of its own.
@@ -147,11 +152,15 @@ fn every_contradiction_is_refused_by_its_field() {
         ("allocations", |r| {
             r.allocations = vec![r.allocations[0].clone(); 257]
         }),
-        ("tensors", |r| r.tensors.clear()),
-        ("tensors", |r| r.tensors = vec![r.tensors[0].clone(); 4097]),
+        ("groups[0].tensors", |r| r.groups[0].tensors.clear()),
+        ("groups[0].tensors", |r| {
+            r.groups[0].tensors = vec![r.groups[0].tensors[0].clone(); 4097]
+        }),
         ("tp_size", |r| r.tp_size = 0),
-        ("engine_page_tokens", |r| r.engine_page_tokens = 0),
-        ("device_pages", |r| r.device_pages = 0),
+        ("groups[0].engine_page_tokens", |r| {
+            r.groups[0].engine_page_tokens = 0
+        }),
+        ("groups[0].device_pages", |r| r.groups[0].device_pages = 0),
         ("allocations[1].handle", |r| {
             r.allocations[1].handle = AllocationHandle::CudaIpc([1; 64]);
         }),
@@ -169,72 +178,102 @@ fn every_contradiction_is_refused_by_its_field() {
             r.allocations[0].kind = AllocationKind::Device;
             r.allocations[0].handle = AllocationHandle::CudaIpc([1; 64]);
         }),
-        ("groups", |r| r.groups = 0),
-        ("group", |r| r.group = GroupId(1)),
-        ("window_tokens", |r| {
-            r.attention = Attention::SlidingWindow;
+        ("groups", |r| r.groups.clear()),
+        ("groups", |r| r.groups = vec![r.groups[0].clone(); 256]),
+        ("groups[0].window_tokens", |r| {
+            r.groups[0].attention = Attention::SlidingWindow;
         }),
-        ("window_tokens", |r| r.window_tokens = 128),
-        ("layers", |r| r.layers = 0),
-        ("layers", |r| r.layers = 5),
-        ("layers", |r| r.layers = u32::MAX),
+        ("groups[0].window_tokens", |r| {
+            r.groups[0].window_tokens = 128
+        }),
+        ("groups[0].layers", |r| r.groups[0].layers = 0),
+        ("groups[0].layers", |r| r.groups[0].layers = 5),
+        ("groups[0].layers", |r| r.groups[0].layers = u32::MAX),
         ("rank", |r| r.rank = Rank(2)),
         ("shard", |r| r.shard = 2),
         ("allocations[1].bytes", |r| r.allocations[1].bytes = 0),
         ("allocations[2].handle", |r| {
             r.allocations[2].handle = r.allocations[1].handle.clone();
         }),
-        ("tensors[6].layer", |r| r.layers = 3),
-        ("tensors[3].shape", |r| r.tensors[3].shape.clear()),
-        ("tensors[3].shape", |r| r.tensors[3].shape = vec![1; 9]),
-        ("tensors[3].shape", |r| {
-            r.tensors[3].shape = vec![6, 1 << 40, 1 << 40, 1]
+        ("groups[0].tensors[6].layer", |r| r.groups[0].layers = 3),
+        ("groups[0].tensors[3].shape", |r| {
+            r.groups[0].tensors[3].shape.clear()
         }),
-        ("tensors[3].shape", |r| r.tensors[3].shape[1] = 1 << 30),
-        ("tensors[3].shape[0]", |r| r.tensors[3].shape[0] = 7),
-        ("tensors[3].shape[2]", |r| r.tensors[3].shape[2] = 0),
-        ("tensors[3].strides", |r| r.tensors[3].strides.truncate(3)),
-        ("tensors[3].strides", |r| r.tensors[3].strides[1] = 14),
-        ("tensors[3].strides", |r| r.tensors[3].strides[3] = 0),
-        ("tensors[3].page_axis", |r| r.tensors[3].page_axis = 4),
-        ("tensors[3].element_bytes", |r| {
-            r.tensors[3].element_bytes = 0
+        ("groups[0].tensors[3].shape", |r| {
+            r.groups[0].tensors[3].shape = vec![1; 9]
         }),
-        ("tensors[3].page_bytes", |r| r.tensors[3].page_bytes = 64),
-        ("tensors[3].page_bytes", |r| r.tensors[3].element_bytes = 1),
-        ("tensors[3].page_stride_bytes", |r| {
-            r.tensors[3].page_stride_bytes = 64
+        ("groups[0].tensors[3].shape", |r| {
+            r.groups[0].tensors[3].shape = vec![6, 1 << 40, 1 << 40, 1]
         }),
-        ("tensors[3].page_stride_bytes", |r| {
-            r.tensors[3].strides[0] = u64::MAX
+        ("groups[0].tensors[3].shape", |r| {
+            r.groups[0].tensors[3].shape[1] = 1 << 30
         }),
-        ("tensors[3].page_stride_bytes", |r| {
-            r.tensors[3].strides[0] = 29;
-            r.tensors[3].page_stride_bytes = 58;
+        ("groups[0].tensors[3].shape[0]", |r| {
+            r.groups[0].tensors[3].shape[0] = 7
         }),
-        ("tensors[3].page_stride_bytes", |r| {
-            r.tensors[3].strides[0] = 63;
-            r.tensors[3].page_stride_bytes = 126;
+        ("groups[0].tensors[3].shape[2]", |r| {
+            r.groups[0].tensors[3].shape[2] = 0
         }),
-        ("tensors[3].allocation", |r| r.tensors[3].allocation = 4),
-        ("tensors[3].offset_bytes", |r| {
-            r.tensors[3].offset_bytes = 133
+        ("groups[0].tensors[3].strides", |r| {
+            r.groups[0].tensors[3].strides.truncate(3)
         }),
-        ("tensors[3].offset_bytes", |r| {
-            r.tensors[3].offset_bytes = u64::MAX
+        ("groups[0].tensors[3].strides", |r| {
+            r.groups[0].tensors[3].strides[1] = 14
         }),
-        ("tensors[3].offset_bytes", |r| {
-            r.tensors[3].offset_bytes = 123
+        ("groups[0].tensors[3].strides", |r| {
+            r.groups[0].tensors[3].strides[3] = 0
         }),
-        ("tensors[2].offset_bytes", |r| {
-            r.tensors[2].offset_bytes = 125
+        ("groups[0].tensors[3].page_axis", |r| {
+            r.groups[0].tensors[3].page_axis = 4
         }),
-        ("tensors[3].offset_bytes", |r| {
-            r.tensors[2].offset_bytes = 0;
-            r.tensors[3].offset_bytes = 70;
+        ("groups[0].tensors[3].element_bytes", |r| {
+            r.groups[0].tensors[3].element_bytes = 0
         }),
-        ("tensors[3].role", |r| r.tensors[3].role = TensorRole::K),
-        ("tensors[2].role", |r| r.tensors[2].role = TensorRole::Kv),
+        ("groups[0].tensors[3].page_bytes", |r| {
+            r.groups[0].tensors[3].page_bytes = 64
+        }),
+        ("groups[0].tensors[3].page_bytes", |r| {
+            r.groups[0].tensors[3].element_bytes = 1
+        }),
+        ("groups[0].tensors[3].page_stride_bytes", |r| {
+            r.groups[0].tensors[3].page_stride_bytes = 64
+        }),
+        ("groups[0].tensors[3].page_stride_bytes", |r| {
+            r.groups[0].tensors[3].strides[0] = u64::MAX
+        }),
+        ("groups[0].tensors[3].page_stride_bytes", |r| {
+            r.groups[0].tensors[3].strides[0] = 29;
+            r.groups[0].tensors[3].page_stride_bytes = 58;
+        }),
+        ("groups[0].tensors[3].page_stride_bytes", |r| {
+            r.groups[0].tensors[3].strides[0] = 63;
+            r.groups[0].tensors[3].page_stride_bytes = 126;
+        }),
+        ("groups[0].tensors[3].allocation", |r| {
+            r.groups[0].tensors[3].allocation = 4
+        }),
+        ("groups[0].tensors[3].offset_bytes", |r| {
+            r.groups[0].tensors[3].offset_bytes = 133
+        }),
+        ("groups[0].tensors[3].offset_bytes", |r| {
+            r.groups[0].tensors[3].offset_bytes = u64::MAX
+        }),
+        ("groups[0].tensors[3].offset_bytes", |r| {
+            r.groups[0].tensors[3].offset_bytes = 123
+        }),
+        ("groups[0].tensors[2].offset_bytes", |r| {
+            r.groups[0].tensors[2].offset_bytes = 125
+        }),
+        ("groups[0].tensors[3].offset_bytes", |r| {
+            r.groups[0].tensors[2].offset_bytes = 0;
+            r.groups[0].tensors[3].offset_bytes = 70;
+        }),
+        ("groups[0].tensors[3].role", |r| {
+            r.groups[0].tensors[3].role = TensorRole::K
+        }),
+        ("groups[0].tensors[2].role", |r| {
+            r.groups[0].tensors[2].role = TensorRole::Kv
+        }),
         ("nonce.allocation", |r| r.nonce.allocation = 4),
         ("nonce.bytes", |r| r.nonce.bytes.truncate(15)),
         ("nonce.bytes", |r| r.nonce.bytes.resize(65, 0)),
@@ -252,24 +291,24 @@ fn every_contradiction_is_refused_by_its_field() {
 
 #[test]
 fn a_refusal_reads_as_one_line() {
-    let error = refusal(|r| r.tensors[3].page_stride_bytes = 64);
+    let error = refusal(|r| r.groups[0].tensors[3].page_stride_bytes = 64);
     assert_eq!(
         error.to_string(),
-        "tensors[3].page_stride_bytes is 64: it must be strides[0] (64) x element_bytes (2)"
+        "groups[0].tensors[3].page_stride_bytes is 64: it must be strides[0] (64) x element_bytes (2)"
     );
     let missing = refusal(|r| {
-        r.tensors.retain(|tensor| tensor.layer != 2);
+        r.groups[0].tensors.retain(|tensor| tensor.layer != 2);
     });
     assert_eq!(
         missing.to_string(),
-        "layers is 4: layer 2 has no tensor: describe it, or lower the number"
+        "groups[0].layers is 4: layer 2 has no tensor: describe it, or lower the number"
     );
 }
 
 /// Six pages of K/V planes in one tensor, 60 bytes per page and plane, followed by two scales of 4 bytes per page.
 fn planes_with_scales() -> Registration {
     let mut registration = separate_layers();
-    let tensors = &mut registration.tensors;
+    let tensors = &mut registration.groups[0].tensors;
     tensors.truncate(2);
     tensors[0] = TensorView {
         role: TensorRole::Kv,
@@ -292,7 +331,7 @@ fn planes_with_scales() -> Registration {
         page_stride_bytes: 8,
         ..tensors[1].clone()
     };
-    registration.layers = 2;
+    registration.groups[0].layers = 2;
     registration.allocations.truncate(2);
     registration
 }
@@ -300,55 +339,71 @@ fn planes_with_scales() -> Registration {
 #[test]
 fn planes_and_scales_that_contradict_themselves_are_refused_by_field() {
     let layout = validate(&planes_with_scales()).expect("consistent");
-    let found = layout.fragments.iter();
+    let found = layout.groups[0].fragments.iter();
     let found: Vec<_> = found.map(|it| (it.base_bytes, it.page_bytes)).collect();
     assert_eq!(found, [(0, 60), (360, 60), (720, 8)]);
     let cases: &[(&str, Spoil)] = &[
         // The second plane starts in the first one.
-        ("tensors[0].strides", |r| r.tensors[0].strides[0] = 179),
-        ("tensors[0].strides", |r| r.tensors[0].strides[0] = 0),
-        ("tensors[0].strides", |r| r.tensors[0].strides[0] = 15),
+        ("groups[0].tensors[0].strides", |r| {
+            r.groups[0].tensors[0].strides[0] = 179
+        }),
+        ("groups[0].tensors[0].strides", |r| {
+            r.groups[0].tensors[0].strides[0] = 0
+        }),
+        ("groups[0].tensors[0].strides", |r| {
+            r.groups[0].tensors[0].strides[0] = 15
+        }),
         // The second plane ends after the allocation.
-        ("tensors[0].offset_bytes", |r| r.tensors[0].strides[0] = 250),
-        ("tensors[0].offset_bytes", |r| {
-            r.tensors[0].strides[0] = u64::MAX
+        ("groups[0].tensors[0].offset_bytes", |r| {
+            r.groups[0].tensors[0].strides[0] = 250
+        }),
+        ("groups[0].tensors[0].offset_bytes", |r| {
+            r.groups[0].tensors[0].strides[0] = u64::MAX
         }),
         // A page's size is that of both planes, its stride that of one.
-        ("tensors[0].page_bytes", |r| r.tensors[0].page_bytes = 60),
-        ("tensors[0].page_stride_bytes", |r| {
-            r.tensors[0].page_stride_bytes = 120
+        ("groups[0].tensors[0].page_bytes", |r| {
+            r.groups[0].tensors[0].page_bytes = 60
         }),
-        ("tensors[0].page_stride_bytes", |r| {
-            r.tensors[0].strides[1] = 29;
-            r.tensors[0].page_stride_bytes = 58;
+        ("groups[0].tensors[0].page_stride_bytes", |r| {
+            r.groups[0].tensors[0].page_stride_bytes = 120
         }),
-        ("tensors[0].shape[0]", |r| r.tensors[0].page_axis = 0),
-        ("tensors[1].allocation", |r| r.tensors[1].allocation = 2),
-        ("tensors[1].offset_bytes", |r| {
-            r.tensors[1].offset_bytes = 785
+        ("groups[0].tensors[0].page_stride_bytes", |r| {
+            r.groups[0].tensors[0].strides[1] = 29;
+            r.groups[0].tensors[0].page_stride_bytes = 58;
+        }),
+        ("groups[0].tensors[0].shape[0]", |r| {
+            r.groups[0].tensors[0].page_axis = 0
+        }),
+        ("groups[0].tensors[1].allocation", |r| {
+            r.groups[0].tensors[1].allocation = 2
+        }),
+        ("groups[0].tensors[1].offset_bytes", |r| {
+            r.groups[0].tensors[1].offset_bytes = 785
         }),
         // Scales that overlap, page by page and scale by scale.
-        ("tensors[1].page_stride_bytes", |r| {
-            r.tensors[1].strides[0] = 1;
-            r.tensors[1].page_stride_bytes = 4;
+        ("groups[0].tensors[1].page_stride_bytes", |r| {
+            r.groups[0].tensors[1].strides[0] = 1;
+            r.groups[0].tensors[1].page_stride_bytes = 4;
         }),
-        ("tensors[1].strides", |r| {
-            r.tensors[1].strides = vec![1, 5];
-            r.tensors[1].page_stride_bytes = 4;
+        ("groups[0].tensors[1].strides", |r| {
+            r.groups[0].tensors[1].strides = vec![1, 5];
+            r.groups[0].tensors[1].page_stride_bytes = 4;
         }),
         // Scales between the pages: with another stride, and in the second plane only.
-        ("tensors[1].page_stride_bytes", |r| {
-            r.tensors[1].offset_bytes = 716
+        ("groups[0].tensors[1].page_stride_bytes", |r| {
+            r.groups[0].tensors[1].offset_bytes = 716
         }),
-        ("tensors[1].offset_bytes", |r| {
-            r.tensors[1].strides[0] = 15;
-            r.tensors[1].page_stride_bytes = 60;
-            r.tensors[1].offset_bytes = 364;
+        ("groups[0].tensors[1].offset_bytes", |r| {
+            r.groups[0].tensors[1].strides[0] = 15;
+            r.groups[0].tensors[1].page_stride_bytes = 60;
+            r.groups[0].tensors[1].offset_bytes = 364;
         }),
         // In the layer of the data instead of a layer of their own.
-        ("tensors[1].role", |r| r.tensors[1].layer = 0),
-        ("tensors[1].element_bytes", |r| {
-            r.tensors[1].element_bytes = 0
+        ("groups[0].tensors[1].role", |r| {
+            r.groups[0].tensors[1].layer = 0
+        }),
+        ("groups[0].tensors[1].element_bytes", |r| {
+            r.groups[0].tensors[1].element_bytes = 0
         }),
     ];
     for (number, (field, spoil)) in cases.iter().enumerate() {
@@ -365,7 +420,7 @@ fn a_page_in_too_many_pieces_is_refused() {
     let with = |scales: u64| {
         let mut registration = planes_with_scales();
         registration.allocations[0].bytes = 1 << 20;
-        let tensor = &mut registration.tensors[1];
+        let tensor = &mut registration.groups[0].tensors[1];
         tensor.shape[1] = scales;
         tensor.strides = vec![1, 6];
         tensor.page_bytes = scales * 4;
@@ -374,43 +429,43 @@ fn a_page_in_too_many_pieces_is_refused() {
     };
     let most = FRAGMENTS_MAX as u64 - 2;
     assert_eq!(
-        with(most).map(|layout| layout.fragments.len()),
+        with(most).map(|layout| layout.groups[0].fragments.len()),
         Ok(FRAGMENTS_MAX)
     );
     let error = with(most + 1).expect_err("too many");
-    assert_eq!(error.field, "tensors[1].strides");
+    assert_eq!(error.field, "groups[0].tensors[1].strides");
 }
 
 #[test]
 fn the_stride_of_a_single_page_is_ignored() {
     let with = |offset_bytes| {
         let mut registration = planes_with_scales();
-        registration.device_pages = 1;
-        let tensors = &mut registration.tensors;
+        registration.groups[0].device_pages = 1;
+        let tensors = &mut registration.groups[0].tensors;
         tensors[0].shape[1] = 1;
         tensors[0].strides = vec![30, 0, 1];
         tensors[0].page_stride_bytes = 0;
         tensors[1].shape[0] = 1;
         tensors[1].offset_bytes = offset_bytes;
-        validate(&registration).map(|layout| layout.fragments.len())
+        validate(&registration).map(|layout| layout.groups[0].fragments.len())
     };
     assert_eq!(with(120), Ok(2));
     let error = with(119).expect_err("an overlap");
-    assert_eq!(error.field, "tensors[1].offset_bytes");
+    assert_eq!(error.field, "groups[0].tensors[1].offset_bytes");
 }
 
 #[test]
 fn a_page_larger_than_the_limit_in_sum_is_refused() {
     let error = refusal(|r| {
         r.allocations.iter_mut().for_each(|it| it.bytes = u64::MAX);
-        for tensor in &mut r.tensors {
+        for tensor in &mut r.groups[0].tensors {
             tensor.shape = vec![6, 1 << 28];
             tensor.strides = vec![1 << 28, 1];
             tensor.page_bytes = 1 << 29;
             tensor.page_stride_bytes = 1 << 29;
         }
     });
-    assert_eq!(error.field, "tensors");
+    assert_eq!(error.field, "groups[0].tensors");
 }
 
 #[test]
@@ -418,9 +473,7 @@ fn the_fingerprint_follows_the_meaning_of_the_bytes() {
     let of = |spoil: Spoil| {
         let mut registration = separate_layers();
         spoil(&mut registration);
-        validate(&registration)
-            .expect("consistent")
-            .layout_fingerprint
+        validate(&registration).expect("consistent").groups[0].layout_fingerprint
     };
     let base = of(|_| ());
     let same: &[Spoil] = &[
@@ -429,14 +482,17 @@ fn the_fingerprint_follows_the_meaning_of_the_bytes() {
         |r| r.allocations.swap(0, 1),
         |r| r.device_uuid = Some("GPU-0".to_owned()),
         |r| {
-            r.device_pages = 5;
-            r.tensors.iter_mut().for_each(|tensor| tensor.shape[0] = 5);
+            r.groups[0].device_pages = 5;
+            r.groups[0]
+                .tensors
+                .iter_mut()
+                .for_each(|tensor| tensor.shape[0] = 5);
         },
-        |r| r.tensors[1].offset_bytes = 128,
-        |r| r.tensors[1].strides = vec![64, 16, 5, 1],
+        |r| r.groups[0].tensors[1].offset_bytes = 128,
+        |r| r.groups[0].tensors[1].strides = vec![64, 16, 5, 1],
         |r| {
-            r.tensors[0].shape.push(1);
-            r.tensors[0].strides.push(99);
+            r.groups[0].tensors[0].shape.push(1);
+            r.groups[0].tensors[0].strides.push(99);
         },
     ];
     for (number, spoil) in same.iter().enumerate() {
@@ -445,18 +501,18 @@ fn the_fingerprint_follows_the_meaning_of_the_bytes() {
     let other: &[Spoil] = &[
         |r| r.content = b"tesu".to_vec(),
         |r| r.content.push(0),
-        |r| r.engine_page_tokens = 4,
+        |r| r.groups[0].engine_page_tokens = 4,
         |r| r.tp_size = 3,
-        |r| r.tensors[7].role = TensorRole::State,
+        |r| r.groups[0].tensors[7].role = TensorRole::State,
         |r| {
-            r.tensors[7].element_bytes = 1;
-            r.tensors[7].strides = vec![128, 30, 10, 1];
-            r.tensors[7].shape[3] = 10;
+            r.groups[0].tensors[7].element_bytes = 1;
+            r.groups[0].tensors[7].strides = vec![128, 30, 10, 1];
+            r.groups[0].tensors[7].shape[3] = 10;
         },
-        |r| r.tensors[0].strides = vec![64, 5, 10, 1],
+        |r| r.groups[0].tensors[0].strides = vec![64, 5, 10, 1],
         |r| {
-            r.tensors[0].shape = vec![6, 3, 2, 5];
-            r.tensors[0].strides = vec![64, 10, 5, 1];
+            r.groups[0].tensors[0].shape = vec![6, 3, 2, 5];
+            r.groups[0].tensors[0].strides = vec![64, 10, 5, 1];
         },
     ];
     for (number, spoil) in other.iter().enumerate() {
@@ -487,7 +543,7 @@ fn the_content_of_two_ranks_can_be_compared() {
         let mut registration = separate_layers();
         registration.content = content.to_vec();
         let layout = validate(&registration).expect("consistent");
-        layout.geometry(&registration).content_digest
+        layout.geometry.groups[0].content_digest
     };
     assert_eq!(of(b"model a"), of(b"model a"));
     assert_ne!(of(b"model a"), of(b"model b"));

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::PageItemSchema;
 use crate::pairs::Pages;
+use kvferry_types::{GroupId, Part};
 
 /// Finds and holds the pages of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -17,13 +18,51 @@ pub struct Lookup {
     pub namespace: Vec<u8>,
     /// Bytes of one page hash, 16 to 64.
     pub hash_bytes: u8,
-    /// The hashes of all full pages of the prompt, packed.
+    /// Hashes of the prompt, packed: one for each unit of the registered `hash_tokens`, which is the page of a model with
+    /// one group.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub hashes: Vec<u8>,
-    /// Number of pages, from the first one on, that the engine has itself.
+    /// Number of hashes, from the first one on, whose pages the engine has itself, in every group.
     #[serde(default)]
     pub device_pages: u32,
+    /// Largest end of a hit, in hashes; absent for all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_pages: Option<u32>,
+}
+
+/// Consecutive pages of one group of a sequence.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PartBody {
+    /// The group of layers.
+    #[serde(default, skip_serializing_if = "first_group")]
+    pub group: u8,
+    /// Position of the first page in the sequence, in pages of the group.
+    pub first_page: u32,
+    /// Device pages, one for each page from there on.
+    #[schemars(with = "Vec<PageItemSchema>")]
+    pub pages: Pages,
+}
+
+impl From<Part> for PartBody {
+    fn from(part: Part) -> Self {
+        Self {
+            group: part.group.0,
+            first_page: part.first_page,
+            pages: part.pages.into(),
+        }
+    }
+}
+
+impl From<PartBody> for Part {
+    fn from(part: PartBody) -> Self {
+        Self::new(GroupId(part.group), part.first_page, part.pages.list)
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn first_group(group: &u8) -> bool {
+    *group == 0
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
@@ -36,11 +75,8 @@ const fn nothing_before(after: &u64) -> bool {
 pub struct Load {
     /// Slot of the lookup that holds the pages.
     pub slot: u64,
-    /// Position of the first page in the sequence.
-    pub first_page: u32,
-    /// Device pages, one for each page from there on.
-    #[schemars(with = "Vec<PageItemSchema>")]
-    pub destination: Pages,
+    /// The pages. A load of one part may end early; one of several parts is carried out as a whole.
+    pub parts: Vec<PartBody>,
     /// The last request number that the ranks received for work of their own (`written`): each rank's copy starts after
     /// everything up to it is written. Lower than the id of this request. 0: nothing writes to the destination.
     #[serde(default, skip_serializing_if = "nothing_before")]
@@ -52,11 +88,8 @@ pub struct Load {
 pub struct Store {
     /// Slot of the lookup that opened the sequence.
     pub slot: u64,
-    /// Position of the first page in the sequence.
-    pub first_page: u32,
-    /// Device pages, one for each page from there on.
-    #[schemars(with = "Vec<PageItemSchema>")]
-    pub source: Pages,
+    /// The pages. A group may have several parts.
+    pub parts: Vec<PartBody>,
     /// Bytes of one page hash; 0 without further hashes.
     #[serde(default)]
     pub hash_bytes: u8,

@@ -8,7 +8,7 @@ mod rank;
 mod status;
 mod worker;
 
-pub use engine::{CancelStores, Finish, Load, Lookup, Reset, Store};
+pub use engine::{CancelStores, Finish, Load, Lookup, PartBody, Reset, Store};
 pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
 pub use rank::{Abandon, Register, Registered, Unregister, Written};

@@ -19,6 +19,9 @@ pub struct Register {
     /// Layout and handles of the memory.
     #[schemars(with = "serde_json::Value")]
     pub registration: Registration,
+    /// The worker only checks the description, opens the memory and answers; it serves none of it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub check_only: bool,
 }
 
 /// Answer to [`Register`].
@@ -28,7 +31,7 @@ pub struct Registered {
     pub arena_pages: u32,
     /// Bytes of one page in the depot.
     pub page_bytes: u64,
-    /// Reason why this group is not copied; empty when it is served.
+    /// Reason why the memory is not copied; empty when it is served.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub not_served: String,
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::handshake::cut;
 use super::{PairSchema, RecordBody};
 use crate::pairs::Pairs;
-use kvferry_types::{EndedCopy, GroupGeometry};
+use kvferry_types::{EndedCopy, MemoryGeometry};
 
 /// Attaches a worker: no order that it received over an older connection is in flight.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -38,7 +38,7 @@ pub struct AttachedMemory {
     pub engine: [u8; 16],
     /// Geometry of the memory.
     #[schemars(with = "serde_json::Value")]
-    pub geometry: GroupGeometry,
+    pub geometry: MemoryGeometry,
 }
 
 /// The pages of one shard in one tier.
@@ -101,6 +101,9 @@ pub struct TransferOrder {
     /// also wait for `request`.
     #[serde(default)]
     pub after: u64,
+    /// The group of layers whose pages are copied, if `from` or `to` is 1.
+    #[serde(default)]
+    pub group: u8,
     /// The transfers. They may end in any order.
     pub transfers: Vec<TransferBody>,
 }

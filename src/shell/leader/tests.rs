@@ -5,8 +5,8 @@ use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
-    AttachDepot, AttachedMemory, Ended, Hello, Inventory, Lookup, RankStatus, Reset, Role, Status,
-    Store, VERSION,
+    AttachDepot, AttachedMemory, Ended, Hello, Inventory, Lookup, PartBody, RankStatus, Reset,
+    Role, Status, Store, VERSION,
 };
 use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, Sharding};
 
@@ -224,6 +224,7 @@ impl World {
     /// Stores two pages, whose copy the worker owes from then on.
     fn store(&mut self) {
         let lookup = Lookup {
+            limit_pages: None,
             slot: 4,
             namespace: Vec::new(),
             hash_bytes: 16,
@@ -233,8 +234,11 @@ impl World {
         self.request(1, 1, Message::Lookup(lookup));
         let store = Store {
             slot: 4,
-            first_page: 0,
-            source: PageList::run(2, 2).into(),
+            parts: vec![PartBody {
+                group: 0,
+                first_page: 0,
+                pages: PageList::run(2, 2).into(),
+            }],
             hash_bytes: 0,
             more_hashes: Vec::new(),
             more_from: 0,
@@ -277,7 +281,9 @@ fn attached_memory() -> AttachedMemory {
             device_pages: 8,
             content_digest: [0; 16],
             layout_fingerprint: [0; 16],
-        },
+            ..GroupGeometry::default()
+        }
+        .into(),
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, PerTier, Record,
+    DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId,
 };
 
@@ -63,7 +63,7 @@ pub trait WorkerHost: HolderPeers {
     fn discard(&mut self, registration: Registration);
 
     /// Pages and layout of mapped memory.
-    fn geometry(&self, memory: &Self::Memory) -> GroupGeometry;
+    fn geometry(&self, memory: &Self::Memory) -> MemoryGeometry;
 
     /// Closes the memory of an engine, without waiting for copies that still hold it.
     fn close(&mut self, engine: EngineId, memory: Self::Memory);

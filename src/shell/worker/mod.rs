@@ -265,7 +265,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 engine: engine.0,
                 geometry: host.geometry(memory),
             });
-        let page_bytes = memory.as_ref().map(|memory| memory.geometry.page_bytes);
+        let page_bytes = memory.as_ref().map(|memory| memory.geometry.page_bytes());
         let all = host.depots();
         let depots = all.iter().map(|(tier, depot)| {
             Ok(AttachDepot {

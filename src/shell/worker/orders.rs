@@ -93,7 +93,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         let memory = self.ranks.memory();
-        let page_bytes = memory.map(|memory| host.geometry(memory).page_bytes);
+        let page_bytes = memory.map(|memory| host.geometry(memory).page_bytes());
         if let Some(page_bytes) = page_bytes.filter(|bytes| *bytes != read.page_bytes) {
             let text = format!(
                 "page_bytes is {}, and the engine's pages have {page_bytes}: read the inventory of the memory that is \

@@ -155,24 +155,18 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
     }
 }
 
-/// Returns why the pages of a group are not copied although its memory is reachable: leaders serve one group only, with
-/// pages that every later token needs.
-fn not_served(registration: &Registration) -> Option<String> {
-    let Registration {
-        group,
-        groups,
-        attention,
-        ..
-    } = registration;
-    if *attention != Attention::Full {
-        let kind = attention.name();
+/// Returns why memory is not copied although it is reachable: its engine asked for a check only, or a group is of a kind
+/// that this version does not know.
+fn not_served(registration: &Registration, check_only: bool) -> Option<String> {
+    let mut groups = (0..).map(GroupId).zip(&registration.groups);
+    let unknown = groups.find(|(_, group)| group.attention == Attention::Other);
+    if let Some((group, described)) = unknown {
+        let kind = described.attention.name();
         return Some(format!(
             "{group} has layers with {kind}, which are not served yet"
         ));
     }
-    (*groups != 1).then(|| {
-        format!("the engine's KV memory has {groups} groups, and more than one is not served yet")
-    })
+    check_only.then(|| "the engine asked for a check of its memory only".to_owned())
 }
 
 fn refuse<H: WorkerHost>(
@@ -368,7 +362,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             request,
             engine,
             after: RequestId(register.after),
-            not_served: not_served(&registration),
+            not_served: not_served(&registration, register.check_only),
         };
         let serves = self.ranks.mapped.is_some();
         match host.open(registering, registration, serves) {
@@ -446,9 +440,11 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let geometry = host.geometry(&memory);
         let depots = host.depots();
         let tiers = depots.tiers();
-        let arena_pages = tiers.map(|tier| (tier, host.arena_pages(tier, geometry.page_bytes)));
+        let page_bytes = geometry.page_bytes();
+        let arena_pages = tiers.map(|tier| (tier, host.arena_pages(tier, page_bytes)));
+        let groups = geometry.groups.iter();
         let bounds = MemoryBounds {
-            device_pages: geometry.device_pages,
+            device_pages: groups.map(|group| group.device_pages).collect(),
             arena_pages: arena_pages.collect(),
         };
         let before = ranks.mapped.replace(Mapped {
@@ -474,13 +470,13 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, event)
     }
 
-    /// Handles the end of a check of memory that is not served: its group and page size are now known. Memory that is
+    /// Handles the end of a check of memory that is not served: its page size is now known. Memory that is
     /// served stays.
     pub fn checked<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
         registering: Registering,
-        found: Result<(GroupId, u64), ErrorBody>,
+        found: Result<u64, ErrorBody>,
     ) {
         let Registering {
             number,
@@ -489,7 +485,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             ..
         } = registering;
         self.ranks.opening.remove(&number);
-        let (group, page_bytes) = match found {
+        let page_bytes = match found {
             Ok(found) => found,
             Err(error) => {
                 self.rank_refused(host, &error.message);
@@ -500,7 +496,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             let text = "the memory was checked and not mapped";
             return refuse(host, peer, request, ErrorCode::Internal, text);
         };
-        tracing::warn!(worker = %self.worker, %group, page_bytes, why, "engine memory is not used");
+        tracing::warn!(worker = %self.worker, page_bytes, why, "engine memory is not used");
         self.rank_refused(host, &why);
         let body = Registered {
             arena_pages: 0,
@@ -541,14 +537,16 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             }
             return;
         }
-        let page_bytes = geometry.page_bytes;
+        let page_bytes = geometry.page_bytes();
+        let device_pages = geometry.groups.iter().map(|group| group.device_pages).max();
+        let device_pages = device_pages.unwrap_or(0);
         let arena_pages = host.arena_pages(TierId::Host, page_bytes);
         tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
-        if arena_pages > 0 && arena_pages < geometry.device_pages {
+        if arena_pages > 0 && arena_pages < device_pages {
             tracing::warn!(
                 worker = %self.worker,
                 arena_pages,
-                device_pages = geometry.device_pages,
+                device_pages,
                 "G2 holds fewer pages than the engine itself: it will find little there; raise g2"
             );
         }

@@ -12,8 +12,8 @@ use kvferry_protocol::{
     Unregister, VERSION, Written,
 };
 use kvferry_types::{
-    Attention, DepotId, GroupGeometry, GroupId, Nonce, PageRun, PeerId, PerTier, Rank, Record,
-    Registration, Replica, Scope, Stored, TierId, Transfer,
+    Attention, DepotId, GroupGeometry, GroupId, GroupMemory, MemoryGeometry, Nonce, PageRun,
+    PeerId, PerTier, Rank, Record, Registration, Replica, Scope, Stored, TierId, Transfer,
 };
 
 const WORKER: WorkerId = WorkerId {
@@ -110,7 +110,7 @@ impl WorkerHost for Process {
 
     fn discard(&mut self, _: Registration) {}
 
-    fn geometry(&self, _: &Mapping) -> GroupGeometry {
+    fn geometry(&self, _: &Mapping) -> MemoryGeometry {
         GroupGeometry {
             group: GroupId(0),
             engine_page_tokens: 16,
@@ -119,7 +119,9 @@ impl WorkerHost for Process {
             device_pages: 8,
             content_digest: [0; 16],
             layout_fingerprint: [0; 16],
+            ..GroupGeometry::default()
         }
+        .into()
     }
 
     fn close(&mut self, _: EngineId, memory: Mapping) {
@@ -219,19 +221,22 @@ fn envelope(id: u64, message: Message) -> Envelope {
 
 fn registration() -> Registration {
     Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: 16,
+            device_pages: 8,
+            layers: 1,
+            tensors: Vec::new(),
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: b"test".to_vec(),
         rank: WORKER.rank,
         tp_size: 2,
         shard: 1,
-        engine_page_tokens: 16,
-        device_pages: 8,
-        layers: 1,
         allocations: Vec::new(),
-        tensors: Vec::new(),
         nonce: Nonce {
             allocation: 0,
             offset_bytes: 0,
@@ -286,6 +291,7 @@ impl World {
             after: 0,
             engine: [engine; 16],
             registration,
+            check_only: false,
         };
         self.send(peer, id, Message::Register(register));
     }

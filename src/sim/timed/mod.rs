@@ -27,7 +27,7 @@ use kvferry_core::{
     WorkerEffect, WorkerEvent, WorkerSettings, Workers,
 };
 use kvferry_types::{
-    Answer, AttachId, Direction, EndedCopy, GroupGeometry, PerTier, Rank, Replica, Request,
+    Answer, AttachId, Direction, EndedCopy, MemoryGeometry, PerTier, Rank, Replica, Request,
     RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
 };
 use kvferry_workload::scheduler::{Scheduler, Served};
@@ -98,7 +98,7 @@ impl Timed {
         mut leader: Leader,
         scheduler: Scheduler,
         ranks: u16,
-        geometry: &GroupGeometry,
+        geometry: &MemoryGeometry,
         arena_pages: u32,
         settings: TimedSettings,
     ) -> Result<Self, ReplayError> {
@@ -107,7 +107,11 @@ impl Timed {
             let mut worker = Worker::new(WorkerSettings::new(RUNNING_COPIES_MAX));
             let (engine, after) = (ENGINE, RequestId(0));
             let bounds = MemoryBounds {
-                device_pages: geometry.device_pages,
+                device_pages: geometry
+                    .groups
+                    .iter()
+                    .map(|group| group.device_pages)
+                    .collect(),
                 arena_pages: PerTier::host(arena_pages),
             };
             let admitted = WorkerEvent::Admitted {
@@ -129,12 +133,12 @@ impl Timed {
             worker
         };
         let workers = (0..ranks).map(|_| worker()).collect();
-        let copies = TimedCopies::new(&settings, ranks, geometry.page_bytes);
+        let copies = TimedCopies::new(&settings, ranks, geometry.page_bytes());
         Ok(Self {
             settings,
             workers,
             leader,
-            engine: TimedEngine::new(scheduler, &settings, geometry.engine_page_tokens),
+            engine: TimedEngine::new(scheduler, &settings, geometry.hash_tokens),
             copies: copies?,
             agenda: Agenda::new(),
             now: Time(0),

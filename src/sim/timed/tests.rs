@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_core::{AnchorKey, LeaderSettings};
-use kvferry_types::{Epoch, GroupId, PageHashes, Ratio};
+use kvferry_types::{Epoch, GroupGeometry, GroupId, PageHashes, Ratio};
 use kvferry_workload::scheduler::Prompt;
 
 use super::*;
@@ -42,13 +42,14 @@ fn world(settings: TimedSettings, ranks: u16, device_pages: u32) -> Timed {
         device_pages,
         content_digest: [0; 16],
         layout_fingerprint: [0; 16],
+        ..GroupGeometry::default()
     };
     let scheduler = Scheduler::new(device_pages, 0);
     Timed::new(
         Leader::new(leader),
         scheduler,
         ranks,
-        &geometry,
+        &geometry.into(),
         64,
         settings,
     )

@@ -197,6 +197,7 @@ impl SimContext {
             device_pages,
             content_digest: shape.layout,
             layout_fingerprint: shape.layout,
+            ..GroupGeometry::default()
         }
     }
 

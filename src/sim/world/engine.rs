@@ -15,8 +15,8 @@ use super::storage::TORN;
 use super::{NodeId, SimContext, SimEvent};
 use kvferry_protocol::{Abandon, Message, Register, Role, Written};
 use kvferry_types::{
-    Answer, Attention, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId,
-    ResetAnswer, ResetScope, SlotId, Time, WorkerId,
+    Answer, Attention, EngineId, GroupMemory, Nonce, Rank, Registration, Replica, Request,
+    RequestId, ResetAnswer, ResetScope, SlotId, Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, WorkKind};
 
@@ -401,6 +401,7 @@ impl EngineProcess {
                 after: highest.0,
                 engine: self.id.0,
                 registration: registration(env, self.id, rank),
+                check_only: false,
             });
             return side.client.request_here(env, correlation, body);
         }
@@ -684,19 +685,22 @@ impl EngineProcess {
 fn registration(env: &SimContext, engine: EngineId, rank: usize) -> Registration {
     let rank = Rank(u16::try_from(rank).unwrap_or(0));
     Registration {
-        group: GroupId(0),
-        groups: 1,
-        attention: Attention::Full,
-        window_tokens: 0,
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: env.geometry(engine).engine_page_tokens,
+            device_pages: env.geometry(engine).device_pages,
+            layers: 1,
+            tensors: Vec::new(),
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
         content: b"sim".to_vec(),
         rank,
         tp_size: env.setup.ranks,
         shard: u16::try_from(env.depot_of(rank)).unwrap_or(0),
-        engine_page_tokens: env.geometry(engine).engine_page_tokens,
-        device_pages: env.geometry(engine).device_pages,
-        layers: 1,
         allocations: Vec::new(),
-        tensors: Vec::new(),
         nonce: Nonce {
             allocation: 0,
             offset_bytes: 0,

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_core::{ARENA_PAGES_MAX, AttachedDepot, Contradiction, Pool, TierKey, WorkerMemory};
+use kvferry_core::{
+    ARENA_PAGES_MAX, AttachedDepot, Contradiction, Model, Pool, TierKey, WorkerMemory,
+};
 use kvferry_types::{DepotId, EngineId, PerTier, Replica, Shard, TierId, WorkerId};
 
 /// The admitted workers of one leader.
@@ -80,9 +82,11 @@ impl AdmittedWorkers {
             return Err(format!("a pool of {key:?} serves, the depots are {depots:?}").into());
         }
         let same = |memory: &WorkerMemory| {
-            let geometry = &memory.geometry;
-            (geometry.page_bytes, geometry.layout_fingerprint)
-                == (key.page_bytes, key.layout_fingerprint)
+            let model = Model::new(memory.geometry.clone());
+            model.is_ok_and(|model| {
+                (model.page_bytes(), *model.layout_fingerprint())
+                    == (key.page_bytes, key.layout_fingerprint)
+            })
         };
         let complete = self.complete(ranks);
         let Some(first) = complete.first() else {

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
-use kvferry_types::{EngineId, Request, RequestId, SlotId};
+use kvferry_types::{EngineId, GroupId, Part, Request, RequestId, SlotId};
 
 /// Steps of the short runs.
 const SHORT: u64 = 2000;
@@ -156,9 +156,8 @@ fn every_lie_is_found() {
 fn deliver(oracle: &mut oracle::Oracle, engine: EngineId, all_clear: bool) {
     let request = Request::Store {
         slot: SlotId(1),
-        first_page: 0,
+        parts: vec![Part::new(GroupId(0), 0, kvferry_types::PageList::default())],
         more: None,
-        source: kvferry_types::PageList::default(),
     };
     let question = oracle::ArrivedRequest {
         left: Duration::from_millis(10),

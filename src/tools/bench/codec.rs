@@ -75,6 +75,7 @@ impl Arguments {
         let pages = pairs.iter().map(|pair| pair.dst.pages()).sum();
         let numbers = numbers(&pairs);
         let transfer = TransferOrder {
+            group: 0,
             from: 2,
             to: 1,
             engine: Some([7; 16]),

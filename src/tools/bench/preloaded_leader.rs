@@ -11,8 +11,8 @@ use kvferry_core::{
 use kvferry_protocol::{Envelope, HEADER_BYTES, Header, Lookup, Message, VERSION, decode, encode};
 use kvferry_types::{
     Answer, AttachId, DepotId, EndedCopy, Epoch, GroupGeometry, GroupId, LookupAnswer, PageHashes,
-    PageList, PerTier, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetId, ResetScope,
-    SlotId, StoreAnswer, Time, WorkerId,
+    PageList, Part, PerTier, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetId,
+    ResetScope, SlotId, StoreAnswer, Time, WorkerId,
 };
 
 /// Prompts that are stored together, one block of each in turn, so that the blocks of a prompt lie far apart.
@@ -32,6 +32,7 @@ pub(super) fn geometry() -> GroupGeometry {
         device_pages: 1 << 20,
         content_digest: [0; 16],
         layout_fingerprint: [3; 16],
+        ..GroupGeometry::default()
     }
 }
 
@@ -103,7 +104,7 @@ impl PreloadedLeader {
             }),
             memory: Some(WorkerMemory {
                 engine: ENGINE,
-                geometry: geometry(),
+                geometry: geometry().into(),
                 arena_pages: PerTier::host(arena_pages),
             }),
         };
@@ -133,6 +134,7 @@ impl PreloadedLeader {
                 namespace: Vec::new(),
                 hashes: packed(hashes(*prompt, self.prompt_pages))?,
                 device_pages: 0,
+                limit_pages: None,
             };
             self.request(lookup)?;
         }
@@ -143,9 +145,12 @@ impl PreloadedLeader {
             for prompt in &prompts {
                 let store = Request::Store {
                     slot: SlotId(*prompt),
-                    first_page,
+                    parts: vec![Part::new(
+                        GroupId(0),
+                        first_page,
+                        PageList::run(first_page, pages),
+                    )],
                     more: None,
-                    source: PageList::run(first_page, pages),
                 };
                 match self.request(store)? {
                     Answer::Store(StoreAnswer { stored_pages, .. }) if stored_pages == pages => {}
@@ -212,6 +217,7 @@ impl PreloadedLeader {
             hash_bytes: HASH_BYTES as u8,
             hashes: hashes(prompt, self.prompt_pages),
             device_pages: 0,
+            limit_pages: None,
         };
         let envelope = Envelope {
             version: VERSION,

@@ -15,7 +15,7 @@ use kvferry::cli::block_on;
 use kvferry::error::CommandError;
 use kvferry_protocol::{
     Attach, AttachDepot, AttachedMemory, Call, Ended, Inventory, Lookup, LookupAnswer, Message,
-    Role, Status, Store,
+    PartBody, Role, Status, Store,
 };
 use kvferry_transport::{
     Address, Client, Incoming, Limits, Server, ServerEvent, ServerSettings, Transport,
@@ -193,6 +193,7 @@ fn lookup(slot: u64, prompt: u64, pages: u32) -> Lookup {
         hash_bytes: HASH_BYTES as u8,
         hashes: hashes(prompt, pages),
         device_pages: 0,
+        limit_pages: None,
     }
 }
 
@@ -205,8 +206,11 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
     request(engine, lookup(prompt, prompt, pages)).await?;
     let store = Store {
         slot: prompt,
-        first_page: 0,
-        source: PageList::run(0, pages).into(),
+        parts: vec![PartBody {
+            group: 0,
+            first_page: 0,
+            pages: PageList::run(0, pages).into(),
+        }],
         hash_bytes: 0,
         more_hashes: Vec::new(),
         more_from: 0,
@@ -235,7 +239,7 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
         }],
         memory: Some(AttachedMemory {
             engine: ENGINE.0,
-            geometry: geometry(),
+            geometry: geometry().into(),
         }),
     };
     let orders = worker.clone();

@@ -38,10 +38,11 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> AttachRequest {
         device_pages: NAMES as u32,
         content_digest: [0; 16],
         layout_fingerprint: [1; 16],
+        ..GroupGeometry::default()
     };
     let memory = WorkerMemory {
         engine: ENGINE,
-        geometry,
+        geometry: geometry.into(),
         arena_pages: PerTier::host(PAGES as u32),
     };
     AttachRequest {

@@ -9,8 +9,8 @@ use crate::engine_memory::EngineMemory;
 use crate::layout::PageLayout;
 use crate::registration::validate;
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, FragmentPair, GroupId, Nonce, Rank,
-    Registration, TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, FragmentPair, GroupMemory, Nonce,
+    Rank, Registration, TensorRole, TensorView,
 };
 
 /// Layout of an engine's pages.
@@ -76,19 +76,22 @@ impl Layout {
             bytes: self.lead_bytes + bytes + 16,
         });
         Registration {
-            group: GroupId(0),
-            groups: 1,
-            attention: Attention::Full,
-            window_tokens: 0,
+            groups: vec![GroupMemory {
+                attention: Attention::Full,
+                window_tokens: 0,
+                eagle: false,
+                engine_page_tokens: 1,
+                device_pages: pages as u32,
+                layers: layers as u32,
+                tensors: tensors.collect(),
+            }],
+            hash_tokens: 0,
+            hit_tokens: 0,
             content: b"test".to_vec(),
             rank: Rank(0),
             tp_size: 1,
             shard: 0,
-            engine_page_tokens: 1,
-            device_pages: pages as u32,
-            layers: layers as u32,
             allocations: allocations.collect(),
-            tensors: tensors.collect(),
             nonce: Nonce {
                 allocation: 0,
                 offset_bytes: 0,
@@ -128,6 +131,7 @@ impl Bench {
     pub(super) fn new(layout: Layout, arena_pages: u64) -> Self {
         let registration = layout.registration();
         let layout = validate(&registration).expect("consistent");
+        let layout = Arc::clone(&layout.groups[0]);
         let mut seed = 1;
         let buffers = registration.allocations.iter().map(|allocation| {
             let buffer = SharedBuffer::create("kvferry-test", allocation.bytes).expect("memory");
@@ -148,7 +152,7 @@ impl Bench {
             .expect("in bounds");
         Self {
             registration,
-            layout: Arc::new(layout),
+            layout,
             device: Arc::new(device),
             depot: Arc::new(depot),
         }
@@ -175,7 +179,7 @@ impl Bench {
     /// The snapshot after the job, computed byte by byte from the registration alone.
     pub(super) fn expected(&self, job: &CopyJob, mut memory: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
         let depot = memory.len() - 1;
-        let mut tensors: Vec<_> = self.registration.tensors.iter().collect();
+        let mut tensors: Vec<_> = self.registration.groups[0].tensors.iter().collect();
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
         let page_bytes: u64 = tensors.iter().map(|tensor| tensor.page_bytes).sum();
         let stride = page_bytes.div_ceil(64) * 64;

@@ -96,6 +96,7 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
 fn an_order_that_cannot_be_carried_out_is_answered_with_an_error() {
     let mut world = World::attached();
     let order = kvferry_protocol::TransferOrder {
+        group: 0,
         from: 1,
         to: 2,
         engine: Some([1; 16]),

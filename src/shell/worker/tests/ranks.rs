@@ -25,6 +25,7 @@ impl World {
             dst: PageList::run(1, 1),
         };
         let order = TransferOrder {
+            group: 0,
             from: 2,
             to: 1,
             engine: Some([engine; 16]),
@@ -199,22 +200,28 @@ fn a_host_that_is_not_ready_reports_no_problem() {
 
 #[test]
 fn memory_that_is_not_served_is_checked_and_the_rank_receives_the_reason() {
-    for (groups, attention, why) in [
-        (2, Attention::Full, "2 groups"),
-        (1, Attention::SlidingWindow, "not served yet"),
+    for (check_only, attention, why) in [
+        (true, Attention::Full, "a check of its memory only"),
+        (false, Attention::Other, "not served yet"),
     ] {
         let mut world = World::new();
         world.connect(5, 1, 50);
-        let registration = Registration {
-            groups,
-            attention,
-            ..registration()
-        };
-        world.send_registration(5, 1, 1, registration);
+        let mut registration = registration();
+        registration.groups[0].attention = attention;
+        world.send(
+            5,
+            1,
+            Message::Register(Register {
+                after: 0,
+                engine: [1; 16],
+                registration,
+                check_only,
+            }),
+        );
         let registering = world.process.opening.pop().expect("it is checked");
         let reason = registering.not_served.clone().expect("a reason");
         assert!(reason.contains(why), "{reason}");
-        let found = Ok((GroupId(3), PAGE_BYTES));
+        let found = Ok(PAGE_BYTES);
         world.run(|shell, process| {
             shell.checked(process, registering, found);
             Ok(())

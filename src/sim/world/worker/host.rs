@@ -12,7 +12,7 @@ use super::copies::RunningCopies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, GroupGeometry, LinkId, PageRun, PeerId, PerTier, Record,
+    DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
@@ -229,8 +229,8 @@ impl WorkerHost for Host<'_> {
 
     fn discard(&mut self, _: Registration) {}
 
-    fn geometry(&self, memory: &EngineId) -> GroupGeometry {
-        self.env.geometry(*memory)
+    fn geometry(&self, memory: &EngineId) -> MemoryGeometry {
+        self.env.geometry(*memory).into()
     }
 
     fn close(&mut self, _: EngineId, _: EngineId) {}

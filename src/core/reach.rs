@@ -1,0 +1,184 @@
+//! The pages of a sequence that the tiers have, for the rules of several groups.
+//!
+//! A prefix group is followed from its first page, as for a model with one group. The pages of the other groups lie in
+//! runs with holes between them: each cell of a group, the pages between two multiples of the ratio, is examined once,
+//! when a rule first asks about one of its pages.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::cover::{TierRun, walk_tiers};
+use crate::group::{GroupKind, Hit, LookupBounds, Presence};
+use crate::index::MatchGoal;
+use crate::model::Sequence;
+use crate::pool::{BlockRun, Pool};
+use kvferry_types::{GroupId, TierId};
+use smallvec::SmallVec;
+
+/// The runs that begin in one cell: one for each position at most, in each tier.
+type CellRuns = SmallVec<[TierRun; 2]>;
+
+/// The pages of one group.
+#[derive(Debug)]
+enum GroupPages {
+    /// The runs that follow each other from the first page on, and where the last one ends.
+    Prefix { runs: Vec<TierRun>, end: u32 },
+    /// The runs of the cells that were examined. A block of a state begins with its only page.
+    Cells {
+        cells: RefCell<BTreeMap<u32, CellRuns>>,
+        cell_pages: u32,
+    },
+}
+
+/// A lookup of a sequence of several groups in the tiers that serve, the fastest one first.
+pub(super) struct Reach<'a> {
+    pools: &'a [(TierId, &'a Pool)],
+    sequence: &'a Sequence,
+    groups: Vec<GroupPages>,
+    /// A page was missing that is reserved or filling.
+    pending: Cell<bool>,
+}
+
+impl<'a> Reach<'a> {
+    /// Follows the prefix groups. Pages of the first `device_tokens` may be missing, because the engine has them.
+    pub(super) fn new(
+        pools: &'a [(TierId, &'a Pool)],
+        sequence: &'a Sequence,
+        device_tokens: u32,
+    ) -> Self {
+        let ratio = pools.first().map_or(1, |(_, pool)| pool.ratio());
+        let mut pending = false;
+        let specs = sequence.model().groups().specs();
+        let groups = specs.map(|(group, spec)| match spec.kind {
+            GroupKind::Prefix => {
+                let (domain, hashes) = sequence.of(group);
+                let covered = (device_tokens / spec.page_tokens) as usize;
+                let mut runs = Vec::new();
+                let reach = walk_tiers(pools, domain, hashes, covered, |tier, run| {
+                    runs.push(TierRun { tier, run });
+                });
+                pending |= reach.pending;
+                let end = reach.end;
+                GroupPages::Prefix { runs, end }
+            }
+            GroupKind::State => GroupPages::cells(1),
+            GroupKind::Window { .. } | GroupKind::Chunk { .. } => GroupPages::cells(ratio),
+        });
+        let groups = groups.collect();
+        Self {
+            pools,
+            sequence,
+            groups,
+            pending: Cell::new(pending),
+        }
+    }
+
+    /// The longest hit that every group can continue at.
+    pub(super) fn hit(&self, bounds: LookupBounds) -> Option<Hit> {
+        self.sequence.model().groups().reach(bounds, self)
+    }
+
+    /// True if a later lookup may find more: a page that was asked for is reserved or filling.
+    pub(super) fn is_pending(&self) -> bool {
+        self.pending.get()
+    }
+
+    /// The runs that hold the pages of a group, in order. Pages that the tiers do not have are left out.
+    pub(super) fn runs(&self, group: GroupId, pages: Range<u32>) -> Vec<TierRun> {
+        let overlaps = |found: &&TierRun| {
+            let run = found.run;
+            run.position < pages.end && run.position + run.pages > pages.start
+        };
+        match &self.groups[usize::from(group.0)] {
+            GroupPages::Prefix { runs, .. } => runs.iter().filter(overlaps).copied().collect(),
+            GroupPages::Cells { .. } => {
+                let mut found = Vec::new();
+                let mut page = pages.start;
+                while page < pages.end {
+                    let run = self.run_of(group, page);
+                    page = run.map_or(page + 1, |found| found.run.position + found.run.pages);
+                    found.extend(run);
+                }
+                found
+            }
+        }
+    }
+
+    /// The run that holds a page of a group with holes: of the fastest tier that has the page, the one that reaches
+    /// furthest.
+    fn run_of(&self, group: GroupId, page: u32) -> Option<TierRun> {
+        let GroupPages::Cells { cells, cell_pages } = &self.groups[usize::from(group.0)] else {
+            return None;
+        };
+        let cell = page / cell_pages;
+        let mut cells = cells.borrow_mut();
+        let runs = cells.entry(cell).or_insert_with(|| {
+            let end = (cell + 1).saturating_mul(*cell_pages);
+            self.runs_that_begin(group, cell * cell_pages..end)
+        });
+        let holds = |found: &&TierRun| {
+            (found.run.position..found.run.position + found.run.pages).contains(&page)
+        };
+        let holding = runs.iter().filter(holds).copied();
+        holding.min_by_key(|found| {
+            let end = found.run.position + found.run.pages;
+            (found.tier, std::cmp::Reverse(end))
+        })
+    }
+
+    /// The readable runs that begin at these pages of a group.
+    fn runs_that_begin(&self, group: GroupId, pages: Range<u32>) -> CellRuns {
+        let (domain, hashes) = self.sequence.of(group);
+        let len = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
+        let mut runs = CellRuns::new();
+        for (tier, pool) in self.pools {
+            for position in pages.start..pages.end.min(len) {
+                let goal = MatchGoal::Readable;
+                let Some(found) = pool.longest(domain, hashes, position as usize, goal) else {
+                    continue;
+                };
+                if found.pages > found.ready {
+                    self.pending.set(true);
+                }
+                if found.ready > 0 {
+                    let run = BlockRun {
+                        position,
+                        block: found.block,
+                        pages: found.ready,
+                    };
+                    runs.push(TierRun { tier: *tier, run });
+                }
+            }
+        }
+        runs
+    }
+}
+
+impl GroupPages {
+    fn cells(cell_pages: u32) -> Self {
+        Self::Cells {
+            cells: RefCell::default(),
+            cell_pages,
+        }
+    }
+}
+
+impl Presence for Reach<'_> {
+    fn has(&self, group: GroupId, page: u32) -> bool {
+        match &self.groups[usize::from(group.0)] {
+            GroupPages::Prefix { end, .. } => page < *end,
+            GroupPages::Cells { .. } => self.run_of(group, page).is_some(),
+        }
+    }
+
+    fn first_missing(&self, group: GroupId, pages: Range<u32>) -> Option<u32> {
+        match &self.groups[usize::from(group.0)] {
+            GroupPages::Prefix { end, .. } => {
+                let missing = pages.start.max(*end);
+                (missing < pages.end).then_some(missing)
+            }
+            GroupPages::Cells { .. } => pages.clone().find(|page| !self.has(group, *page)),
+        }
+    }
+}
