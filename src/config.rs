@@ -29,6 +29,8 @@ pub const HEARTBEAT_MS_MIN: u64 = 10;
 pub const HEARTBEAT_MS_MAX: u64 = 60_000;
 /// Longest socket directory, in bytes: Linux limits the whole path of a socket to 107 bytes.
 pub const SOCKET_DIR_BYTES_MAX: usize = 80;
+/// Lowest limit of stored bytes a second: with less, no store of a large block would end in time.
+pub const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 
 /// The default of `socket_dir`, for readers.
 const SOCKET_DIR_DEFAULT: &str =
@@ -50,6 +52,7 @@ pub struct Config {
     #[serde(serialize_with = "as_text")]
     pub g2_policy: TierPolicy,
     pub copy_threads: u16,
+    pub store_bytes_per_s: ByteSize,
     pub gpu_copy: GpuCopy,
     pub heartbeat_ms: u64,
     pub log: String,
@@ -125,6 +128,13 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copy_threads: Option<u16>,
+    /// Most bytes a second that each worker copies out of its engine's memory, on average; 0 for no limit. Loads do not
+    /// count and never wait for it.
+    ///
+    /// 0, or at least 1MiB, such as 2GiB. Stores that wait longer than their deadline are not stored.
+    #[arg(long, value_name = "SIZE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub store_bytes_per_s: Option<ByteSize>,
     /// How copies are submitted to a GPU's driver.
     ///
     /// async: one call for each copy; batch: up to 4,096 copies in one call. Measure and test batch before you rely on
@@ -224,6 +234,11 @@ impl Config {
                 "copy_threads",
                 &bounds(1, COPY_THREADS_MAX.into()),
                 |threads| (1..=COPY_THREADS_MAX).contains(&threads).then_some(threads),
+            )?,
+            store_bytes_per_s: settings.get(
+                "store_bytes_per_s",
+                "0 for no limit, or a size of at least 1MiB, such as \"2GiB\"",
+                |rate: ByteSize| (rate.0 == 0 || rate.0 >= STORE_BYTES_PER_S_MIN).then_some(rate),
             )?,
             gpu_copy: settings.get("gpu_copy", "\"async\" or \"batch\"", Some)?,
             heartbeat_ms: settings.get(

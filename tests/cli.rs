@@ -103,6 +103,7 @@ fn flags_that_a_replay_does_not_use_are_refused() {
     for flag in [
         "--d2h-gb-per-s",
         "--h2d-gb-per-s",
+        "--store-gb-per-s",
         "--link-latency-us",
         "--message-latency-us",
         "--prefill-tokens-per-s",

@@ -5,6 +5,7 @@ mod gpu_state;
 mod host;
 mod registration;
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
@@ -24,7 +25,7 @@ use kvferry_shell::{Registering, WorkerShell};
 use kvferry_transport::{
     Client, Clock, FdReceiver, Incoming, Server, ServerEvent, ServerEvents, SharedLogLimit,
 };
-use kvferry_types::{EndedCopy, GpuCopy, Sharding, Time, WorkerId};
+use kvferry_types::{Edge, EndedCopy, GpuCopy, Sharding, Time, WorkerId};
 
 /// Pause between two log lines about the progress of the depot.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
@@ -53,6 +54,8 @@ pub struct WorkerArguments {
     pub depot: DepotSettings,
     /// Threads that share one large copy.
     pub copy_threads: usize,
+    /// Most bytes per second that are copied out of an engine's memory, on average; `None` for no limit.
+    pub store_bytes_per_s: Option<NonZeroU64>,
     /// How copies are submitted to a GPU's driver.
     pub gpu_copy: GpuCopy,
     /// How long a GPU is kept after its last engine has left; `None` for 300 s.
@@ -143,6 +146,7 @@ impl Actor for WorkerActor {
             incoming,
             depot,
             copy_threads,
+            store_bytes_per_s,
             gpu_copy,
             gpu_idle,
         } = arguments;
@@ -176,7 +180,9 @@ impl Actor for WorkerActor {
             move |why| cast(&to, WorkerMessage::Failed(why))
         });
         tokio::spawn(feed_leader(incoming, myself.clone()));
-        let settings = WorkerSettings::new(RUNNING_COPIES_MAX);
+        let mut settings = WorkerSettings::new(RUNNING_COPIES_MAX);
+        let rate = store_bytes_per_s.map(|rate| (Edge::STORE, rate));
+        settings.bytes_per_s = rate.into_iter().collect();
         Ok(State {
             feeder,
             shell: WorkerShell::new(worker, sharding, settings),

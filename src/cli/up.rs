@@ -210,6 +210,10 @@ impl Supervisor {
             .args(["--g2-numa", &config.g2_numa.to_string()])
             .args(["--g2-policy", &config.g2_policy.to_string()])
             .args(["--copy-threads", &config.copy_threads.to_string()])
+            .args([
+                "--store-bytes-per-s",
+                &config.store_bytes_per_s.0.to_string(),
+            ])
             .args(["--gpu-copy", &config.gpu_copy.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
             .args(["--log", &config.log])

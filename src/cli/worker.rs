@@ -1,6 +1,7 @@
 //! `kvferry worker`
 
 use std::fs::OpenOptions;
+use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -121,6 +122,7 @@ impl Arguments {
                     ready: Arc::clone(&ready),
                 },
                 copy_threads: threads,
+                store_bytes_per_s: NonZeroU64::new(config.store_bytes_per_s.0),
                 gpu_copy: config.gpu_copy,
                 gpu_idle: self.gpu_idle_s.map(Duration::from_secs),
             };

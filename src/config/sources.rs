@@ -81,7 +81,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 13] = [
+pub(super) const KEYS: [Key; 14] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -92,6 +92,7 @@ pub(super) const KEYS: [Key; 13] = [
     text("g2_numa", Fallback::Text("")),
     text("g2_policy", Fallback::Text("pieces=2")),
     number("copy_threads", 4),
+    text("store_bytes_per_s", Fallback::Text("0")),
     text("gpu_copy", Fallback::Text("async")),
     number("heartbeat_ms", 1_000),
     text("log", Fallback::Text("info")),

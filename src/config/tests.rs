@@ -50,6 +50,7 @@ fn defaults_are_those_of_the_docs() {
         g2_numa: NumaNodes::default(),
         g2_policy: TierPolicy::default(),
         copy_threads: 4,
+        store_bytes_per_s: ByteSize(0),
         gpu_copy: GpuCopy::Async,
         heartbeat_ms: 1_000,
         log: "info".to_owned(),
@@ -102,13 +103,15 @@ fn every_key_can_be_given_by_every_source() {
         g2_numa: "1,0".parse().expect("nodes"),
         g2_policy: TierPolicy::evict_first(),
         copy_threads: 3,
+        store_bytes_per_s: ByteSize(2 << 30),
         gpu_copy: GpuCopy::Batch,
         heartbeat_ms: 50,
         log: "1".to_owned(),
     };
     let toml = Toml::new(
         "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
-         g2_numa = '1,0'\ng2_policy = 'pieces=0'\ncopy_threads = 3\ngpu_copy = 'batch'\n\
+         g2_numa = '1,0'\ng2_policy = 'pieces=0'\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
+         gpu_copy = 'batch'\n\
          heartbeat_ms = 50\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
@@ -123,6 +126,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_G2_NUMA", "1,0"),
         ("KVFERRY_G2_POLICY", "pieces=0"),
         ("KVFERRY_COPY_THREADS", "3"),
+        ("KVFERRY_STORE_BYTES_PER_S", "2GiB"),
         ("KVFERRY_GPU_COPY", "batch"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
         ("KVFERRY_LOG", "1"),
@@ -139,6 +143,7 @@ fn every_key_can_be_given_by_every_source() {
         g2_numa: Some("1,0".parse().expect("nodes")),
         g2_policy: Some("pieces=0".to_owned()),
         copy_threads: Some(3),
+        store_bytes_per_s: Some(ByteSize(2 << 30)),
         gpu_copy: Some(GpuCopy::Batch),
         heartbeat_ms: Some(50),
         log: Some("1".to_owned()),
@@ -167,7 +172,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
     assert!(
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
-        g2_lock, g2_numa, g2_policy, copy_threads, gpu_copy, heartbeat_ms, log"
+        g2_lock, g2_numa, g2_policy, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, log"
         ),
         "{error}"
     );
@@ -215,6 +220,18 @@ fn bad_values_name_key_value_source_and_what_is_expected() {
         (
             "copy_threads = 0",
             "'copy_threads' is 0: expected a whole number from 1 to 256",
+        ),
+        (
+            "store_bytes_per_s = 1",
+            "'store_bytes_per_s' is 1: expected 0 for no limit, or a size of at least 1MiB, such as \"2GiB\"",
+        ),
+        (
+            "store_bytes_per_s = '1023KiB'",
+            "'store_bytes_per_s' is \"1023KiB\": expected 0 for no limit",
+        ),
+        (
+            "store_bytes_per_s = -1",
+            "'store_bytes_per_s' is -1: expected 0 for no limit",
         ),
         (
             "heartbeat_ms = 9",

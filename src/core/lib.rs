@@ -76,8 +76,8 @@ pub use refusal::Refusal;
 pub use shard_set::ShardSet;
 pub use view::BlockView;
 pub use worker::{
-    BatchId, MemoryBounds, OrderRefusal, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX,
-    Worker, WorkerEffect, WorkerEvent, WorkerSettings,
+    BatchId, GroupBounds, MemoryBounds, OrderRefusal, PACE_BURST, WORKER_ABANDONED_MAX,
+    WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect, WorkerEvent, WorkerSettings,
 };
 
 /// Copies that a worker runs at one time, at most; further copies wait.

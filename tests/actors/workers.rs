@@ -70,6 +70,7 @@ async fn worker_of(
             ready: Default::default(),
         },
         copy_threads: 1,
+        store_bytes_per_s: None,
         gpu_copy: GpuCopy::Async,
         gpu_idle: None,
     });

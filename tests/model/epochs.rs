@@ -8,7 +8,9 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvferry_core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use kvferry_core::{
+    BatchId, GroupBounds, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings,
+};
 use kvferry_types::{
     AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, GroupId, PageList,
     PerTier, Rank, RequestId, Time, Transfer, TransferId,
@@ -22,8 +24,12 @@ const ENGINE: EngineId = EngineId([1; 16]);
 const RUNNING_MAX: usize = 2;
 
 fn bounds() -> MemoryBounds {
+    let group = GroupBounds {
+        device_pages: 10_000,
+        page_bytes: 4096,
+    };
     MemoryBounds {
-        device_pages: vec![10_000],
+        groups: vec![group],
         arena_pages: PerTier::host(10_000),
     }
 }

@@ -40,6 +40,7 @@ impl Arguments {
         let virtual_time = [
             ("--d2h-gb-per-s", timed.d2h_gb_per_s.is_some()),
             ("--h2d-gb-per-s", timed.h2d_gb_per_s.is_some()),
+            ("--store-gb-per-s", timed.store_gb_per_s.is_some()),
             ("--link-latency-us", timed.link_latency_us.is_some()),
             ("--message-latency-us", timed.message_latency_us.is_some()),
             (

@@ -1,5 +1,6 @@
 //! The replay in virtual time.
 
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,9 @@ pub(super) struct TimedArguments {
     /// Rate of each rank's link from host to device, in GB/s. [default: 25]
     #[arg(long, value_name = "RATE", value_parser = bytes_per_s)]
     pub(super) h2d_gb_per_s: Option<u64>,
+    /// Most GB/s that each worker stores, on average. [default: no limit]
+    #[arg(long, value_name = "RATE", value_parser = bytes_per_s)]
+    pub(super) store_gb_per_s: Option<u64>,
     /// Latency of a copy before its first byte, in microseconds. [default: 10]
     #[arg(long, value_name = "US")]
     pub(super) link_latency_us: Option<u64>,
@@ -71,6 +75,7 @@ impl TimedArguments {
         Ok(TimedSettings {
             d2h_bytes_per_s: self.d2h_gb_per_s.unwrap_or(LINK_BYTES_PER_S),
             h2d_bytes_per_s: self.h2d_gb_per_s.unwrap_or(LINK_BYTES_PER_S),
+            store_bytes_per_s: self.store_gb_per_s.and_then(NonZeroU64::new),
             link_latency: us(self.link_latency_us, LINK_LATENCY),
             message_latency: us(self.message_latency_us, MESSAGE_LATENCY),
             prefill,

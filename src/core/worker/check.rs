@@ -1,23 +1,59 @@
 //! Validation of orders: a copy is checked when its order arrives, before memory or the inventory is written.
 
-use kvferry_types::{GroupId, PageList, PerTier, Record, TierId, Transfer};
+use kvferry_types::{GroupId, MemoryGeometry, PageList, PerTier, Record, TierId, Transfer};
 
-/// Bounds for the pages that copies may name.
+/// The pages of a group in the engine's registered memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupBounds {
+    /// Number of pages.
+    pub device_pages: u32,
+    /// Bytes of one page.
+    pub page_bytes: u64,
+}
+
+/// Bounds for the pages that copies may name, and the bytes of a page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBounds {
-    /// Pages of the engine's registered memory, by group.
-    pub device_pages: Vec<u32>,
-    /// Pages of that size in the depot of each tier.
+    /// The engine's registered memory, by group.
+    pub groups: Vec<GroupBounds>,
+    /// Pages of the largest of these sizes in the depot of each tier.
     pub arena_pages: PerTier<u32>,
 }
 
 impl MemoryBounds {
+    /// The bounds of an engine's memory.
+    pub fn new(geometry: &MemoryGeometry, arena_pages: PerTier<u32>) -> Self {
+        let groups = geometry.groups.iter().map(|group| GroupBounds {
+            device_pages: group.device_pages,
+            page_bytes: group.page_bytes,
+        });
+        Self {
+            groups: groups.collect(),
+            arena_pages,
+        }
+    }
+
+    /// Bytes that a copy moves. Between two tiers, pages of every group are moved with the room of the largest.
+    pub(super) fn bytes_of(&self, transfer: &Transfer) -> u64 {
+        let pages: u64 = transfer.pairs.iter().map(|pair| pair.src.pages()).sum();
+        let largest = self.groups.iter().map(|group| group.page_bytes).max();
+        let page_bytes = match transfer.device {
+            Some(device) => {
+                let group = self.groups.get(usize::from(device.group.0));
+                group.map(|group| group.page_bytes)
+            }
+            None => largest,
+        };
+        pages.saturating_mul(page_bytes.unwrap_or(0))
+    }
+
     /// The name of a tier's memory and its pages, of a group on the device; `None` if the worker does not reach the tier.
     fn of(&self, tier: TierId, group: Option<GroupId>) -> Option<(String, u32)> {
         match tier {
             TierId::Device => {
-                let pages = self.device_pages.get(usize::from(group?.0));
-                Some(("device".to_owned(), pages.copied().unwrap_or(0)))
+                let group = self.groups.get(usize::from(group?.0));
+                let pages = group.map_or(0, |group| group.device_pages);
+                Some(("device".to_owned(), pages))
             }
             tier => Some((format!("arena of {tier}"), *self.arena_pages.get(tier)?)),
         }

@@ -6,15 +6,15 @@ use kvferry_types::{Edge, EngineId, RequestId, Time, Transfer, TransferId};
 
 use crate::Contradiction;
 
-use super::BatchId;
 use super::lanes::Lanes;
+use super::{BatchId, WorkerSettings};
 
 /// The stage of an open copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CopyPhase {
     /// Waits until the engine has written its pages.
     Waiting,
-    /// Waits until fewer copies of its direction run.
+    /// Waits until fewer copies of its edge run and the rate of the edge permits its start.
     Queued,
     /// May read and write memory.
     Running,
@@ -24,6 +24,8 @@ enum CopyPhase {
 #[derive(Debug)]
 pub(super) struct OpenCopy {
     pub(super) transfer: Transfer,
+    /// Bytes that are copied if all of it is copied.
+    bytes: u64,
     /// The order that began the copy, and whose answer reports its end.
     pub(super) batch: BatchId,
     phase: CopyPhase,
@@ -116,11 +118,12 @@ impl Copies {
         copies.filter(its).collect()
     }
 
-    /// Adds a copy: ready if its pages are written, else waiting.
-    pub(super) fn begin(&mut self, batch: BatchId, transfer: Transfer, written: bool) {
+    /// Adds a copy that moves this many bytes: ready if its pages are written, else waiting.
+    pub(super) fn begin(&mut self, batch: BatchId, transfer: Transfer, bytes: u64, written: bool) {
         let id = transfer.id;
         let mut task = OpenCopy {
             transfer,
+            bytes,
             batch,
             phase: CopyPhase::Waiting,
             stopped: None,
@@ -153,15 +156,16 @@ impl Copies {
         }
     }
 
-    /// Starts ready copies up to `running_max` for each edge, in the order of [`Lanes::edges`].
-    pub(super) fn start(&mut self, running_max: usize) -> Vec<Transfer> {
+    /// Starts ready copies up to the limit and the rate of each edge, in the order of [`Lanes::edges`].
+    pub(super) fn start(&mut self, now: Time, settings: &WorkerSettings) -> Vec<Transfer> {
         let mut started = Vec::new();
         for edge in self.lanes.edges() {
-            while let Some(transfer) = self.lanes.pop(edge, running_max) {
+            let bytes_per_s = settings.bytes_per_s.get(&edge).copied();
+            while let Some(transfer) = self.lanes.pop(now, edge, settings.running_max) {
                 let queued = self.open.get_mut(&transfer);
                 if let Some(task) = queued.filter(|task| task.phase == CopyPhase::Queued) {
                     task.phase = CopyPhase::Running;
-                    self.lanes.started(edge);
+                    self.lanes.started(now, edge, task.bytes, bytes_per_s);
                     started.push(task.transfer.clone());
                 }
             }
@@ -213,6 +217,11 @@ impl Copies {
     /// When the next copy expires.
     pub(super) fn next_timeout(&self) -> Option<Time> {
         self.deadlines.first().map(|(at, _)| *at)
+    }
+
+    /// When the next copy starts that waits for nothing but the rate of its edge.
+    pub(super) fn next_start(&self, running_max: usize) -> Option<Time> {
+        self.lanes.next_start(running_max)
     }
 
     /// The next copy whose deadline or fence has passed; returned once.
@@ -288,6 +297,12 @@ mod tests {
         }
     }
 
+    /// Starts ready copies. Returns their ids.
+    fn start(copies: &mut Copies, running_max: usize) -> Vec<TransferId> {
+        let started = copies.start(Time(0), &WorkerSettings::new(running_max));
+        started.iter().map(|copy| copy.id).collect()
+    }
+
     /// Two ready loads and two waiting stores, of which one load runs.
     fn copies() -> Copies {
         let mut copies = Copies::default();
@@ -297,10 +312,9 @@ mod tests {
             (3, Edge::STORE),
             (4, Edge::STORE),
         ] {
-            copies.begin(BatchId(1), copy(transfer, edge), edge == Edge::LOAD);
+            copies.begin(BatchId(1), copy(transfer, edge), 1, edge == Edge::LOAD);
         }
-        let started: Vec<TransferId> = copies.start(1).iter().map(|copy| copy.id).collect();
-        assert_eq!(started, [TransferId(1)]);
+        assert_eq!(start(&mut copies, 1), [TransferId(1)]);
         assert_eq!((copies.len(), copies.check()), (4, Ok(())));
         copies
     }
@@ -314,7 +328,7 @@ mod tests {
             assert_eq!(why, expected);
         };
         wrong(
-            |copies| copies.lanes.started(Edge::STORE),
+            |copies| copies.lanes.started(Time(0), Edge::STORE, 1, None),
             "{Edge { from: Host, to: Device }: 1} copies run, the lanes count {Edge { from: Device, to: Host }: 1, Edge { from: Host, to: Device }: 1}",
         );
         wrong(
@@ -335,17 +349,14 @@ mod tests {
     fn a_queue_forgets_copies_that_ended_in_it_and_no_others() {
         let mut copies = Copies::default();
         for transfer in 1..=200 {
-            copies.begin(BatchId(1), copy(transfer, Edge::LOAD), true);
+            copies.begin(BatchId(1), copy(transfer, Edge::LOAD), 1, true);
         }
-        let start = |copies: &mut Copies| -> Vec<TransferId> {
-            copies.start(1).iter().map(|copy| copy.id).collect()
-        };
-        assert_eq!(start(&mut copies), [TransferId(1)]);
+        assert_eq!(start(&mut copies, 1), [TransferId(1)]);
         (2..200).for_each(|transfer| assert!(copies.end(TransferId(transfer)).is_some()));
-        assert!(start(&mut copies).is_empty(), "one copy runs");
+        assert!(start(&mut copies, 1).is_empty(), "one copy runs");
         assert_eq!(copies.lanes.entries(Edge::LOAD), 1);
         assert!(copies.end(TransferId(1)).is_some());
-        assert_eq!(start(&mut copies), [TransferId(200)]);
+        assert_eq!(start(&mut copies, 1), [TransferId(200)]);
     }
 
     #[test]
@@ -358,12 +369,11 @@ mod tests {
         );
         assert!(copies.end(TransferId(1)).is_some());
         assert!(
-            copies.start(8).is_empty(),
+            start(&mut copies, 8).is_empty(),
             "the stores wait for their engine"
         );
         copies.wrote(RequestId(3));
-        let started: Vec<TransferId> = copies.start(8).iter().map(|copy| copy.id).collect();
-        assert_eq!(started, [TransferId(3)]);
+        assert_eq!(start(&mut copies, 8), [TransferId(3)]);
         assert_eq!((copies.len(), copies.check()), (2, Ok(())));
         assert!(copies.end(TransferId(2)).is_none(), "its end is known");
     }

@@ -1,9 +1,12 @@
-//! Copies that are ready to run. Each edge has its own queue and its own limit, so that a load never waits for stores,
-//! and neither of them for moves between lower tiers.
+//! Copies that are ready to run. Each edge has its own queue, its own limit and its own rate, so that a load never waits
+//! for stores, and neither of them for moves between lower tiers.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::num::NonZeroU64;
 
-use kvferry_types::{Edge, TierId, TransferId};
+use kvferry_types::{Edge, TierId, Time, TransferId};
+
+use super::pace::Pace;
 
 /// The copies of one edge.
 #[derive(Debug, Default)]
@@ -11,6 +14,7 @@ struct Lane {
     /// Copies in the order in which they became ready. A stopped copy stays until [`Lanes::clean`].
     queue: VecDeque<TransferId>,
     running: usize,
+    pace: Pace,
 }
 
 /// Order in which lanes start copies: an engine waits for the first two, and reuses its pages after the third.
@@ -61,18 +65,35 @@ impl Lanes {
         self.of(edge).queue.push_back(transfer);
     }
 
-    /// Removes the oldest entry of an edge's queue, if fewer than `running_max` of its copies run.
-    pub(super) fn pop(&mut self, edge: Edge, running_max: usize) -> Option<TransferId> {
+    /// Removes the oldest entry of an edge's queue, if fewer than `running_max` of its copies run and its rate permits a
+    /// start.
+    pub(super) fn pop(&mut self, now: Time, edge: Edge, running_max: usize) -> Option<TransferId> {
         let lane = self.of(edge);
-        if lane.running >= running_max {
+        if lane.running >= running_max || lane.pace.next_start() > now {
             return None;
         }
         lane.queue.pop_front()
     }
 
+    /// When the rate of an edge permits the next start of a copy that waits for nothing else. To be asked after
+    /// [`Self::pop`] has returned `None` for each edge.
+    pub(super) fn next_start(&self, running_max: usize) -> Option<Time> {
+        let lanes = self.0.values();
+        let held = lanes.filter(|lane| !lane.queue.is_empty() && lane.running < running_max);
+        held.map(|lane| lane.pace.next_start()).min()
+    }
+
     /// Counts a copy that starts to run.
-    pub(super) fn started(&mut self, edge: Edge) {
-        self.of(edge).running += 1;
+    pub(super) fn started(
+        &mut self,
+        now: Time,
+        edge: Edge,
+        bytes: u64,
+        bytes_per_s: Option<NonZeroU64>,
+    ) {
+        let lane = self.of(edge);
+        lane.running += 1;
+        lane.pace.charge(now, bytes, bytes_per_s);
     }
 
     /// Counts the end of a running copy.
@@ -130,10 +151,10 @@ mod tests {
         }
         assert_eq!(lanes.edges(), by_urgency);
         for edge in by_urgency {
-            lanes.started(edge);
-            assert_eq!(lanes.pop(edge, 1), None, "one runs");
-            assert!(lanes.pop(edge, 2).is_some());
-            assert_eq!(lanes.pop(edge, 2), None, "none is left");
+            lanes.started(Time(0), edge, 1, None);
+            assert_eq!(lanes.pop(Time(0), edge, 1), None, "one runs");
+            assert!(lanes.pop(Time(0), edge, 2).is_some());
+            assert_eq!(lanes.pop(Time(0), edge, 2), None, "none is left");
         }
     }
 }

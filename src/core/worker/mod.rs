@@ -1,8 +1,8 @@
 //! The worker: starts, orders and ends copies. Page placement is decided by the leader alone.
 //!
 //! A copy waits until the engine has written the pages that it reads or overwrites, then until fewer than `running_max`
-//! copies of its edge run, then runs. Its end is reported when it no longer reads or writes memory. Loads and
-//! stores have separate limits. An order that is repeated, late, or received after its own cancellation is not carried
+//! copies of its edge run and the rate of its edge permits its start, then runs. Its end is reported when it no longer
+//! reads or writes memory. Loads and stores have separate queues, limits and rates. An order that is repeated, late, or received after its own cancellation is not carried
 //! out: the worker remembers how the last [`WORKER_ENDED_MAX`] copies ended and refuses older ones. Every order is
 //! answered; see [`orders`] for the answers. Copies that an older leader ordered are stopped and never reported to a
 //! newer one. The worker attaches to the newer leader only when none of those copies is left.
@@ -13,23 +13,26 @@ mod lanes;
 mod link;
 mod memory;
 mod orders;
+mod pace;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use kvferry_types::{
-    AttachId, EndedCopy, EngineId, Epoch, PageRun, Record, RequestId, ResetId, Scope, Stored,
+    AttachId, Edge, EndedCopy, EngineId, Epoch, PageRun, Record, RequestId, ResetId, Scope, Stored,
     TierId, Time, Transfer, TransferId,
 };
 
 use crate::Contradiction;
 
-pub use check::MemoryBounds;
+pub use check::{GroupBounds, MemoryBounds};
 use copies::{Copies, Expired, OpenCopy, Stop};
 use link::LeaderLink;
 use memory::{Abandoned, Memory};
 pub use orders::OrderRefusal;
 use orders::{Orders, refused};
+pub use pace::PACE_BURST;
 
 /// Most copies that a worker keeps, waiting and running together. Further copies are refused: reported as not complete.
 /// At worst 0.5 GiB for copies of a few pages, of about 0.5 KB each; every further page takes about 24 bytes.
@@ -51,6 +54,9 @@ pub struct BatchId(pub u64);
 pub struct WorkerSettings {
     /// Most copies of one edge that run at the same time.
     pub running_max: usize,
+    /// Most bytes a second that the copies of an edge move, on average; without an entry as many as they can. A copy
+    /// starts when those before it are paid for; see [`PACE_BURST`].
+    pub bytes_per_s: BTreeMap<Edge, NonZeroU64>,
     /// How long a stopped copy may take to end before the worker ends its own process. Default: 10 s.
     pub fence: Duration,
     /// Interval at which the worker repeats an unanswered attach request. Default: 1 s.
@@ -58,10 +64,11 @@ pub struct WorkerSettings {
 }
 
 impl WorkerSettings {
-    /// The defaults, with at least 1 running copy for each edge.
+    /// The defaults, with at least 1 running copy for each edge and no limits of their rates.
     pub fn new(running_max: usize) -> Self {
         Self {
             running_max: running_max.max(1),
+            bytes_per_s: BTreeMap::new(),
             fence: Duration::from_secs(10),
             attach_every: Duration::from_secs(1),
         }
@@ -319,14 +326,23 @@ impl Worker {
             }
         }
         self.fire_deadlines(now, effects);
-        self.start(effects);
+        self.start(now, effects);
         self.attach(now, effects);
     }
 
     /// When the next [`WorkerEvent::Tick`] is due.
     pub fn next_timeout(&self) -> Option<Time> {
-        let copies = self.copies.next_timeout();
-        copies.into_iter().chain(self.leader.next_timeout()).min()
+        let timeouts = [
+            self.next_start(),
+            self.copies.next_timeout(),
+            self.leader.next_timeout(),
+        ];
+        timeouts.into_iter().flatten().min()
+    }
+
+    /// When the next of the copies starts that wait for nothing but the rate of their edge.
+    pub fn next_start(&self) -> Option<Time> {
+        self.copies.next_start(self.settings.running_max)
     }
 
     /// Copies that have not ended.
@@ -351,8 +367,8 @@ impl Worker {
 
     /// Starts ready copies, all in one batch. The pages of a tier that they overwrite are removed from its inventory
     /// first.
-    fn start(&mut self, effects: &mut Vec<WorkerEffect>) {
-        let started = self.copies.start(self.settings.running_max);
+    fn start(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
+        let started = self.copies.start(now, &self.settings);
         if started.is_empty() {
             return;
         }

@@ -182,6 +182,7 @@ impl Worker {
         }
         let unwritten = device.filter(|device| device.after > memory.written());
         let written = unwritten.is_none();
+        let bytes = memory.bounds().bytes_of(&transfer);
         if let Some(device) = unwritten
             && transfer.edge.to == TierId::Device
         {
@@ -190,7 +191,7 @@ impl Worker {
                 through: device.after,
             });
         }
-        self.copies.begin(batch, transfer, written);
+        self.copies.begin(batch, transfer, bytes, written);
         true
     }
 

@@ -1,11 +1,18 @@
 use super::*;
 use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, GroupId, PageList, PerTier, TierId};
 
+mod pace;
+
 const ENGINE: EngineId = EngineId([1; 16]);
+const PAGE_BYTES: u64 = 4096;
 
 fn bounds() -> MemoryBounds {
+    let group = GroupBounds {
+        device_pages: 64,
+        page_bytes: PAGE_BYTES,
+    };
     MemoryBounds {
-        device_pages: vec![64],
+        groups: vec![group],
         arena_pages: PerTier::host(32),
     }
 }
@@ -63,7 +70,12 @@ fn step(worker: &mut Worker, now: u64, event: WorkerEvent) -> Vec<WorkerEffect> 
 
 /// A worker with depot, leader and engine that accepts orders.
 fn worker() -> Worker {
-    let mut worker = Worker::new(WorkerSettings::new(2));
+    serving(WorkerSettings::new(2))
+}
+
+/// The same with other settings.
+fn serving(settings: WorkerSettings) -> Worker {
+    let mut worker = Worker::new(settings);
     step(&mut worker, 0, WorkerEvent::DepotReady);
     let after = RequestId(0);
     let registered = WorkerEvent::Registered {

@@ -442,11 +442,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let tiers = depots.tiers();
         let page_bytes = geometry.page_bytes();
         let arena_pages = tiers.map(|tier| (tier, host.arena_pages(tier, page_bytes)));
-        let groups = geometry.groups.iter();
-        let bounds = MemoryBounds {
-            device_pages: groups.map(|group| group.device_pages).collect(),
-            arena_pages: arena_pages.collect(),
-        };
+        let bounds = MemoryBounds::new(&geometry, arena_pages.collect());
         let before = ranks.mapped.replace(Mapped {
             number,
             engine,

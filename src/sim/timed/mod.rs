@@ -15,6 +15,8 @@ mod agenda;
 mod compute;
 mod copies;
 mod engine;
+#[cfg(test)]
+mod lane_tests;
 mod metrics;
 mod settings;
 #[cfg(test)]
@@ -27,7 +29,7 @@ use kvferry_core::{
     WorkerEffect, WorkerEvent, WorkerSettings, Workers,
 };
 use kvferry_types::{
-    Answer, AttachId, Direction, EndedCopy, MemoryGeometry, PerTier, Rank, Replica, Request,
+    Answer, AttachId, Direction, Edge, EndedCopy, MemoryGeometry, PerTier, Rank, Replica, Request,
     RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
 };
 use kvferry_workload::scheduler::{Scheduler, Served};
@@ -104,16 +106,12 @@ impl Timed {
     ) -> Result<Self, ReplayError> {
         attach(&mut leader, ranks, geometry, arena_pages)?;
         let worker = || {
-            let mut worker = Worker::new(WorkerSettings::new(RUNNING_COPIES_MAX));
+            let mut its = WorkerSettings::new(RUNNING_COPIES_MAX);
+            let rate = settings.store_bytes_per_s;
+            its.bytes_per_s = rate.map(|rate| (Edge::STORE, rate)).into_iter().collect();
+            let mut worker = Worker::new(its);
             let (engine, after) = (ENGINE, RequestId(0));
-            let bounds = MemoryBounds {
-                device_pages: geometry
-                    .groups
-                    .iter()
-                    .map(|group| group.device_pages)
-                    .collect(),
-                arena_pages: PerTier::host(arena_pages),
-            };
+            let bounds = MemoryBounds::new(geometry, PerTier::host(arena_pages));
             let admitted = WorkerEvent::Admitted {
                 attach: AttachId(1),
                 after: Some(TransferId(0)),
@@ -200,11 +198,13 @@ impl Timed {
         self.engine.held_pages()
     }
 
-    /// Time of the next event; `None` at the end. Timeouts alone do not keep the simulation running.
+    /// Time of the next event; `None` at the end. Timeouts alone do not keep the simulation running, except those at
+    /// which copies start.
     fn next_event(&mut self, arrives: Option<Time>) -> Option<Time> {
         let ends = self.copies.next_event();
         let sent = self.agenda.next_at();
-        let next = [arrives, ends, sent].into_iter().flatten().min()?;
+        let starts = self.workers.iter().filter_map(Worker::next_start).min();
+        let next = [arrives, ends, sent, starts].into_iter().flatten().min()?;
         let workers = self.workers.iter().filter_map(Worker::next_timeout);
         workers
             .chain(self.leader.next_timeout())

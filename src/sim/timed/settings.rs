@@ -1,5 +1,6 @@
 //! Settings of a timed replay: the time of each step, and the arrivals of prompts.
 
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use kvferry_types::Time;
@@ -22,6 +23,8 @@ pub struct TimedSettings {
     pub d2h_bytes_per_s: u64,
     /// Bytes per second from each rank's host to its device, at least 1. Default: [`LINK_BYTES_PER_S`].
     pub h2d_bytes_per_s: u64,
+    /// Most bytes per second that each worker stores, on average. Default: no limit.
+    pub store_bytes_per_s: Option<NonZeroU64>,
     /// Time from the start of a copy until its first byte. Default: [`LINK_LATENCY`].
     pub link_latency: Duration,
     /// Time of a message from sender to receiver. Default: [`MESSAGE_LATENCY`].
@@ -39,6 +42,7 @@ impl Default for TimedSettings {
         Self {
             d2h_bytes_per_s: LINK_BYTES_PER_S,
             h2d_bytes_per_s: LINK_BYTES_PER_S,
+            store_bytes_per_s: None,
             link_latency: LINK_LATENCY,
             message_latency: MESSAGE_LATENCY,
             prefill: Prefill::Instant,

@@ -22,6 +22,7 @@ fn settings() -> TimedSettings {
     TimedSettings {
         d2h_bytes_per_s: 1_000_000_000,
         h2d_bytes_per_s: 1_000_000_000,
+        store_bytes_per_s: None,
         link_latency: Duration::from_nanos(COPY_LATENCY),
         message_latency: Duration::from_nanos(MESSAGE),
         prefill: Prefill::Rate(16_000),
@@ -136,6 +137,23 @@ fn copies_at_one_time_share_their_link() {
     // Both wait for the order, which arrives after the notification that all is written.
     let end = 4 * MESSAGE + COPY_LATENCY + 6 * PAGE_MOVED + 4 * MESSAGE;
     assert_eq!(seen.span, Duration::from_nanos(end));
+}
+
+#[test]
+fn stores_wait_for_their_rate_and_loads_do_not() {
+    let mut settings = settings();
+    settings.prefill = Prefill::Instant;
+    settings.store_bytes_per_s = std::num::NonZeroU64::new(1_000_000);
+    let mut world = world(settings, 1, 16);
+    let stored = [arrival(0, 1, &[1, 2]), arrival(0, 2, &[3, 4])];
+    // Comes while the second store waits until the 2 MB of the first one are paid for, 2 s from the start.
+    let loaded = arrival(100 * MS, 3, &[1, 2]);
+    let arrivals = [stored[0].clone(), stored[1].clone(), loaded];
+    let (seen, served) = run(&mut world, &arrivals, Pace::Timestamps);
+    assert_eq!(seen.d2h.queue_ns, [0, 2_000 * MS - 4 * MESSAGE]);
+    assert_eq!(served.iter().map(|done| done.loaded_pages).sum::<u32>(), 2);
+    assert_eq!(seen.load_ns, [4 * MESSAGE + COPY_LATENCY + 2 * PAGE_MOVED]);
+    assert_eq!(seen.h2d.queue_ns, [0]);
 }
 
 #[test]
