@@ -13,7 +13,10 @@ use kvferry_cuda::RegisteredDevice;
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory,
 };
-use kvferry_types::{Direction, EndedCopy, FragmentPair, GroupId, TierId, Transfer, TransferId};
+use kvferry_transport::Clock;
+use kvferry_types::{
+    Direction, EndedCopy, FragmentPair, GroupId, TierId, Time, Transfer, TransferId,
+};
 
 pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 
@@ -21,8 +24,8 @@ pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 pub enum TransferMessage {
     /// Run these copies, in order within each direction.
     Start {
-        /// The copies.
-        copies: Vec<Transfer>,
+        /// The copies, each with the time at which it was ready.
+        copies: Vec<(Transfer, Time)>,
         /// The engine's memory.
         memory: EngineSide,
         /// The depot.
@@ -38,6 +41,8 @@ pub enum TransferMessage {
 pub struct TransferArguments {
     /// Threads that share one copy.
     pub copy_threads: usize,
+    /// The clock of the times at which copies were ready.
+    pub clock: Clock,
     /// Receives the ends of copies.
     pub ended: DerivedActorRef<Vec<EndedCopy>>,
 }
@@ -45,7 +50,7 @@ pub struct TransferArguments {
 /// A batch of copies for a copying thread.
 struct CopyBatch {
     direction: Direction,
-    copies: Vec<(Transfer, Arc<CancelFlag>)>,
+    copies: Vec<(Transfer, Time, Arc<CancelFlag>)>,
     memory: RegisteredMemory,
     depot: Arc<Depot>,
 }
@@ -81,8 +86,9 @@ impl Actor for TransferActor {
             ("kvferry-scatter", load_work),
         ] {
             let (engine, actor) = (Arc::clone(&engine), myself.clone());
+            let clock = arguments.clock;
             let thread = std::thread::Builder::new().name(name.to_owned());
-            threads.push(thread.spawn(move || run(&work, &engine, &actor))?);
+            threads.push(thread.spawn(move || run(&work, &engine, &actor, clock))?);
         }
         Ok(State {
             ended: arguments.ended,
@@ -108,12 +114,13 @@ impl Actor for TransferActor {
                 let memory = match memory {
                     EngineSide::Host(memory) => memory,
                     EngineSide::Device(memory, gpu) => {
+                        let copies = copies.into_iter().map(|(copy, _)| copy).collect();
                         return state.start_on(&gpu, copies, &memory);
                     }
                 };
-                let (stores, loads): (Vec<Transfer>, Vec<Transfer>) = copies
+                let (stores, loads): (Vec<_>, Vec<_>) = copies
                     .into_iter()
-                    .partition(|transfer| transfer.edge.to != TierId::Device);
+                    .partition(|(transfer, _)| transfer.edge.to != TierId::Device);
                 state.start(stores, Direction::Store, &memory, &depot)?;
                 state.start(loads, Direction::Load, &memory, &depot)?;
             }
@@ -179,7 +186,7 @@ impl State {
 
     fn start(
         &mut self,
-        copies: Vec<Transfer>,
+        copies: Vec<(Transfer, Time)>,
         direction: Direction,
         memory: &RegisteredMemory,
         depot: &Arc<Depot>,
@@ -187,10 +194,10 @@ impl State {
         if copies.is_empty() {
             return Ok(());
         }
-        let flagged = copies.into_iter().map(|copy| {
+        let flagged = copies.into_iter().map(|(copy, ready_at)| {
             let flag = Arc::new(CancelFlag::default());
             self.flags.insert(copy.id, Arc::clone(&flag));
-            (copy, flag)
+            (copy, ready_at, flag)
         });
         let work = CopyBatch {
             direction,
@@ -209,7 +216,12 @@ impl State {
     }
 }
 
-fn run(work: &Receiver<CopyBatch>, engine: &CopyEngine, actor: &ActorRef<TransferMessage>) {
+fn run(
+    work: &Receiver<CopyBatch>,
+    engine: &CopyEngine,
+    actor: &ActorRef<TransferMessage>,
+    clock: Clock,
+) {
     while let Ok(CopyBatch {
         direction,
         copies,
@@ -220,9 +232,18 @@ fn run(work: &Receiver<CopyBatch>, engine: &CopyEngine, actor: &ActorRef<Transfe
         // Reports each end separately, so that a small copy is not reported after a large one of the same order. The
         // last end is reported after the memory is released.
         let mut last = None;
-        for (copy, cancel) in copies {
+        for (copy, ready_at, cancel) in copies {
+            let waited_us = ready_at.until(clock.now()).as_micros();
             let copy = (copy, direction);
             let ended = copied(copy, &cancel, engine, &memory, &depot, COPY_PART_BYTES);
+            let EndedCopy {
+                transfer,
+                bytes,
+                copy_us,
+                ..
+            } = ended;
+            // `kvferry bench lanes` reads these lines.
+            tracing::debug!(%transfer, ?direction, waited_us, copy_us, bytes, "copy ended");
             let before = last.replace(ended);
             if let Some(ended) = before
                 && actor.cast(TransferMessage::Ended(vec![ended])).is_err()
@@ -301,7 +322,7 @@ mod tests {
     use kvferry_memory::{EngineMemory, SharedBuffer, validate};
     use kvferry_types::{
         Allocation, AllocationHandle, AllocationKind, Attention, Edge, GroupMemory, Nonce,
-        PageList, Rank, Registration, TensorRole, TensorView, Time,
+        PageList, Rank, Registration, TensorRole, TensorView,
     };
 
     const PAGES: u32 = 8;

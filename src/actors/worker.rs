@@ -153,8 +153,10 @@ impl Actor for WorkerActor {
         let number = depot.gpu;
         let replier = server.replier();
         let progress = Arc::new(DepotProgress::default());
+        let clock = Clock::start();
         let transfer = TransferArguments {
             copy_threads,
+            clock,
             ended: myself.get_derived(),
         };
         let cell = myself.get_cell();
@@ -189,7 +191,7 @@ impl Actor for WorkerActor {
             host: Host {
                 myself,
                 worker,
-                clock: Clock::start(),
+                clock,
                 replier,
                 fds: Arc::new(fds),
                 leader,

@@ -241,7 +241,7 @@ impl WorkerHost for Host {
         }
     }
 
-    fn start(&mut self, copies: Vec<Transfer>, memory: &EngineSide) -> Result<(), Fatal> {
+    fn start(&mut self, copies: Vec<(Transfer, Time)>, memory: &EngineSide) -> Result<(), Fatal> {
         let Some(depot) = &self.depot else {
             return Err("copies started without a depot".into());
         };

@@ -9,6 +9,7 @@ use tokio::sync::mpsc;
 use crate::error::CommandError;
 use kvferry_actors::{EngineSide, TransferActor, TransferArguments, TransferMessage};
 use kvferry_memory::{CopyEngine, CopyJob, RegisteredMemory};
+use kvferry_transport::Clock;
 use kvferry_types::{DeviceEnd, Edge, EndedCopy, Time, Transfer, TransferId};
 
 use super::percentiles;
@@ -72,8 +73,10 @@ pub(super) async fn measure(
     let (orderer, orderers_end) = Actor::spawn(None, Orderer, over)
         .await
         .map_err(CommandError::failed)?;
+    let clock = Clock::start();
     let arguments = TransferArguments {
         copy_threads: 1,
+        clock,
         ended: orderer.get_derived(),
     };
     let (transfer, transfers_end) = Actor::spawn(None, TransferActor, arguments)
@@ -94,7 +97,7 @@ pub(super) async fn measure(
             deadline: Time(u64::MAX),
         };
         let start = TransferMessage::Start {
-            copies: vec![copy],
+            copies: vec![(copy, clock.now())],
             memory: EngineSide::Host(memory.clone()),
             depot: std::sync::Arc::clone(&job.depot),
         };

@@ -5,44 +5,35 @@
 //! in the same layout, with the same number of threads, from and to memory of its own.
 
 use std::path::Path;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::process::Child;
 
 use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, engine_rank, print_line, status};
 use crate::error::CommandError;
-use kvferry_client::{EngineClient, EngineSettings, PromptPages, RequestGuard, StoredPages};
+use kvferry_client::{RequestGuard, StoredPages};
 use kvferry_engine::layout::describe;
-use kvferry_engine::pipe::{self, RankOrder, RankReport};
-use kvferry_engine::rank_pipe::RankPipe;
-use kvferry_engine::settings::{EngineDevice, EngineLayout};
+use kvferry_engine::settings::EngineLayout;
 use kvferry_memory::{CopyEngine, Depot};
-use kvferry_transport::ZmqTransport;
-use kvferry_types::{
-    Direction, GroupId, Nonce, PageHashes, PageList, Part, Rank, Replica, RequestId, SlotId,
-    WorkerId,
-};
+use kvferry_types::{Direction, GroupId, Nonce, PageList, Part, RequestId};
 use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
+use super::bench_engine::{
+    ANSWER_TIMEOUT, ARENA_PAGES_MIN, BenchEngine, ENGINE_PAGE_TOKENS, end_up, milliseconds,
+    rank_arguments,
+};
 use super::copy_fixture::{CopyFixture, set_of, shuffled};
-use super::rig::{self, ENGINE, HASH_BYTES, hashes};
+use super::rig;
 use super::spread;
 
-const ENGINE_PAGE_TOKENS: u32 = 16;
 /// Sets of device pages: two that are stored in turn, two that are loaded into in turn.
 const SETS: u32 = 4;
 /// Number of prompts that fit in the arena.
 const PLACES: u32 = 3;
-/// Smallest arena: one block, which a leader requires, and one more, so that there is always room.
-const ARENA_PAGES_MIN: u32 = 64;
 /// Rounds that are not counted.
 const WARM_UP: u32 = 4;
-/// Time limit of each wait.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
-
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
     /// MiB of each store and load.
@@ -168,18 +159,14 @@ impl Arguments {
                 self.mib, self.model
             )));
         }
-        let rank = self.rank(&socket_paths, SETS * pages);
+        let rank = rank_arguments(&socket_paths, (self.model, self.layout), SETS * pages);
         let bare = Bare::new(self, rank.clone(), pages)?;
         let arena_pages = (PLACES * pages).max(ARENA_PAGES_MIN);
-        let mut up = self.start_up(folder.path(), Depot::bytes_for(arena_pages, page_bytes))?;
+        let up = self.start_up(folder.path(), Depot::bytes_for(arena_pages, page_bytes))?;
         let played = self.play(&socket_paths, &rank, pages, &bare).await;
-        drop(up.stdin.take());
-        let ended = tokio::time::timeout(ANSWER_TIMEOUT, up.wait()).await;
+        let ended = end_up(up).await;
         let (store, load) = played?;
-        match ended {
-            Ok(Ok(status)) if status.success() => {}
-            other => return Err(CommandError::Failed(format!("kvferry up: {other:?}"))),
-        }
+        ended?;
         Ok(MoveReport {
             bytes: u64::from(pages) * page_bytes,
             pages,
@@ -195,26 +182,6 @@ impl Arguments {
         let arguments = ["up", "--supervised", "--log", "error", "--ranks", "1"];
         let sizes = ["--g2", &g2, "--copy-threads", &threads, "--socket-dir"];
         rig::process(&[&arguments[..], &sizes[..]].concat(), folder)
-    }
-
-    fn rank(&self, socket_paths: &SocketPaths, device_pages: u32) -> engine_rank::Arguments {
-        let worker = WorkerId {
-            replica: Replica(0),
-            rank: Rank(0),
-        };
-        engine_rank::Arguments {
-            worker_dir: socket_paths.worker(worker),
-            engine: ENGINE,
-            replica: 0,
-            rank: 0,
-            ranks: 1,
-            engine_page_tokens: ENGINE_PAGE_TOKENS,
-            device_pages,
-            model: self.model,
-            device: EngineDevice::Cpu,
-            layout: self.layout,
-            start_limit_s: ANSWER_TIMEOUT.as_secs(),
-        }
     }
 
     /// Measures both sides in turn. Returns the times of stores, and of loads.
@@ -246,7 +213,7 @@ impl Arguments {
         let after = moves.copied().await?;
         store.copying_us = after.0 - before.0;
         load.copying_us = after.1 - before.1;
-        moves.end().await?;
+        moves.engine.end().await?;
         Ok((store, load))
     }
 }
@@ -296,15 +263,13 @@ fn set_in(direction: Direction, round: u32) -> u32 {
     }
 }
 
-/// An engine with one rank, whose scheduler stores and loads one prompt after another.
+/// An engine whose scheduler stores and loads one prompt after another.
 struct Moves {
-    leader: EngineClient,
+    engine: BenchEngine,
     socket_paths: SocketPaths,
-    rank: RankPipe,
     pages: u32,
     /// Device pages in random order.
     order: Vec<u32>,
-    tickets: u64,
 }
 
 impl Moves {
@@ -314,19 +279,11 @@ impl Moves {
         rank: &engine_rank::Arguments,
         pages: u32,
     ) -> Result<Self, CommandError> {
-        let mut process = rank.start()?;
-        let ready = process.wait_until_ready(ANSWER_TIMEOUT).await;
-        ready.map_err(CommandError::failed)?;
-        status::until_ready(socket_paths, ANSWER_TIMEOUT).await?;
-        let settings = EngineSettings::new(socket_paths.leader_address(), ENGINE, "bench");
-        let leader = EngineClient::start(Arc::new(ZmqTransport), settings);
         let mut moves = Self {
-            leader,
+            engine: BenchEngine::start(socket_paths, rank).await?,
             socket_paths: socket_paths.clone(),
-            rank: process,
             pages,
             order: shuffled(SETS * pages),
-            tickets: 0,
         };
         for round in 0..2 {
             let set = set_in(Direction::Store, round);
@@ -348,9 +305,8 @@ impl Moves {
     async fn store(&mut self, round: u32) -> Result<f64, CommandError> {
         let prompt = self.lookup(2 * u64::from(round), round, 0).await?;
         // As after a forward pass: the rank reports the pages as written.
-        let id = self.leader.next_id();
-        self.order(RankOrder::new(self.tickets + 1, WorkKind::Compute, id.0))
-            .await?;
+        let id = self.engine.leader.next_id();
+        self.engine.written(id).await?;
         let stored = StoredPages {
             id: Some(id),
             parts: vec![Part::new(
@@ -403,23 +359,8 @@ impl Moves {
         round: u32,
         expected: u32,
     ) -> Result<RequestGuard, CommandError> {
-        let hashes = PageHashes::packed(HASH_BYTES, hashes(u64::from(round), self.pages));
-        let prompt = PromptPages {
-            slot: SlotId(slot),
-            namespace: Vec::new(),
-            hashes: hashes
-                .ok_or_else(|| CommandError::Failed("hashes of odd length".to_owned()))?,
-            device_pages: 0,
-            limit_pages: None,
-        };
-        let found = self.leader.lookup(prompt, ANSWER_TIMEOUT).await;
-        let found = found.map_err(CommandError::failed)?;
-        match found.hit_pages() {
-            hit_pages if hit_pages == expected => Ok(found),
-            hit_pages => Err(CommandError::Failed(format!(
-                "found {hit_pages} pages, not {expected}"
-            ))),
-        }
+        let prompt = (u64::from(round), self.pages);
+        self.engine.lookup(slot, prompt, expected).await
     }
 
     fn page_list(&self, set: u32) -> PageList {
@@ -430,47 +371,9 @@ impl Moves {
         set_of(&self.order, set, self.pages)
     }
 
-    /// Orders work on the pages of a set. The content of a page depends on the parity of the round and on its position
-    /// in the prompt.
+    /// Orders work on the pages of a set.
     async fn work(&mut self, kind: WorkKind, set: u32, round: u32) -> Result<(), CommandError> {
-        let mut order = RankOrder::new(self.tickets + 1, kind, 0);
-        for (position, page) in (0_u64..).zip(self.device_pages(set)) {
-            order.pages.extend_from_slice(&page.to_le_bytes());
-            let content = u128::from(position) << 1 | u128::from(round % 2);
-            order.contents.extend_from_slice(&content.to_be_bytes());
-        }
-        self.order(order).await
+        let pages = set_of(&self.order, set, self.pages);
+        self.engine.work(kind, pages, round % 2 == 1).await
     }
-
-    /// Has the rank carry out an order, and waits for its report.
-    async fn order(&mut self, order: RankOrder) -> Result<(), CommandError> {
-        self.tickets = order.ticket;
-        let sent = pipe::write(&mut self.rank.orders, &order).await;
-        sent.map_err(CommandError::failed)?;
-        let report = tokio::time::timeout(ANSWER_TIMEOUT, pipe::read(&mut self.rank.reports)).await;
-        let report = report.map_err(|_| late("the rank's report"))?;
-        let report: Option<RankReport> = report.map_err(CommandError::failed)?;
-        match report {
-            Some(report) if report.complaint.is_empty() && report.ticket == order.ticket => Ok(()),
-            Some(report) => Err(CommandError::Found(report.complaint)),
-            None => Err(CommandError::Failed("the rank has ended".to_owned())),
-        }
-    }
-
-    async fn end(mut self) -> Result<(), CommandError> {
-        drop(self.rank.orders);
-        let ended = tokio::time::timeout(ANSWER_TIMEOUT, self.rank.child.wait()).await;
-        match ended.map_err(|_| late("the rank's end"))? {
-            Ok(status) if status.success() => Ok(()),
-            other => Err(CommandError::Failed(format!("the rank: {other:?}"))),
-        }
-    }
-}
-
-fn late(what: &str) -> CommandError {
-    CommandError::Failed(format!("{what} was not received within {ANSWER_TIMEOUT:?}"))
-}
-
-fn milliseconds(begun: Instant) -> f64 {
-    begun.elapsed().as_secs_f64() * 1e3
 }

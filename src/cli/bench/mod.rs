@@ -1,11 +1,13 @@
 //! `kvferry bench`: measurements of this machine. Each is shown with a baseline that is measured in the same run, both
 //! sides in turn.
 
+mod bench_engine;
 mod copy;
 mod copy_fixture;
 mod dispatch_latency;
 mod end_to_end;
 mod gpu;
+mod lanes;
 pub mod rig;
 
 use clap::Subcommand;
@@ -18,6 +20,8 @@ pub(super) enum Command {
     Copy(copy::Arguments),
     /// Copies between a GPU and pinned host memory, beside one copy of as many bytes.
     Gpu(gpu::Arguments),
+    /// The time that loads wait in a worker while stores are queued, beside the same loads without stores.
+    Lanes(lanes::Arguments),
     /// Stores and loads of an engine through leader and worker, beside the same copies by the copy engine alone.
     Move(end_to_end::Arguments),
 }
@@ -27,6 +31,7 @@ impl Command {
         match self {
             Self::Copy(arguments) => arguments.run(),
             Self::Gpu(arguments) => arguments.run(),
+            Self::Lanes(arguments) => arguments.run(),
             Self::Move(arguments) => arguments.run(),
         }
     }

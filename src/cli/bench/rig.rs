@@ -38,11 +38,21 @@ pub fn folder() -> Result<TempDir, CommandError> {
 
 /// Starts this program as a process that ends with this one.
 pub fn process(arguments: &[&str], folder: &Path) -> Result<Child, CommandError> {
+    process_with_errors(arguments, folder, Stdio::inherit())
+}
+
+/// The same, with another standard error.
+pub fn process_with_errors(
+    arguments: &[&str],
+    folder: &Path,
+    errors: Stdio,
+) -> Result<Child, CommandError> {
     let program = std::env::current_exe().map_err(CommandError::failed)?;
     let child = Command::new(program)
         .args(arguments)
         .arg(folder)
         .stdin(Stdio::piped())
+        .stderr(errors)
         .kill_on_drop(true)
         .spawn();
     child.map_err(CommandError::failed)

@@ -29,6 +29,8 @@ pub(super) struct OpenCopy {
     /// The order that began the copy, and whose answer reports its end.
     pub(super) batch: BatchId,
     phase: CopyPhase,
+    /// When the copy was ordered and its pages were written, whichever is later.
+    ready_at: Time,
     /// When the copy must have ended, once it was ordered to stop. Pages that a stopped store writes are never listed.
     stopped: Option<Time>,
     /// The connection to the leader that ordered the copy is lost. Its end is not reported, because another leader may
@@ -101,6 +103,13 @@ impl Copies {
         self.open.contains_key(&transfer)
     }
 
+    /// When an open copy was ready, if it is.
+    pub(super) fn ready_at(&self, transfer: TransferId) -> Option<Time> {
+        let task = self.open.get(&transfer);
+        let ready = task.filter(|task| task.phase != CopyPhase::Waiting);
+        ready.map(|task| task.ready_at)
+    }
+
     /// The numbers of all open copies, in ascending order.
     pub(super) fn ids(&self) -> Vec<TransferId> {
         self.open.keys().copied().collect()
@@ -119,13 +128,21 @@ impl Copies {
     }
 
     /// Adds a copy that moves this many bytes: ready if its pages are written, else waiting.
-    pub(super) fn begin(&mut self, batch: BatchId, transfer: Transfer, bytes: u64, written: bool) {
+    pub(super) fn begin(
+        &mut self,
+        now: Time,
+        batch: BatchId,
+        transfer: Transfer,
+        bytes: u64,
+        written: bool,
+    ) {
         let id = transfer.id;
         let mut task = OpenCopy {
             transfer,
             bytes,
             batch,
             phase: CopyPhase::Waiting,
+            ready_at: now,
             stopped: None,
             orphan: false,
         };
@@ -141,7 +158,7 @@ impl Copies {
     }
 
     /// The engine has written everything up to this request: the copies that waited for it are ready.
-    pub(super) fn wrote(&mut self, through: RequestId) {
+    pub(super) fn wrote(&mut self, now: Time, through: RequestId) {
         while let Some((request, transfer)) = self
             .waiting
             .first()
@@ -151,6 +168,7 @@ impl Copies {
             self.waiting.remove(&(request, transfer));
             if let Some(task) = self.open.get_mut(&transfer) {
                 task.phase = CopyPhase::Queued;
+                task.ready_at = now;
                 self.lanes.push(task.transfer.edge, transfer);
             }
         }
@@ -312,7 +330,13 @@ mod tests {
             (3, Edge::STORE),
             (4, Edge::STORE),
         ] {
-            copies.begin(BatchId(1), copy(transfer, edge), 1, edge == Edge::LOAD);
+            copies.begin(
+                Time(0),
+                BatchId(1),
+                copy(transfer, edge),
+                1,
+                edge == Edge::LOAD,
+            );
         }
         assert_eq!(start(&mut copies, 1), [TransferId(1)]);
         assert_eq!((copies.len(), copies.check()), (4, Ok(())));
@@ -349,7 +373,7 @@ mod tests {
     fn a_queue_forgets_copies_that_ended_in_it_and_no_others() {
         let mut copies = Copies::default();
         for transfer in 1..=200 {
-            copies.begin(BatchId(1), copy(transfer, Edge::LOAD), 1, true);
+            copies.begin(Time(0), BatchId(1), copy(transfer, Edge::LOAD), 1, true);
         }
         assert_eq!(start(&mut copies, 1), [TransferId(1)]);
         (2..200).for_each(|transfer| assert!(copies.end(TransferId(transfer)).is_some()));
@@ -372,7 +396,7 @@ mod tests {
             start(&mut copies, 8).is_empty(),
             "the stores wait for their engine"
         );
-        copies.wrote(RequestId(3));
+        copies.wrote(Time(0), RequestId(3));
         assert_eq!(start(&mut copies, 8), [TransferId(3)]);
         assert_eq!((copies.len(), copies.check()), (2, Ok(())));
         assert!(copies.end(TransferId(2)).is_none(), "its end is known");

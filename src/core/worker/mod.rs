@@ -283,7 +283,7 @@ impl Worker {
                 epoch,
                 batch,
                 transfers,
-            } if self.leader.is_of_leader(epoch) => self.ordered(batch, transfers, effects),
+            } if self.leader.is_of_leader(epoch) => self.ordered(now, batch, transfers, effects),
             WorkerEvent::Cancel {
                 epoch,
                 batch,
@@ -313,7 +313,7 @@ impl Worker {
             | WorkerEvent::Cancel { epoch, .. }
             | WorkerEvent::Invalidate { epoch, .. } => self.refuse_stale(epoch, effects),
             WorkerEvent::Tick => {}
-            WorkerEvent::Written { engine, through } => self.wrote(engine, through),
+            WorkerEvent::Written { engine, through } => self.wrote(now, engine, through),
             WorkerEvent::Abandon {
                 engine,
                 number,
@@ -345,6 +345,11 @@ impl Worker {
         self.copies.next_start(self.settings.running_max)
     }
 
+    /// When an open copy was ordered and its pages were written, whichever is later; `None` before.
+    pub fn ready_at(&self, transfer: TransferId) -> Option<Time> {
+        self.copies.ready_at(transfer)
+    }
+
     /// Copies that have not ended.
     pub fn open_copies(&self) -> usize {
         self.copies.len()
@@ -357,11 +362,11 @@ impl Worker {
         self.abandoned.check(&self.copies)
     }
 
-    fn wrote(&mut self, engine: EngineId, through: RequestId) {
+    fn wrote(&mut self, now: Time, engine: EngineId, through: RequestId) {
         let memory = self.memory.as_mut();
         if let Some(memory) = memory.filter(|memory| memory.engine() == engine) {
             memory.wrote(through);
-            self.copies.wrote(through);
+            self.copies.wrote(now, through);
         }
     }
 

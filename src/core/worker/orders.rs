@@ -121,6 +121,7 @@ impl Worker {
     /// Begins the copies that are new, and reports those that are not carried out.
     pub(super) fn ordered(
         &mut self,
+        now: Time,
         batch: BatchId,
         transfers: Vec<Transfer>,
         effects: &mut Vec<WorkerEffect>,
@@ -144,7 +145,7 @@ impl Worker {
             let id = transfer.id;
             if let Some(ended) = self.orders.ended.get(&id).copied() {
                 effects.extend(self.orders.report(batch, ended));
-            } else if !self.begin(batch, transfer, effects) {
+            } else if !self.begin(now, batch, transfer, effects) {
                 self.orders.remember(refused(id));
                 effects.extend(self.orders.report(batch, refused(id)));
             }
@@ -154,6 +155,7 @@ impl Worker {
     /// Registers a transfer as waiting or queued. Returns false if the transfer is not carried out.
     fn begin(
         &mut self,
+        now: Time,
         batch: BatchId,
         transfer: Transfer,
         effects: &mut Vec<WorkerEffect>,
@@ -191,7 +193,7 @@ impl Worker {
                 through: device.after,
             });
         }
-        self.copies.begin(batch, transfer, bytes, written);
+        self.copies.begin(now, batch, transfer, bytes, written);
         true
     }
 

@@ -756,3 +756,17 @@ fn an_outdated_inventory_request_is_refused() {
     find(&mut worker, 2, 3);
     assert_eq!(worker.take_read(Epoch(2), 1), Ok(()));
 }
+
+#[test]
+fn a_copy_is_ready_when_it_is_ordered_and_its_pages_are_written() {
+    let mut worker = worker();
+    let ready = |worker: &Worker, id| worker.ready_at(TransferId(id));
+    order(&mut worker, 1, 1, vec![store(1, 5), load(2)]);
+    assert_eq!(ready(&worker, 1), None);
+    assert_eq!(ready(&worker, 2), Some(Time(0)));
+    let (engine, through) = (ENGINE, RequestId(5));
+    step(&mut worker, 7, WorkerEvent::Written { engine, through });
+    assert_eq!(ready(&worker, 1), Some(Time(7)));
+    ended(&mut worker, 8, vec![complete(1)]);
+    assert_eq!(ready(&worker, 1), None, "it has ended");
+}

@@ -207,10 +207,17 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             WorkerEffect::Registered { engine, admitted } => {
                 self.registered(host, engine, admitted);
             }
-            WorkerEffect::Start(copies) => match self.ranks.memory() {
-                Some(memory) => host.start(copies, memory)?,
-                None => return Err(WorkerFailure::NoMemory.into()),
-            },
+            WorkerEffect::Start(copies) => {
+                let Some(memory) = self.ranks.memory() else {
+                    return Err(WorkerFailure::NoMemory.into());
+                };
+                let copies = copies.into_iter().map(|copy| {
+                    let ready_at = self.core.ready_at(copy.id);
+                    (copy, ready_at.unwrap_or(host.now()))
+                });
+                let copies = copies.collect();
+                host.start(copies, memory)?;
+            }
             WorkerEffect::Stop(transfer) => host.stop(transfer)?,
             WorkerEffect::Report { batch, copies } => {
                 let body = Ended {

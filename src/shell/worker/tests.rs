@@ -186,7 +186,7 @@ impl WorkerHost for Process {
 
     fn list(&mut self, _: TierId, _: &Record) {}
 
-    fn start(&mut self, _: Vec<Transfer>, _: &Mapping) -> Result<(), Fatal> {
+    fn start(&mut self, _: Vec<(Transfer, Time)>, _: &Mapping) -> Result<(), Fatal> {
         Ok(())
     }
 

@@ -352,7 +352,8 @@ impl WorkerHost for Host<'_> {
         }
     }
 
-    fn start(&mut self, copies: Vec<Transfer>, memory: &EngineId) -> Result<(), Fatal> {
+    fn start(&mut self, copies: Vec<(Transfer, Time)>, memory: &EngineId) -> Result<(), Fatal> {
+        let copies: Vec<Transfer> = copies.into_iter().map(|(copy, _)| copy).collect();
         if self.env.lies(Lie::RecordEarly) {
             let records = copies.iter();
             let records = records.filter_map(|copy| Some((copy.edge.to, copy.record.as_ref()?)));
