@@ -12,6 +12,7 @@ use crate::gpu::{EngineSide, Gpu};
 use kvferry_cuda::RegisteredDevice;
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory,
+    WaitingLoad, WaitingLoads,
 };
 use kvferry_transport::Clock;
 use kvferry_types::{
@@ -30,6 +31,8 @@ pub enum TransferMessage {
         memory: EngineSide,
         /// The depot.
         depot: Arc<Depot>,
+        /// Present if the copies contain loads: stores yield their CPUs until the first of these loads starts.
+        waiting: Option<WaitingLoad>,
     },
     /// Stop this copy between two steps (CPU) or parts (GPU).
     Stop(TransferId),
@@ -41,6 +44,8 @@ pub enum TransferMessage {
 pub struct TransferArguments {
     /// Threads that share one copy.
     pub copy_threads: usize,
+    /// The loads to which stores yield their CPUs.
+    pub waiting: WaitingLoads,
     /// The clock of the times at which copies were ready.
     pub clock: Clock,
     /// Receives the ends of copies.
@@ -53,6 +58,8 @@ struct CopyBatch {
     copies: Vec<(Transfer, Time, Arc<CancelFlag>)>,
     memory: RegisteredMemory,
     depot: Arc<Depot>,
+    /// Dropped when the first of these copies starts.
+    waiting: Option<WaitingLoad>,
 }
 
 /// The actor that runs copies.
@@ -77,7 +84,8 @@ impl Actor for TransferActor {
         myself: ActorRef<TransferMessage>,
         arguments: TransferArguments,
     ) -> Result<State, ActorProcessingErr> {
-        let engine = Arc::new(CopyEngine::new(arguments.copy_threads)?);
+        let engine = CopyEngine::new(arguments.copy_threads)?;
+        let engine = Arc::new(engine.yielding_to(arguments.waiting));
         let (stores, store_work) = bounded(RUNNING_COPIES_MAX);
         let (loads, load_work) = bounded(RUNNING_COPIES_MAX);
         let mut threads = Vec::new();
@@ -110,6 +118,7 @@ impl Actor for TransferActor {
                 copies,
                 memory,
                 depot,
+                waiting,
             } => {
                 let memory = match memory {
                     EngineSide::Host(memory) => memory,
@@ -121,8 +130,8 @@ impl Actor for TransferActor {
                 let (stores, loads): (Vec<_>, Vec<_>) = copies
                     .into_iter()
                     .partition(|(transfer, _)| transfer.edge.to != TierId::Device);
-                state.start(stores, Direction::Store, &memory, &depot)?;
-                state.start(loads, Direction::Load, &memory, &depot)?;
+                state.start((loads, waiting), Direction::Load, &memory, &depot)?;
+                state.start((stores, None), Direction::Store, &memory, &depot)?;
             }
             TransferMessage::Stop(transfer) => {
                 if let Some(flag) = state.flags.get(&transfer) {
@@ -186,7 +195,7 @@ impl State {
 
     fn start(
         &mut self,
-        copies: Vec<(Transfer, Time)>,
+        (copies, waiting): (Vec<(Transfer, Time)>, Option<WaitingLoad>),
         direction: Direction,
         memory: &RegisteredMemory,
         depot: &Arc<Depot>,
@@ -204,6 +213,7 @@ impl State {
             copies: flagged.collect(),
             memory: memory.clone(),
             depot: Arc::clone(depot),
+            waiting,
         };
         let queue = match direction {
             Direction::Store => &self.stores,
@@ -227,8 +237,10 @@ fn run(
         copies,
         memory,
         depot,
+        waiting,
     }) = work.recv()
     {
+        drop(waiting);
         // Reports each end separately, so that a small copy is not reported after a large one of the same order. The
         // last end is reported after the memory is released.
         let mut last = None;

@@ -20,6 +20,7 @@ use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
 use kvferry_core::WorkerSettings;
 use kvferry_cuda::{Announced, CudaError};
+use kvferry_memory::WaitingLoads;
 use kvferry_protocol::ErrorBody;
 use kvferry_shell::{Registering, WorkerShell};
 use kvferry_transport::{
@@ -154,8 +155,10 @@ impl Actor for WorkerActor {
         let replier = server.replier();
         let progress = Arc::new(DepotProgress::default());
         let clock = Clock::start();
+        let waiting = WaitingLoads::default();
         let transfer = TransferArguments {
             copy_threads,
+            waiting: waiting.clone(),
             clock,
             ended: myself.get_derived(),
         };
@@ -196,6 +199,7 @@ impl Actor for WorkerActor {
                 fds: Arc::new(fds),
                 leader,
                 transfer,
+                waiting,
                 progress,
                 readiness,
                 depot: None,

@@ -25,7 +25,8 @@ pub use available::{MemoryAvailable, MemoryLimit};
 pub use buffer::{BufferError, SharedBuffer};
 pub use copy::{
     COPY_PART_BYTES, CUT_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, CopyMode, CopyPlan,
-    CopyRange, CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, Side,
+    CopyRange, CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, STORE_YIELD_BYTES,
+    Side, WaitingLoad, WaitingLoads,
 };
 pub use depot::{
     BatchMark, DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, ENTRY_BYTES,

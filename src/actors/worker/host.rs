@@ -13,7 +13,7 @@ use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
 use kvferry_cuda::Announced;
-use kvferry_memory::{BufferError, Depot, DropWaiter};
+use kvferry_memory::{BufferError, Depot, DropWaiter, WaitingLoads};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
@@ -32,6 +32,7 @@ pub(super) struct Host {
     pub(super) fds: Arc<FdReceiver>,
     pub(super) leader: Client,
     pub(super) transfer: ActorRef<TransferMessage>,
+    pub(super) waiting: WaitingLoads,
     pub(super) progress: Arc<DepotProgress>,
     pub(super) readiness: ReadinessReporter,
     pub(super) depot: Option<Arc<Depot>>,
@@ -246,10 +247,14 @@ impl WorkerHost for Host {
             return Err("copies started without a depot".into());
         };
         let (memory, depot) = (memory.clone(), Arc::clone(depot));
+        let loads = copies
+            .iter()
+            .any(|(copy, _)| copy.edge.to == TierId::Device);
         Ok(self.transfer.cast(TransferMessage::Start {
             copies,
             memory,
             depot,
+            waiting: loads.then(|| self.waiting.add()),
         })?)
     }
 

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 
 use crate::error::CommandError;
 use kvferry_actors::{EngineSide, TransferActor, TransferArguments, TransferMessage};
-use kvferry_memory::{CopyEngine, CopyJob, RegisteredMemory};
+use kvferry_memory::{CopyEngine, CopyJob, RegisteredMemory, WaitingLoads};
 use kvferry_transport::Clock;
 use kvferry_types::{DeviceEnd, Edge, EndedCopy, Time, Transfer, TransferId};
 
@@ -76,6 +76,7 @@ pub(super) async fn measure(
     let clock = Clock::start();
     let arguments = TransferArguments {
         copy_threads: 1,
+        waiting: WaitingLoads::default(),
         clock,
         ended: orderer.get_derived(),
     };
@@ -100,6 +101,7 @@ pub(super) async fn measure(
             copies: vec![(copy, clock.now())],
             memory: EngineSide::Host(memory.clone()),
             depot: std::sync::Arc::clone(&job.depot),
+            waiting: None,
         };
         let begun = Instant::now();
         transfer.cast(start).map_err(CommandError::failed)?;

@@ -9,6 +9,7 @@ mod plan;
 #[cfg(test)]
 mod tests;
 mod threads;
+mod waiting;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +22,7 @@ use kvferry_types::{Direction, FragmentPair};
 pub use kernel::NON_TEMPORAL_MIN_BYTES;
 pub use plan::{COPY_PART_BYTES, CUT_BYTES, CopyPlan, CopyRange, CopyRequest};
 pub use threads::{CopyEngine, POOL_MIN_BYTES};
+pub use waiting::{STORE_YIELD_BYTES, WaitingLoad, WaitingLoads};
 
 /// One of the two memories of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

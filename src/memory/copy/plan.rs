@@ -8,8 +8,8 @@ use crate::depot::{Depot, page_stride_bytes};
 use crate::layout::PageLayout;
 use kvferry_types::{Direction, FragmentPair, PageList, PageRun};
 
-/// Longest step in bytes: the most that each thread still copies after a cancel.
-pub const CUT_BYTES: u64 = 1 << 20;
+/// Longest step in bytes: the most that each thread still copies after a cancel, or while a load waits for its CPU.
+pub const CUT_BYTES: u64 = 128 << 10;
 
 /// Approximate bytes of a part: loads, and all copies of a GPU, are cut into parts. Large compared with the cost of
 /// starting one.

@@ -7,6 +7,7 @@ use crossbeam::channel::{Receiver, Sender, bounded};
 
 use super::kernel::{BufferRange, Kernel, NON_TEMPORAL_MIN_BYTES};
 use super::plan::{CopyPlan, CopyRange};
+use super::waiting::{STORE_YIELD_BYTES, WaitingLoads};
 use super::{CancelFlag, CopyError, CopyJob, CopyMode, CopyReport};
 use crate::buffer::SharedBuffer;
 use crate::depot::Depot;
@@ -25,6 +26,7 @@ pub struct CopyEngine {
     helpers: usize,
     mode: CopyMode,
     offers: Sender<Arc<Offer>>,
+    waiting: WaitingLoads,
 }
 
 impl CopyEngine {
@@ -48,7 +50,14 @@ impl CopyEngine {
             helpers,
             mode,
             offers,
+            waiting: WaitingLoads::default(),
         })
+    }
+
+    /// The same engine, whose stores yield their CPUs to these loads.
+    #[must_use]
+    pub fn yielding_to(self, waiting: WaitingLoads) -> Self {
+        Self { waiting, ..self }
     }
 
     /// Copies all pages of a job, or none when a check refuses it. Blocks until the copy has ended.
@@ -78,6 +87,7 @@ impl CopyEngine {
             device: Arc::clone(&job.device),
             depot: Arc::clone(&job.depot),
             cancel: Arc::clone(&job.cancel),
+            waiting: self.waiting.clone(),
             next_step: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
         });
@@ -204,6 +214,7 @@ struct SharedBatch {
     device: Arc<EngineMemory>,
     depot: Arc<Depot>,
     cancel: Arc<CancelFlag>,
+    waiting: WaitingLoads,
     kernel: Kernel,
     /// Steps that a thread claims at a time.
     share_steps: u64,
@@ -235,6 +246,7 @@ impl SharedBatch {
     /// Copies steps in order. Returns the bytes written, and whether all steps were copied.
     fn copy_steps(&self, range: std::ops::Range<u64>) -> (u64, bool) {
         let mut written_bytes = 0;
+        let mut offered_at = 0;
         let mut steps = self.plan.steps(range).peekable();
         while let Some(step) = steps.next() {
             if self.cancel.is_cancelled() {
@@ -249,6 +261,11 @@ impl SharedBatch {
                 return (written_bytes, false);
             }
             written_bytes += step.len_bytes;
+            let due = written_bytes - offered_at >= STORE_YIELD_BYTES || self.waiting.any();
+            if self.direction == Direction::Store && due {
+                offered_at = written_bytes;
+                self.waiting.offer_cpu();
+            }
         }
         (written_bytes, true)
     }

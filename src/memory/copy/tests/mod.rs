@@ -172,6 +172,32 @@ fn a_cancelled_copy_stops_and_touches_nothing_more() {
 }
 
 #[test]
+fn a_store_offers_its_cpu_at_each_step_while_a_load_waits_and_seldom_otherwise() {
+    let run = |direction, waits: bool| {
+        let bench = Bench::new(LARGE, 40);
+        let waiting = WaitingLoads::default();
+        let engine = CopyEngine::new(1).expect("threads");
+        let engine = engine.yielding_to(waiting.clone());
+        let load = waits.then(|| waiting.add());
+        let report = engine.run(&bench.job(direction, backwards(40)));
+        drop(load);
+        assert!(!waiting.any());
+        (report.expect("copied"), waiting.offered() as u64)
+    };
+    let (report, offered) = run(Direction::Store, true);
+    assert_eq!(offered, report.steps);
+    let (report, offered) = run(Direction::Store, false);
+    // Less than a step too late each time, and not across shares.
+    let (most, least) = (STORE_YIELD_BYTES, 2 * STORE_YIELD_BYTES);
+    let range = report.bytes / least..=report.bytes / most;
+    assert!(range.contains(&offered), "{offered} in {report:?}");
+    for waits in [false, true] {
+        let (_, offered) = run(Direction::Load, waits);
+        assert_eq!(offered, 0, "a load");
+    }
+}
+
+#[test]
 fn a_refused_job_copies_nothing() {
     let bench = Bench::new(
         Layout {
@@ -270,7 +296,9 @@ fn neighbours_are_merged_before_they_are_copied() {
     assert_eq!(run, [expected]);
     let long = plan(&bench, vec![pair(&[(0, 600)], &[(0, 600)])]);
     let lengths: Vec<_> = long.iter().map(|step| step.len_bytes).collect();
-    assert_eq!(lengths, [CUT_BYTES, CUT_BYTES, 600 * 4096 - 2 * CUT_BYTES]);
+    let mut expected = vec![CUT_BYTES; (600 * 4096 / CUT_BYTES) as usize];
+    expected.push(600 * 4096 % CUT_BYTES);
+    assert_eq!(lengths, expected);
     let job = bench.job(
         Direction::Store,
         vec![
