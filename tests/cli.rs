@@ -18,7 +18,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
-use support::{Running, command, kvferry, socket_dir};
+use support::{Running, command, kvferry, number, socket_dir};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -625,5 +625,43 @@ fn stores_and_loads_are_measured_beside_the_copy_engine() {
         &["bench", "move", "--mib", "2", "--model", "llama-3-70b"],
         78,
         &["mib is 2", "give more"],
+    );
+}
+
+/// Stores of 16 MiB at 16 MiB a second: the last of 1 MiB starts when the others are paid for.
+#[test]
+fn stores_are_held_to_their_rate_and_the_wait_of_loads_is_measured() {
+    let bench = [
+        "bench",
+        "lanes",
+        "--model",
+        "tiny",
+        "--queued-mib",
+        "16",
+        "--store-mib",
+        "1",
+        "--load-mib",
+        "1",
+        "--store-bytes-per-s",
+        "16MiB",
+        "--rounds",
+        "1",
+        "--loads",
+        "20",
+        "--json",
+    ];
+    let output = kvferry(&bench);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let rate = report["stored_gb_per_s"].as_f64().expect("a number");
+    assert!(rate < 0.02, "{report}");
+    assert_eq!(number(&report, "/idle/loads"), 20);
+    assert!(number(&report, "/stores_queued/loads") > 0);
+    assert!(report["wait_p99_ratio"].as_f64().expect("a number") > 0.0);
+    refused(
+        &["bench", "lanes", "--load-mib", "1"],
+        78,
+        &["load-mib is 1", "give more"],
     );
 }
