@@ -55,6 +55,7 @@ pub struct Config {
     pub store_bytes_per_s: ByteSize,
     pub gpu_copy: GpuCopy,
     pub heartbeat_ms: u64,
+    pub record_decisions: bool,
     pub log: String,
 }
 
@@ -148,6 +149,13 @@ pub struct Flags {
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat_ms: Option<u64>,
+    /// Keep the digest of the leader's decisions, for comparisons with an offline replay.
+    ///
+    /// true or false. A digest costs time in each lookup, load and store. replay records decisions in the leader that it
+    /// starts.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub record_decisions: Option<bool>,
     /// Filter of the log, by targets and levels.
     ///
     /// Such as info,kvferry=debug.
@@ -250,6 +258,7 @@ impl Config {
                         .then_some(ms)
                 },
             )?,
+            record_decisions: settings.get("record_decisions", "true or false", Some)?,
             log: settings.get("log", "a filter such as \"info,kvferry=debug\"", Some)?,
         })
     }

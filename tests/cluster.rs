@@ -42,6 +42,8 @@ fn live_equals_offline(arguments: &[&str], live_only: &[&str]) -> Value {
             "{key} of {arguments:?}"
         );
     }
+    let digest = live.pointer("/decisions_digest").and_then(Value::as_str);
+    assert!(digest.is_some_and(|digest| digest.starts_with("blake3:")));
     assert_eq!(
         number(&live, "/bytes/gathered"),
         number(&offline, "/bytes/gathered")

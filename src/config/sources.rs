@@ -95,6 +95,7 @@ pub(super) const KEYS: [Key; 14] = [
     text("store_bytes_per_s", Fallback::Text("0")),
     text("gpu_copy", Fallback::Text("async")),
     number("heartbeat_ms", 1_000),
+    switch("record_decisions", false),
     text("log", Fallback::Text("info")),
 ];
 

@@ -6,6 +6,9 @@
 
 use kvferry_types::{GroupId, PageRun};
 
+/// What reports show in place of a digest that is not kept.
+pub const NOT_RECORDED: &str = "not recorded";
+
 /// One decision of the leader about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
@@ -91,19 +94,25 @@ impl RequestDigest {
 
 /// Digest of a whole run.
 #[derive(Debug, Clone, Default)]
-pub struct RunDigest(blake3::Hasher);
+pub struct RunDigest(Option<Box<blake3::Hasher>>);
 
 impl RunDigest {
+    /// Creates a digest that covers the requests that are added, or one that ignores them.
+    pub fn new(record: bool) -> Self {
+        Self(record.then(Box::default))
+    }
+
     /// Adds a request that finished.
     pub fn add(&mut self, request: &RequestDigest) {
-        if let Some(hasher) = &request.0 {
-            self.0.update(hasher.finalize().as_bytes());
+        if let (Some(run), Some(request)) = (&mut self.0, &request.0) {
+            run.update(request.finalize().as_bytes());
         }
     }
 
-    /// The digest so far, `blake3:` and 64 hexadecimal digits.
-    pub fn hex(&self) -> String {
-        format!("blake3:{}", self.0.finalize().to_hex())
+    /// The digest so far, `blake3:` and 64 hexadecimal digits; `None` for one that ignores requests.
+    pub fn hex(&self) -> Option<String> {
+        let run = self.0.as_ref()?;
+        Some(format!("blake3:{}", run.finalize().to_hex()))
     }
 }
 
@@ -118,9 +127,9 @@ mod tests {
             hit_pages,
         };
         request.add(tokens_per_page, GroupId(0), found);
-        let mut run = RunDigest::default();
+        let mut run = RunDigest::new(true);
         run.add(&request);
-        run.hex()
+        run.hex().expect("it is recorded")
     }
 
     #[test]
@@ -148,10 +157,10 @@ mod tests {
         let digests: std::collections::BTreeSet<String> = all
             .into_iter()
             .map(|decision| {
-                let (mut request, mut whole) = (RequestDigest::new(true), RunDigest::default());
+                let (mut request, mut whole) = (RequestDigest::new(true), RunDigest::new(true));
                 request.add(16, GroupId(0), decision);
                 whole.add(&request);
-                whole.hex()
+                whole.hex().expect("it is recorded")
             })
             .collect();
         assert_eq!(digests.len(), 3);

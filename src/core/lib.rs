@@ -52,6 +52,7 @@ pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 pub use blocks::BlockRef;
 pub use change::Change;
 pub use contradiction::Contradiction;
+pub use decision::NOT_RECORDED;
 pub use event::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory, Workers,
 };

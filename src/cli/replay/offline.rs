@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::error::CommandError;
-use kvferry_core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings};
+use kvferry_core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings, NOT_RECORDED};
 use kvferry_sim::sequential::Sequential;
 use kvferry_types::{Epoch, GroupGeometry, GroupId, PerTier};
 use kvferry_workload::scheduler::Scheduler;
@@ -44,6 +44,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     settings.host_tier = tiers;
     settings.tier_policies = PerTier::host(arguments.g2_policy.clone());
     settings.sharding = workload.sharding;
+    settings.record_decisions = true;
     Leader::new(settings)
 }
 
@@ -98,5 +99,6 @@ pub(super) fn fill(
         .err()
         .map(|found| found.to_string())
         .unwrap_or_default();
-    report.decisions_digest = leader.decisions_digest();
+    let digest = leader.decisions_digest();
+    report.decisions_digest = digest.unwrap_or_else(|| NOT_RECORDED.to_owned());
 }

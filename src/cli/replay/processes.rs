@@ -100,6 +100,7 @@ fn start_up(
         .args(["--g2", &workload.g2_bytes.max(1).to_string()])
         .args(["--g2-policy", &arguments.g2_policy.to_string()])
         .args(["--log", &arguments.log])
+        .arg("--record-decisions")
         .arg("--socket-dir")
         .arg(directory)
         .stdin(Stdio::piped())

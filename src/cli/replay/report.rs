@@ -59,7 +59,8 @@ pub struct ReplayReport {
     pub seconds: Seconds,
     /// Resources that were still held at the end: all zero unless some leaked.
     pub left: Left,
-    /// Digest of all decisions: equal when two sequential runs decided the same.
+    /// Digest of all decisions: equal when two sequential runs decided the same. `not recorded` after a replay against
+    /// a leader without `record_decisions`.
     pub decisions_digest: String,
 }
 

@@ -91,7 +91,7 @@ pub struct LeaderSettings {
     pub depot_bytes: PerTier<u64>,
     /// Host memory has room for at least one block. Without it every store is refused, as a baseline. Default: on.
     pub host_tier: bool,
-    /// Keep the digest of decisions. Default: on.
+    /// Keep the digest of decisions: a hash of every decision about each request. Default: off.
     pub record_decisions: bool,
 }
 
@@ -125,7 +125,7 @@ impl LeaderSettings {
             moves: Vec::new(),
             depot_bytes: PerTier::default(),
             host_tier: true,
-            record_decisions: true,
+            record_decisions: false,
         }
     }
 }
@@ -172,6 +172,7 @@ impl Leader {
         Self {
             roster: Roster::new(settings.replicas, settings.sharding, &settings.tiers),
             tiers: Tiers::new(settings.tiers.iter().copied()),
+            digest: RunDigest::new(settings.record_decisions),
             settings,
             sessions: Sessions::default(),
             parked: Parked::default(),
@@ -186,7 +187,6 @@ impl Leader {
             draining: false,
             next_id: 0,
             counts: LeaderCounts::default(),
-            digest: RunDigest::default(),
         }
     }
 
@@ -341,8 +341,8 @@ impl Leader {
             .map(move |counter| (counter.name, (counter.value)(&leader, &pools)))
     }
 
-    /// Digest of all decisions about finished requests.
-    pub fn decisions_digest(&self) -> String {
+    /// Digest of all decisions about finished requests; `None` if the settings do not record them.
+    pub fn decisions_digest(&self) -> Option<String> {
         self.digest.hex()
     }
 

@@ -161,16 +161,24 @@ pub(super) fn request(
 #[test]
 fn the_digest_has_the_decisions_of_every_lookup_of_a_slot() {
     let digest = |lookups: &[usize]| {
-        let mut leader = serving();
+        let mut leader = with_arena(32, |settings| settings.record_decisions = true);
         for (id, pages) in (1..).zip(lookups) {
             assert!(request(&mut leader, id, lookup(1, *pages)).is_some());
         }
         let finish = Request::Finish { slot: SlotId(1) };
         request(&mut leader, 9, finish);
-        leader.decisions_digest()
+        leader.decisions_digest().expect("it is recorded")
     };
     assert_eq!(digest(&[1, 2]), digest(&[1, 2]));
     assert_ne!(digest(&[2, 2]), digest(&[2, 2, 2]));
+}
+
+#[test]
+fn a_leader_that_records_no_decisions_has_no_digest() {
+    let mut leader = serving();
+    assert!(request(&mut leader, 1, lookup(1, 2)).is_some());
+    request(&mut leader, 2, Request::Finish { slot: SlotId(1) });
+    assert_eq!(leader.decisions_digest(), None);
 }
 
 #[test]
@@ -387,8 +395,7 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
 fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     let pages = LOAD_RUNS_MAX as u32 + 1;
     let ratio = kvferry_types::Ratio::new(1).expect("in bounds");
-    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([7; 32]));
-    settings.record_decisions = false;
+    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([7; 32]));
     let mut leader = serving_with(settings, 2 * pages);
     let hashes = (0..pages).flat_map(|page| u128::from(page + 1).to_be_bytes());
     let hashes = PageHashes::packed(16, hashes.collect()).expect("16 bytes a page");

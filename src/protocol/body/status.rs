@@ -72,7 +72,7 @@ pub struct StatusAnswer {
     pub blocks: u64,
     /// Counters by name.
     pub counters: std::collections::BTreeMap<String, u64>,
-    /// Digest of the decisions about finished requests.
+    /// Digest of the decisions about finished requests, or `not recorded` (setting `record_decisions`).
     pub decisions_digest: String,
     /// First contradiction of the second count; empty without one, or if no second count was requested.
     pub contradiction: String,

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use kvferry_core::NOT_RECORDED;
 use kvferry_protocol::{ErrorBody, ErrorCode, RankStatus, Readiness, StatusAnswer};
 use kvferry_types::{Edge, Rank, Replica, Time, WorkerId};
 
@@ -93,6 +94,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             // short one.
             self.checked = Some(host.now());
         }
+        let digest = self.core.decisions_digest();
         let mut answer = StatusAnswer {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             epoch: self.settings.epoch.0,
@@ -102,7 +104,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             ranks: self.seats().map(|worker| self.rank(worker)).collect(),
             slots: self.core.slots() as u64,
             copies_under_way: self.core.copies_under_way() as u64,
-            decisions_digest: self.core.decisions_digest(),
+            decisions_digest: digest.unwrap_or_else(|| NOT_RECORDED.to_owned()),
             counters: self
                 .core
                 .counters()

@@ -505,8 +505,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
     assert_eq!((answer.epoch, answer.ratio, answer.ready), (3, 4, true));
     assert_eq!((answer.slots, answer.copies_under_way), (1, 1));
     assert_eq!(answer.engine_page_tokens, 16);
-    let digest = world.shell.core().decisions_digest();
-    assert_eq!(answer.decisions_digest, digest);
+    assert_eq!(answer.decisions_digest, "not recorded");
     assert_eq!(answer.counters.get(LOOKUP_NS), Some(&70));
     assert_eq!(answer.pages.get("filling"), Some(&2));
     assert_eq!((answer.blocks, answer.pins), (1, 0));

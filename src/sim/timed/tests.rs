@@ -34,7 +34,8 @@ fn settings() -> TimedSettings {
 /// A replay with `device_pages` pages on the device, none of which stay cached, and 64 pages of G2.
 fn world(settings: TimedSettings, ranks: u16, device_pages: u32) -> Timed {
     let ratio = Ratio::new(4).expect("a ratio");
-    let leader = LeaderSettings::new(Epoch(1), ranks, ratio, AnchorKey::new([0; 32]));
+    let mut leader = LeaderSettings::new(Epoch(1), ranks, ratio, AnchorKey::new([0; 32]));
+    leader.record_decisions = true;
     let geometry = GroupGeometry {
         group: GroupId(0),
         engine_page_tokens: 16,
@@ -278,7 +279,7 @@ fn the_same_input_gives_the_same_output() {
             })
             .collect();
         let seen = run(&mut world, &arrivals, Pace::Timestamps);
-        (seen, world.leader().decisions_digest())
+        (seen, world.leader().decisions_digest().expect("recorded"))
     };
     let (first, second) = (once(), once());
     assert_eq!(first, second);
