@@ -407,6 +407,12 @@ impl Blocks {
         self.set_fingerprints(start, pages);
     }
 
+    /// Makes room for further blocks, and sets the fingerprints of all arena pages.
+    pub(super) fn reserve(&mut self, blocks: usize, fingerprints: Vec<Fingerprint>) {
+        self.slab.0.reserve_exact(blocks);
+        self.fingerprints = fingerprints;
+    }
+
     /// Writes fingerprints to the arena pages from `start` on.
     pub fn set_fingerprints(
         &mut self,

@@ -165,10 +165,10 @@ mod tests {
             .collect();
         assert_eq!(digests.len(), 3);
         let of_group = |group| {
-            let (mut request, mut whole) = (RequestDigest::new(true), RunDigest::default());
+            let (mut request, mut whole) = (RequestDigest::new(true), RunDigest::new(true));
             request.add(16, GroupId(group), stored(false));
             whole.add(&request);
-            whole.hex()
+            whole.hex().expect("it is recorded")
         };
         assert_eq!(of_group(1), of_group(1));
         assert_ne!(of_group(1), of_group(2));

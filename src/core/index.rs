@@ -48,6 +48,12 @@ pub struct Index {
 }
 
 impl Index {
+    /// Makes room for the anchors of further blocks.
+    pub(super) fn reserve(&mut self, blocks: &Blocks, count: usize) {
+        self.heads
+            .reserve(count, |head| hash(blocks.get(*head).anchor));
+    }
+
     /// Adds a block under its anchor. Returns false if [`SIBLINGS_MAX`] blocks share it already.
     pub fn insert(&mut self, blocks: &mut Blocks, index: BlockIndex) -> bool {
         let anchor = blocks.get(index).anchor;

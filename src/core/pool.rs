@@ -17,7 +17,7 @@ use crate::index::{Index, Match, MatchGoal};
 use crate::policy::TierPolicy;
 use crate::prefetch::HeadPrefetcher;
 use crate::shard_set::ShardSet;
-use kvferry_types::{Fingerprint, HashView, PageRecord, PageRun, Ratio, Shard, TransferId};
+use kvferry_types::{HashView, PageRun, Ratio, Shard, TransferId};
 
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -490,32 +490,6 @@ impl Pool {
         self.blocks.update_order(block);
         self.free_if_unheld(block);
         Some(!failed)
-    }
-
-    /// Adds a block that was read from the inventories. Its pages are already allocated in the arena.
-    pub(super) fn insert_recovered(
-        &mut self,
-        first: &PageRecord,
-        pages: impl ExactSizeIterator<Item = Fingerprint>,
-    ) {
-        let count = u32::try_from(pages.len()).unwrap_or(0);
-        self.blocks.set_fingerprints(first.page, pages);
-        let filling = Filling {
-            transfer: TransferId(0),
-            pages: count,
-        };
-        let block =
-            self.blocks
-                .insert(first.anchor, first.domain, first.page, first.phase, filling);
-        let held = self.blocks.get_mut(block);
-        held.set_filling(None);
-        held.ready = u16::try_from(count).unwrap_or(0);
-        if !self.index.insert(&mut self.blocks, block) {
-            self.blocks.remove(block);
-            return self.arena.release(first.page, count);
-        }
-        self.blocks.add_pages(block, count);
-        self.blocks.update_order(block);
     }
 
     /// Forgets every block, so that no lookup finds one. Pinned and filling pages are freed with their last holder.

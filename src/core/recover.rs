@@ -1,224 +1,264 @@
 //! Recovers a pool from the inventories of its depots: a new leader keeps the blocks that every shard still holds.
+//!
+//! The inventories arrive part by part, each in the order of its arena pages. Records are merged as soon as every shard
+//! has been read up to their pages, so that what is kept does not grow with the inventories: 28 bytes for each arena page
+//! up to the last block, 80 for each block, and for each shard fewer than [`UNMERGED_MAX`] records and one part.
 
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 
 use crate::arena::Arena;
+use crate::blocks::Filling;
 use crate::pool::Pool;
-use kvferry_types::{PageRecord, Ratio, Stored};
+use kvferry_types::{Anchor, DomainId, Fingerprint, PageRecord, Ratio, Stored, TransferId};
 
-/// A block whose pages every shard holds.
-struct Complete {
-    first: PageRecord,
-    pages: Vec<PageRecord>,
+/// Records of a shard that may wait for other shards when its next part is requested.
+pub const UNMERGED_MAX: usize = 4096;
+
+/// A block of which every shard holds pages.
+#[derive(Debug)]
+struct RecoveredBlock {
+    anchor: Anchor,
+    domain: DomainId,
+    /// First arena page.
+    start: u32,
+    /// Position of the block's first page in its sequence, modulo the ratio.
+    phase: u16,
+    /// Pages from the first one on that every shard lists.
+    pages: u16,
     newest: Stored,
 }
 
+/// The part of one shard's inventory that is not merged yet.
+#[derive(Debug, Default)]
+struct Unmerged {
+    records: VecDeque<PageRecord>,
+    /// Arena pages below this were read.
+    read_to: u32,
+}
+
+/// Inventories of all shards, merged as far as all of them were read.
+#[derive(Debug)]
+pub struct Recovery {
+    ratio: Ratio,
+    shards: Vec<Unmerged>,
+    /// The blocks so far, in the order of their arena pages. The last one may still get pages.
+    blocks: Vec<RecoveredBlock>,
+    /// The arena with all blocks but the last.
+    arena: Arena,
+    /// Fingerprints of the arena pages up to the last page of a block.
+    fingerprints: Vec<Fingerprint>,
+}
+
+impl Recovery {
+    /// Begins a recovery from the inventories of this many shards.
+    pub fn new(capacity_pages: u32, ratio: Ratio, shards: usize) -> Self {
+        Self {
+            ratio,
+            shards: (0..shards).map(|_| Unmerged::default()).collect(),
+            blocks: Vec::new(),
+            arena: Arena::new(capacity_pages),
+            fingerprints: Vec::new(),
+        }
+    }
+
+    /// True while so many records of this shard wait for other shards that its next part must not be requested.
+    pub fn is_ahead(&self, shard: usize) -> bool {
+        let shard = self.shards.get(shard);
+        shard.is_some_and(|shard| shard.records.len() >= UNMERGED_MAX)
+    }
+
+    /// Adds the records of a shard's pages below `read_to`, or its last records. Parts of a shard must arrive in the order
+    /// of their pages. Within a part pages must ascend, too: a page that is listed twice, or after a higher one, is left
+    /// out, so that each page has one record at most. So are pages beyond the capacity.
+    pub fn add(
+        &mut self,
+        shard: usize,
+        records: impl IntoIterator<Item = PageRecord>,
+        read_to: Option<u32>,
+    ) {
+        let capacity = self.arena.capacity_pages();
+        let Some(unmerged) = self.shards.get_mut(shard) else {
+            return;
+        };
+        let read_to = read_to.unwrap_or(capacity).min(capacity);
+        let mut from = unmerged.read_to;
+        let records = records.into_iter().filter(|record| {
+            let ascends = (from..read_to).contains(&record.page);
+            if ascends {
+                from = record.page + 1;
+            }
+            ascends
+        });
+        unmerged.records.extend(records);
+        unmerged.read_to = unmerged.read_to.max(read_to);
+        self.merge();
+    }
+
+    /// Merges the records of the pages that were read of every shard.
+    fn merge(&mut self) {
+        let read_to = self.shards.iter().map(|shard| shard.read_to).min();
+        let read_to = read_to.unwrap_or(0);
+        let mut shards = std::mem::take(&mut self.shards);
+        if let Some((first, others)) = shards.split_first_mut() {
+            while let Some(record) = first.next_below(read_to) {
+                let everywhere = others.iter_mut().all(|shard| shard.agrees_on(&record));
+                if everywhere {
+                    self.add_page(&record);
+                }
+            }
+        }
+        for shard in &mut shards {
+            while shard.next_below(read_to).is_some() {}
+            if shard.records.is_empty() {
+                shard.records = VecDeque::new();
+            }
+        }
+        self.shards = shards;
+    }
+
+    /// Adds a page that all shards list alike, if a block begins with it or goes on with it.
+    fn add_page(&mut self, record: &PageRecord) {
+        let ratio = self.ratio.pages();
+        if record.index == 0 && record.page == record.block_start && u32::from(record.phase) < ratio
+        {
+            self.end_block();
+            self.blocks.push(RecoveredBlock {
+                anchor: record.anchor,
+                domain: record.domain,
+                start: record.page,
+                phase: record.phase,
+                pages: 1,
+                newest: record.stored,
+            });
+        } else if let Some(block) = self.blocks.last_mut()
+            && block.continues_with(record, ratio)
+        {
+            block.pages += 1;
+            block.newest = block.newest.max(record.stored);
+        } else {
+            return;
+        }
+        let page = record.page as usize;
+        self.fingerprints.resize(page + 1, Fingerprint::default());
+        self.fingerprints[page] = record.fingerprint;
+    }
+
+    /// Allocates the last block in the arena, and leaves a hole before it.
+    fn end_block(&mut self) {
+        let Some(block) = self.blocks.last() else {
+            return;
+        };
+        let hole = self.arena.frontier();
+        let hole_pages = block.start - hole;
+        let skipped = self.arena.alloc_at(hole, hole_pages);
+        let room = self.arena.alloc_at(block.start, block.pages.into());
+        debug_assert!(room, "blocks do not overlap, because a page has one record");
+        if skipped {
+            self.arena.release(hole, hole_pages);
+        }
+    }
+
+    /// Builds a pool of the blocks that all shards agree on: of each block, the pages from its first one on that every
+    /// shard lists with the same block, position and content. All other pages are free. Blocks are aged by their newest
+    /// store, as the first shard lists it.
+    pub fn into_pool(mut self) -> Pool {
+        self.end_block();
+        let Self {
+            ratio,
+            mut blocks,
+            arena,
+            fingerprints,
+            ..
+        } = self;
+        blocks.sort_unstable_by_key(|block| (block.newest, block.start));
+        Pool::recovered(ratio, arena, fingerprints, &blocks)
+    }
+}
+
 impl Pool {
-    /// Builds a pool of the blocks that all `shards` agree on: of each block, the pages from its first one on that
-    /// every shard lists with the same block, position and content. All other pages are free. Blocks are aged by their
-    /// newest store.
-    pub fn recover(capacity_pages: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Self {
-        let mut pool = Self::new(capacity_pages, ratio);
-        let blocks = agreed(capacity_pages, ratio, shards);
-        pool.arena = occupied(capacity_pages, &blocks);
-        let mut by_age: Vec<&Complete> = blocks.iter().collect();
-        by_age.sort_by_key(|block| (block.newest, block.first.page));
-        for block in by_age {
-            pool.insert_recovered(
-                &block.first,
-                block.pages.iter().map(|page| page.fingerprint),
-            );
+    /// A pool of blocks that were read from the inventories, oldest first. `arena` has their pages, and `fingerprints`
+    /// their contents, by arena page.
+    fn recovered(
+        ratio: Ratio,
+        arena: Arena,
+        fingerprints: Vec<Fingerprint>,
+        blocks: &[RecoveredBlock],
+    ) -> Self {
+        let mut pool = Self::new(0, ratio);
+        pool.arena = arena;
+        pool.blocks.reserve(blocks.len(), fingerprints);
+        pool.index.reserve(&pool.blocks, blocks.len());
+        for block in blocks {
+            pool.insert_recovered(block);
         }
         pool
     }
+
+    /// Adds a block that was read from the inventories. The arena has its pages, and the slab their fingerprints.
+    fn insert_recovered(&mut self, found: &RecoveredBlock) {
+        let count = u32::from(found.pages);
+        let filling = Filling {
+            transfer: TransferId(0),
+            pages: count,
+        };
+        let block = self.blocks.insert(
+            found.anchor,
+            found.domain,
+            found.start,
+            found.phase,
+            filling,
+        );
+        let held = self.blocks.get_mut(block);
+        held.set_filling(None);
+        held.ready = found.pages;
+        if !self.index.insert(&mut self.blocks, block) {
+            self.blocks.remove(block);
+            return self.arena.release(found.start, count);
+        }
+        self.blocks.add_pages(block, count);
+        self.blocks.update_order(block);
+    }
 }
 
-/// Blocks in the order of their arena pages. No two share a page, because a page has one record.
-fn agreed(capacity: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Vec<Complete> {
-    let by_page = |records: &Vec<PageRecord>| -> BTreeMap<u32, PageRecord> {
-        let fits = records.iter().filter(|record| record.page < capacity);
-        fits.map(|record| (record.page, *record)).collect()
-    };
-    let shards: Vec<BTreeMap<u32, PageRecord>> = shards.iter().map(by_page).collect();
-    let Some((first_shard, others)) = shards.split_first() else {
-        return Vec::new();
-    };
-    let everywhere = |record: &PageRecord| {
-        others.iter().all(|shard| {
-            shard.get(&record.page).is_some_and(|other| {
-                same_place(record, other) && record.fingerprint == other.fingerprint
-            })
+impl Unmerged {
+    /// Takes the next record, if its page lies below `end`.
+    fn next_below(&mut self, end: u32) -> Option<PageRecord> {
+        let next = self.records.front()?;
+        match next.page < end {
+            true => self.records.pop_front(),
+            false => None,
+        }
+    }
+
+    /// True if this shard lists the page with the same block, position and content. Drops its records of pages before.
+    fn agrees_on(&mut self, record: &PageRecord) -> bool {
+        while self.next_below(record.page).is_some() {}
+        self.records.front().is_some_and(|own| {
+            let stored = record.stored;
+            PageRecord { stored, ..*own } == *record
         })
-    };
-    let mut blocks: Vec<Complete> = Vec::new();
-    for record in first_shard.values().filter(|record| everywhere(record)) {
-        if record.index == 0
-            && record.page == record.block_start
-            && record.phase < ratio.pages() as u16
-        {
-            blocks.push(Complete {
-                first: *record,
-                pages: vec![*record],
-                newest: record.stored,
-            });
-        } else if let Some(block) = blocks.last_mut()
-            && continues(block, record, ratio)
-        {
-            block.pages.push(*record);
-            block.newest = block.newest.max(record.stored);
-        }
     }
-    blocks
 }
 
-fn same_place(a: &PageRecord, b: &PageRecord) -> bool {
-    (a.anchor, a.domain, a.block_start, a.index, a.phase)
-        == (b.anchor, b.domain, b.block_start, b.index, b.phase)
-}
-
-/// True if the record is that of the block's next page, and that page lies before the next multiple of the ratio.
-fn continues(block: &Complete, record: &PageRecord, ratio: Ratio) -> bool {
-    let next = block.pages.len();
-    let expected = PageRecord {
-        page: block.first.page + next as u32,
-        index: next as u16,
-        stored: record.stored,
-        fingerprint: record.fingerprint,
-        ..block.first
-    };
-    *record == expected && usize::from(block.first.phase) + next < ratio.pages() as usize
-}
-
-/// An arena in which exactly these blocks are allocated.
-fn occupied(capacity: u32, blocks: &[Complete]) -> Arena {
-    let mut arena = Arena::new(capacity);
-    let mut gaps = Vec::new();
-    for block in blocks {
-        let gap = block.first.page - arena.frontier();
-        if arena.alloc_at(arena.frontier(), gap) {
-            gaps.push((block.first.page - gap, gap));
-        }
-        let room = arena.alloc_at(block.first.page, block.pages.len() as u32);
-        debug_assert!(room, "blocks do not overlap");
+impl RecoveredBlock {
+    /// True if the record is that of the block's next page, and that page lies before the next multiple of the ratio.
+    fn continues_with(&self, record: &PageRecord, ratio: u32) -> bool {
+        let next = self.pages;
+        let expected = PageRecord {
+            page: self.start + u32::from(next),
+            anchor: self.anchor,
+            domain: self.domain,
+            block_start: self.start,
+            index: next,
+            phase: self.phase,
+            stored: record.stored,
+            fingerprint: record.fingerprint,
+        };
+        *record == expected && u32::from(self.phase) + u32::from(next) < ratio
     }
-    for (start, pages) in gaps {
-        arena.release(start, pages);
-    }
-    arena
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, TransferId};
-
-    fn page(page: u32, block_start: u32, anchor: u128, content: u128) -> PageRecord {
-        PageRecord {
-            page,
-            anchor: Anchor(anchor),
-            domain: DomainId(1),
-            block_start,
-            index: (page - block_start) as u16,
-            phase: 0,
-            stored: Stored {
-                epoch: Epoch(1),
-                transfer: TransferId(u64::from(block_start)),
-            },
-            fingerprint: Fingerprint(content),
-        }
-    }
-
-    fn block(start: u32, pages: u32, anchor: u128) -> Vec<PageRecord> {
-        let content = |at: u32| anchor * 100 + u128::from(at - start);
-        (start..start + pages)
-            .map(|at| page(at, start, anchor, content(at)))
-            .collect()
-    }
-
-    fn recover(shards: &[Vec<PageRecord>]) -> Pool {
-        let pool = Pool::recover(32, Ratio::new(8).expect("in bounds"), shards);
-        pool.check().expect("the second count agrees");
-        pool
-    }
-
-    fn ready(pool: &Pool) -> Vec<(u32, u32)> {
-        let mut blocks: Vec<(u32, u32)> = pool
-            .view()
-            .map(|block| (block.start, block.ready))
-            .collect();
-        blocks.sort_unstable();
-        blocks
-    }
-
-    #[test]
-    fn a_block_is_cut_to_the_pages_that_every_shard_holds() {
-        let (long, short) = (block(4, 6, 1), block(4, 4, 1));
-        assert_eq!(ready(&recover(&[long.clone(), long.clone()])), [(4, 6)]);
-        assert_eq!(ready(&recover(&[long.clone(), short.clone()])), [(4, 4)]);
-        assert_eq!(ready(&recover(&[short, long])), [(4, 4)]);
-    }
-
-    #[test]
-    fn a_hole_in_one_shard_ends_a_block() {
-        let complete = block(0, 5, 1);
-        let mut torn = complete.clone();
-        torn.remove(2);
-        assert_eq!(ready(&recover(&[complete.clone(), torn.clone()])), [(0, 2)]);
-        torn.remove(0);
-        assert_eq!(ready(&recover(&[complete, torn])), []);
-    }
-
-    #[test]
-    fn other_content_and_another_block_end_a_block() {
-        let complete = block(0, 5, 1);
-        let mut other = complete.clone();
-        other[3].fingerprint = Fingerprint(7);
-        assert_eq!(ready(&recover(&[complete.clone(), other])), [(0, 3)]);
-        let mut elsewhere = complete.clone();
-        elsewhere[3].anchor = Anchor(2);
-        assert_eq!(ready(&recover(&[complete, elsewhere])), [(0, 3)]);
-        // A newer block overwrote pages in the middle of an older one. The older block's pages after it are
-        // unreachable.
-        let mut over = block(0, 8, 1);
-        over.splice(3..5, block(3, 2, 2));
-        assert_eq!(ready(&recover(&[over.clone(), over])), [(0, 3), (3, 2)]);
-    }
-
-    #[test]
-    fn records_that_make_no_sense_are_left_out() {
-        for beyond in [32, 40] {
-            let beyond = vec![page(beyond, beyond, 1, 1)];
-            assert_eq!(ready(&recover(&[beyond.clone(), beyond])), []);
-        }
-        let long = block(0, 12, 1);
-        assert_eq!(ready(&recover(&[long.clone(), long])), [(0, 8)]);
-        let mut late = block(0, 4, 1);
-        late.iter_mut().for_each(|page| page.phase = 6);
-        assert_eq!(ready(&recover(&[late.clone(), late.clone()])), [(0, 2)]);
-        late.iter_mut().for_each(|page| page.phase = 8);
-        assert_eq!(ready(&recover(&[late.clone(), late])), []);
-        assert_eq!(ready(&recover(&[])), []);
-    }
-
-    #[test]
-    fn pages_of_a_later_growth_belong_to_their_block() {
-        let mut grown = block(0, 5, 1);
-        grown[3].stored.transfer = TransferId(7);
-        grown[4].stored.epoch = Epoch(2);
-        assert_eq!(ready(&recover(&[grown.clone(), grown])), [(0, 5)]);
-    }
-
-    #[test]
-    fn the_oldest_store_is_evicted_first() {
-        let (mut young, mut old) = (block(0, 4, 1), block(8, 4, 2));
-        young
-            .iter_mut()
-            .for_each(|page| page.stored.epoch = Epoch(2));
-        old.iter_mut()
-            .for_each(|page| page.stored.transfer = TransferId(900));
-        let all: Vec<PageRecord> = [young, old].concat();
-        let pool = recover(&[all.clone(), all]);
-        let by_age: Vec<u32> = pool.view().map(|block| block.start).collect();
-        assert_eq!(by_age, [8, 0]);
-    }
-}
+mod oracle;
+#[cfg(test)]
+mod tests;

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use crate::Contradiction;
 use crate::event::LeaderEffect;
-use crate::pool::Pool;
-use kvferry_types::{DepotId, PageRecord, Shard, TierId, Time, WorkerId};
+use crate::recover::Recovery;
+use kvferry_types::{DepotId, PageRecord, Ratio, Shard, TierId, Time, WorkerId};
 
 use super::Leader;
 use super::roster::Roster;
@@ -54,12 +54,20 @@ impl Tier {
     }
 
     /// Begins to read the inventories of all shards. Answers to requests up to number `after` are not part of it.
-    fn begin_reading(&mut self, key: TierKey, after: u64, shards: usize, again: Time) {
+    fn begin_reading(
+        &mut self,
+        key: TierKey,
+        ratio: Ratio,
+        shards: usize,
+        after: u64,
+        again: Time,
+    ) {
         let begin = || ShardScan {
             from: Some(0),
             ..ShardScan::default()
         };
         self.state = TierState::Reading(RecoveryScan {
+            recovery: Recovery::new(key.pages, ratio, shards),
             key,
             after,
             shards: (0..shards).map(|_| begin()).collect(),
@@ -81,8 +89,9 @@ impl Tier {
         }
     }
 
-    /// The next request of each shard that has none open, which counts as sent. Where a worker owes an answer for the
-    /// depot, only that worker receives the request, and none is sent while that worker is not attached.
+    /// The next request of each shard that has none open, which counts as sent. A shard of which many records
+    /// wait for other shards gets none, so that what is kept does not grow with the inventory. Where a worker owes an answer for the depot, only
+    /// that worker receives the request, and none is sent while that worker is not attached.
     fn next_parts(&mut self, id: TierId, roster: &Roster) -> Vec<PartRequest> {
         let TierState::Reading(scan) = &mut self.state else {
             return Vec::new();
@@ -97,6 +106,9 @@ impl Tier {
             ) else {
                 continue;
             };
+            if scan.recovery.is_ahead(shard.into()) {
+                continue;
+            }
             let mut reader = self.unanswered.iter();
             let worker = match reader.find(|(_, open_read)| open_read.depot == depot) {
                 Some((reader, _)) => Some(*reader).filter(|reader| roster.is_attached(*reader)),
@@ -226,14 +238,14 @@ impl Tier {
         }
     }
 
-    /// Adds a part. Returns the key and the records of all shards after the last part.
+    /// Adds a part. Returns the key and the merged inventories after the last part.
     fn take_part(
         &mut self,
         id: TierId,
         part: InventoryPart,
         roster: &Roster,
         timers: &mut Timers,
-    ) -> Option<(TierKey, Vec<Vec<PageRecord>>)> {
+    ) -> Option<(TierKey, Recovery)> {
         let shard = roster.shard_of(part.worker);
         let current = roster.depot(id, shard) == Some(part.depot);
         let requested = |scan: &&mut RecoveryScan| current && scan.after < part.read_id;
@@ -244,24 +256,9 @@ impl Tier {
         }
         // A part whose `next` does not advance would be repeated forever: treat it as the last one.
         let next = part.next.filter(|next| *next > part.from);
-        let within = |page: u32| page >= part.from && next.is_none_or(|next| page < next);
-        let capacity = scan.key.pages;
-        let records = part.records.into_iter();
-        let records = records.filter(|record| within(record.page) && record.page < capacity);
-        // Pages must ascend: a page that is listed twice, or after a higher one, is left out, so that each page has one
-        // record at most.
-        let mut listed = shard_scan.records.last().map(|record| record.page);
-        let records = records.filter(|record| {
-            let ascends = listed.is_none_or(|last| last < record.page);
-            if ascends {
-                listed = Some(record.page);
-            }
-            ascends
-        });
-        let room = (capacity as usize).saturating_sub(shard_scan.records.len());
-        shard_scan.records.extend(records.take(room));
         shard_scan.requested_from = None;
-        shard_scan.from = next.filter(|next| *next < capacity);
+        shard_scan.from = next.filter(|next| *next < scan.key.pages);
+        scan.recovery.add(shard.0.into(), part.records, next);
         if scan
             .shards
             .iter()
@@ -269,9 +266,8 @@ impl Tier {
         {
             return None;
         }
-        let RecoveryScan { key, shards, .. } = self.take_scan(id, timers)?;
-        let records = shards.into_iter().map(|shard_scan| shard_scan.records);
-        Some((key, records.collect()))
+        let RecoveryScan { key, recovery, .. } = self.take_scan(id, timers)?;
+        Some((key, recovery))
     }
 
     /// Checks that no worker owes answers for two depots, and that no depot has two workers that owe. `Err` names the
@@ -301,7 +297,7 @@ impl Leader {
             };
             if tier.is_shut() {
                 self.timers.set(again, Timer::RecoveryScan(id));
-                tier.begin_reading(key, self.next_id, shards, again);
+                tier.begin_reading(key, self.settings.ratio, shards, self.next_id, again);
                 self.request_parts(now, id, effects);
             }
         }
@@ -422,10 +418,9 @@ impl Leader {
         let id = self.roster.tier_of(worker, part.depot);
         if let Some(id) = id
             && let Some(tier) = self.tiers.get_mut(id)
-            && let Some((key, records)) = tier.take_part(id, part, &self.roster, &mut self.timers)
+            && let Some((key, recovery)) = tier.take_part(id, part, &self.roster, &mut self.timers)
         {
-            let mut pool = Pool::recover(key.pages, self.settings.ratio, &records)
-                .with_policy(self.settings.policy(id));
+            let mut pool = recovery.into_pool().with_policy(self.settings.policy(id));
             if self.settings.moves.iter().any(|one| one.edge.from == id) {
                 pool.record_changes();
             }
@@ -439,17 +434,81 @@ impl Leader {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::*;
-    use kvferry_types::{Rank, Replica};
+    use crate::anchor::AnchorKey;
+    use crate::event::LeaderEvent;
+    use crate::leader::LeaderSettings;
+    use crate::leader::tests::{ENGINE, attached_rank};
+    use crate::recover::UNMERGED_MAX;
+    use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Rank, Replica, Stored};
+
+    fn worker(rank: u16) -> WorkerId {
+        WorkerId {
+            replica: Replica(0),
+            rank: Rank(rank),
+        }
+    }
+
+    #[test]
+    fn a_shard_that_is_far_ahead_of_another_one_waits_for_it() {
+        let pages = 4 * UNMERGED_MAX as u32;
+        let ratio = Ratio::new(8).expect("in bounds");
+        let settings = LeaderSettings::new(Epoch(2), 2, ratio, AnchorKey::new([7; 32]));
+        let mut leader = Leader::new(settings);
+        let mut step = |event| {
+            let mut effects = Vec::new();
+            leader.step(Time(0), event, &mut effects);
+            let requests = effects.into_iter().filter_map(|effect| match effect {
+                LeaderEffect::ReadInventory {
+                    worker,
+                    from,
+                    read_id,
+                    ..
+                } => Some((worker.rank.0, from, read_id)),
+                _ => None,
+            });
+            requests.collect::<Vec<_>>()
+        };
+        let part = |rank: u16, pages: Range<u32>, read_id| LeaderEvent::Inventory {
+            worker: worker(rank),
+            depot: DepotId(u128::from(rank) + 1),
+            read_id,
+            from: pages.start,
+            next: Some(pages.end),
+            records: pages.map(record).collect(),
+        };
+        step(LeaderEvent::EngineOpened(ENGINE));
+        let attach = |rank| LeaderEvent::Attach(attached_rank(rank, 2, pages));
+        assert_eq!(step(attach(0)), []);
+        assert_eq!(step(attach(1)), [(0, 0, 1), (1, 0, 1)]);
+        let few = UNMERGED_MAX as u32 - 1;
+        assert_eq!(step(part(0, 0..few, 1)), [(0, few, 2)]);
+        assert_eq!(step(part(0, few..few + 1, 2)), []);
+        // The other shard reaches one of these pages.
+        assert_eq!(step(part(1, 0..1, 1)), [(0, few + 1, 3), (1, 1, 3)]);
+    }
+
+    /// The record of a block of one page.
+    fn record(page: u32) -> PageRecord {
+        PageRecord {
+            page,
+            anchor: Anchor(page.into()),
+            domain: DomainId(1),
+            block_start: page,
+            index: 0,
+            phase: 0,
+            stored: Stored::default(),
+            fingerprint: Fingerprint(page.into()),
+        }
+    }
 
     #[test]
     fn two_workers_that_read_one_depot_are_detected() {
         let mut tier = Tier::default();
         for (rank, depot) in [(0, 1), (1, 2)] {
-            let worker = WorkerId {
-                replica: Replica(0),
-                rank: Rank(rank),
-            };
+            let worker = worker(rank);
             let read = UnansweredRead {
                 depot: DepotId(depot),
                 number: 1,

@@ -116,6 +116,11 @@ const WORKER: WorkerId = WorkerId {
 
 /// The worker has the engine's memory, and `arena_pages` pages in its depot.
 fn attached(arena_pages: u32) -> LeaderEvent {
+    LeaderEvent::Attach(attached_rank(0, 1, arena_pages))
+}
+
+/// Like [`attached`], of one of several ranks, each with a shard of its own.
+pub(super) fn attached_rank(rank: u16, ranks: u16, arena_pages: u32) -> AttachRequest {
     let memory = WorkerMemory {
         engine: ENGINE,
         geometry: GroupGeometry {
@@ -125,17 +130,20 @@ fn attached(arena_pages: u32) -> LeaderEvent {
         .into(),
         arena_pages: PerTier::host(arena_pages),
     };
-    LeaderEvent::Attach(AttachRequest {
-        worker: WORKER,
-        ranks: 1,
-        shards: 1,
+    AttachRequest {
+        worker: WorkerId {
+            rank: Rank(rank),
+            ..WORKER
+        },
+        ranks,
+        shards: ranks,
         attach: AttachId(1),
         depots: PerTier::host(AttachedDepot {
-            depot: DepotId(1),
+            depot: DepotId(u128::from(rank) + 1),
             epoch: Epoch(0),
         }),
         memory: Some(memory),
-    })
+    }
 }
 
 /// Sends a request; returns the answer if the leader gives one in the same step.

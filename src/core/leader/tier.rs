@@ -13,7 +13,8 @@ use crate::cover::{TierRun, walk_tiers};
 use crate::event::LeaderEffect;
 use crate::model::Model;
 use crate::pool::{Pin, Pool, PoolCounts, PrefixMatch};
-use kvferry_types::{DepotId, HashView, PageRecord, PerTier, TierId, Time, WorkerId};
+use crate::recover::Recovery;
+use kvferry_types::{DepotId, HashView, PerTier, TierId, Time, WorkerId};
 use smallvec::SmallVec;
 
 use super::Leader;
@@ -39,14 +40,13 @@ impl TierKey {
     }
 }
 
-/// The part of one shard's inventory that was read so far. At most one record of 112 bytes for each arena page.
+/// How far one shard's inventory was read.
 #[derive(Debug, Default)]
 pub(super) struct ShardScan {
     /// The worker that received the request for the next part.
     pub(super) requested_from: Option<WorkerId>,
     /// The arena page at which that part begins; `None` when the inventory is read completely.
     pub(super) from: Option<u32>,
-    pub(super) records: Vec<PageRecord>,
 }
 
 /// The inventories of all shards of a tier.
@@ -58,6 +58,8 @@ pub(super) struct RecoveryScan {
     /// removed since.
     pub(super) after: u64,
     pub(super) shards: Vec<ShardScan>,
+    /// What was read of them.
+    pub(super) recovery: Recovery,
     /// When missing parts are requested again.
     pub(super) again: Time,
 }

@@ -9,7 +9,7 @@ use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_core::Pool;
 
-use super::preloaded_leader::PreloadedLeader;
+use super::preloaded_leader::{Below, Preload, PreloadedLeader};
 use kvferry::cli::bench::rig::{HASH_BYTES, hashes};
 
 /// Bytes that are written before a cold lookup to empty the caches: several times the largest last-level cache of one
@@ -45,6 +45,13 @@ struct LookupRow {
     plain_p50_us: f64,
     plain_p99_us: f64,
     lookup_to_plain: f64,
+    /// With a second tier that is empty, and with one that has the second half of each prompt.
+    empty_tier_p50_us: f64,
+    empty_tier_p99_us: f64,
+    half_tier_p50_us: f64,
+    half_tier_p99_us: f64,
+    empty_tier_to_lookup: f64,
+    half_tier_to_lookup: f64,
 }
 
 #[derive(Debug, serde::Serialize)]
@@ -79,13 +86,15 @@ impl Arguments {
             "Lookups of {} pages, from the bytes of the request to the answer, beside as many probes of a hash map and",
             self.prompt_pages
         ));
-        print_line("compares of 16 bytes with a plain array.");
         print_line(
-            "   pages   blocks  caches  lookup p50       p99    plain p50       p99  lookup/plain",
+            "compares of 16 bytes with a plain array; and with a second tier that is empty, or has half of each prompt.",
+        );
+        print_line(
+            "   pages   blocks  caches  lookup p50       p99    plain p50       p99  lookup/plain   empty tier      ratio    half tier      ratio",
         );
         for row in &report.rows {
             print_line(&format!(
-                "{:>8} {:>8}  {:<6}  {:>7.1} us {:>9.1}  {:>8.1} us {:>9.1}  {:>12.2}",
+                "{:>8} {:>8}  {:<6}  {:>7.1} us {:>9.1}  {:>8.1} us {:>9.1}  {:>12.2}  {:>8.1} us  {:>9.2}  {:>8.1} us  {:>9.2}",
                 row.pages,
                 row.blocks,
                 if row.cold { "empty" } else { "in use" },
@@ -93,7 +102,11 @@ impl Arguments {
                 row.lookup_p99_us,
                 row.plain_p50_us,
                 row.plain_p99_us,
-                row.lookup_to_plain
+                row.lookup_to_plain,
+                row.empty_tier_p50_us,
+                row.empty_tier_to_lookup,
+                row.half_tier_p50_us,
+                row.half_tier_to_lookup
             ));
         }
         print_line(&format!(
@@ -106,30 +119,50 @@ impl Arguments {
     fn measure(&self, pages: u32, rows: &mut Vec<LookupRow>) -> Result<(), CommandError> {
         let prompts = u64::from(pages.div_ceil(self.prompt_pages)).max(1);
         let mut leader = PreloadedLeader::new(prompts, self.prompt_pages)?;
+        let tiered = |below| {
+            PreloadedLeader::with(Preload {
+                prompts,
+                prompt_pages: self.prompt_pages,
+                free_pages: 0,
+                below,
+            })
+        };
+        let (mut empty, mut half) = (tiered(Below::Empty)?, tiered(Below::Half)?);
         let plain = Plain::of(leader.pool()?);
         let mut caches = vec![0_u64; EVICT_BYTES / size_of::<u64>()];
         let mut rng = fastrand::Rng::with_seed(2);
         for cold in [false, true] {
-            let (mut looked_up, mut probed) = (Vec::new(), Vec::new());
+            let mut looked_up = [const { Vec::new() }; 3];
+            let mut probed = Vec::new();
             let warm_up = self.rounds / 10;
             for round in 0..self.rounds + warm_up {
                 let prompt = rng.u64(0..prompts);
-                if cold {
-                    evict(&mut caches);
+                for (leader, took) in [&mut leader, &mut empty, &mut half]
+                    .into_iter()
+                    .zip(&mut looked_up)
+                {
+                    if cold {
+                        evict(&mut caches);
+                    }
+                    let encoded = leader.encoded(prompt)?;
+                    let lookup = leader.lookup(&encoded)?.whole;
+                    leader.finish(prompt)?;
+                    if round >= warm_up {
+                        took.push(lookup.as_secs_f64() * 1e6);
+                    }
                 }
-                let encoded = leader.encoded(prompt)?;
-                let lookup = leader.lookup(&encoded)?.whole;
-                leader.finish(prompt)?;
                 if cold {
                     evict(&mut caches);
                 }
                 let probes = plain.lookup(&hashes(prompt, self.prompt_pages))?;
                 if round >= warm_up {
-                    looked_up.push(lookup.as_secs_f64() * 1e6);
                     probed.push(probes.as_secs_f64() * 1e6);
                 }
             }
-            let (lookup_p50_us, lookup_p99_us) = percentiles(looked_up);
+            let [one, two, three] = looked_up.map(percentiles);
+            let (lookup_p50_us, lookup_p99_us) = one;
+            let (empty_tier_p50_us, empty_tier_p99_us) = two;
+            let (half_tier_p50_us, half_tier_p99_us) = three;
             let (plain_p50_us, plain_p99_us) = percentiles(probed);
             rows.push(LookupRow {
                 pages: prompts * u64::from(self.prompt_pages),
@@ -140,6 +173,12 @@ impl Arguments {
                 plain_p50_us,
                 plain_p99_us,
                 lookup_to_plain: lookup_p50_us / plain_p50_us,
+                empty_tier_p50_us,
+                empty_tier_p99_us,
+                half_tier_p50_us,
+                half_tier_p99_us,
+                empty_tier_to_lookup: empty_tier_p50_us / lookup_p50_us,
+                half_tier_to_lookup: half_tier_p50_us / lookup_p50_us,
             });
         }
         Ok(())

@@ -5,9 +5,11 @@ mod arena;
 mod codec;
 mod lookup;
 mod preloaded_leader;
+mod recovery;
 mod reset;
 mod rpc;
 mod rpc_hit;
+mod store;
 
 use clap::Subcommand;
 
@@ -17,6 +19,10 @@ use kvferry::error::CommandError;
 pub(super) enum Command {
     /// Lookups in a leader that holds many pages, beside plain probes and compares.
     Lookup(lookup::Arguments),
+    /// Stores of one page each in sequences that grow, in a leader that holds many pages.
+    Store(store::Arguments),
+    /// Recovery of a pool from the inventories of its shards, part by part.
+    Recovery(recovery::Arguments),
     /// Encodes and decodes a transfer order, beside its numbers alone.
     Codec(codec::Arguments),
     /// Allocations of an arena that is nearly full, beside a free list; and the memory that a pool takes.
@@ -34,6 +40,8 @@ impl Command {
     pub(super) fn run(self) -> Result<(), CommandError> {
         match self {
             Self::Lookup(arguments) => arguments.run(),
+            Self::Store(arguments) => arguments.run(),
+            Self::Recovery(arguments) => arguments.run(),
             Self::Codec(arguments) => arguments.run(),
             Self::Arena(arguments) => arguments.run(),
             Self::Reset(arguments) => arguments.run(),

@@ -1,26 +1,56 @@
 //! A leader's core with a pool full of prompts.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use kvferry::cli::bench::rig::{ENGINE, HASH_BYTES, hashes};
 use kvferry::error::CommandError;
 use kvferry_core::{
-    AnchorKey, AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
-    Pool, Refusal, WorkerMemory,
+    AnchorKey, AttachRequest, AttachedDepot, Domain, Leader, LeaderEffect, LeaderEvent,
+    LeaderSettings, Pool, Refusal, WorkerMemory,
 };
+use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{Envelope, HEADER_BYTES, Header, Lookup, Message, VERSION, decode, encode};
 use kvferry_types::{
     Answer, AttachId, DepotId, EndedCopy, Epoch, GroupGeometry, GroupId, LookupAnswer, PageHashes,
-    PageList, Part, PerTier, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetId,
-    ResetScope, SlotId, StoreAnswer, Time, WorkerId,
+    PageList, PageRecord, Part, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetId,
+    ResetScope, SlotId, StoreAnswer, Stored, TierId, Time, TransferId, WorkerId,
 };
 
 /// Prompts that are stored together, one block of each in turn, so that the blocks of a prompt lie far apart.
 const TOGETHER: u64 = 2048;
+/// Secret key of the anchors.
+const KEY: [u8; 32] = [5; 32];
 const WORKER: WorkerId = WorkerId {
     replica: Replica(0),
     rank: Rank(0),
 };
+
+/// The depots of the worker.
+const HOST_DEPOT: DepotId = DepotId(1);
+const DISK_DEPOT: DepotId = DepotId(2);
+
+/// What a [`PreloadedLeader`] holds.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Preload {
+    /// Number of prompts, and pages of each.
+    pub(super) prompts: u64,
+    pub(super) prompt_pages: u32,
+    /// Further pages of host memory, which stay free.
+    pub(super) free_pages: u32,
+    pub(super) below: Below,
+}
+
+/// The tier below host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Below {
+    /// There is none.
+    None,
+    /// It is empty: host memory has all pages.
+    Empty,
+    /// It has the second half of each prompt, and host memory the first half.
+    Half,
+}
 
 /// The geometry that a worker reports for the engine.
 pub(super) fn geometry() -> GroupGeometry {
@@ -54,6 +84,9 @@ pub(super) struct Took {
 pub(super) struct PreloadedLeader {
     leader: Leader,
     prompt_pages: u32,
+    below: Below,
+    /// Stores whose copies have not ended, oldest first.
+    under_way: VecDeque<TransferId>,
     requests: u64,
     resets: u64,
     /// Whether the worker was requested to remove the pages of the reset from the inventory.
@@ -64,19 +97,40 @@ pub(super) struct PreloadedLeader {
 
 impl PreloadedLeader {
     pub(super) fn new(prompts: u64, prompt_pages: u32) -> Result<Self, CommandError> {
+        Self::with(Preload {
+            prompts,
+            prompt_pages,
+            free_pages: 0,
+            below: Below::None,
+        })
+    }
+
+    pub(super) fn with(preload: Preload) -> Result<Self, CommandError> {
+        let Preload {
+            prompts,
+            prompt_pages,
+            free_pages,
+            below,
+        } = preload;
         let ratio = Ratio::default();
-        let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([5; 32]));
+        let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new(KEY));
+        if below != Below::None {
+            settings.tiers.push(TierId::Disk);
+        }
         let mut filled = Self {
             leader: Leader::new(settings),
             prompt_pages,
+            below,
+            under_way: VecDeque::new(),
             requests: 0,
             resets: 0,
             invalidated: false,
             now: Time(1),
             effects: Vec::new(),
         };
-        let pages = prompts * u64::from(prompt_pages);
-        filled.attach(u32::try_from(pages).map_err(CommandError::failed)?)?;
+        let pages = prompts * u64::from(prompt_pages) + u64::from(free_pages);
+        let pages = u32::try_from(pages).map_err(CommandError::failed)?;
+        filled.attach(prompts, pages, ratio.pages())?;
         for first in (0..prompts).step_by(TOGETHER as usize) {
             filled.fill(
                 (first..prompts.min(first + TOGETHER)).collect(),
@@ -91,40 +145,113 @@ impl PreloadedLeader {
         pool.ok_or_else(|| CommandError::Failed("no pool".to_owned()))
     }
 
-    fn attach(&mut self, arena_pages: u32) -> Result<(), CommandError> {
-        let depot = DepotId(1);
+    /// Pages of each prompt in host memory.
+    fn host_pages(&self) -> u32 {
+        match self.below {
+            Below::None | Below::Empty => self.prompt_pages,
+            Below::Half => self.prompt_pages / 2,
+        }
+    }
+
+    fn attach(
+        &mut self,
+        prompts: u64,
+        arena_pages: u32,
+        block_pages: u32,
+    ) -> Result<(), CommandError> {
+        let tiers: &[(TierId, DepotId)] = match self.below {
+            Below::None => &[(TierId::Host, HOST_DEPOT)],
+            Below::Empty | Below::Half => &[(TierId::Host, HOST_DEPOT), (TierId::Disk, DISK_DEPOT)],
+        };
+        let depots = tiers.iter().map(|(tier, depot)| {
+            let epoch = Epoch(0);
+            let depot = *depot;
+            (*tier, AttachedDepot { depot, epoch })
+        });
         let attached = AttachRequest {
             worker: WORKER,
             ranks: 1,
             shards: 1,
             attach: AttachId(1),
-            depots: PerTier::host(AttachedDepot {
-                depot,
-                epoch: Epoch(0),
-            }),
+            depots: depots.collect(),
             memory: Some(WorkerMemory {
                 engine: ENGINE,
                 geometry: geometry().into(),
-                arena_pages: PerTier::host(arena_pages),
+                arena_pages: tiers.iter().map(|(tier, _)| (*tier, arena_pages)).collect(),
             }),
         };
-        let inventory = LeaderEvent::Inventory {
-            worker: WORKER,
-            read_id: 1,
-            from: 0,
-            next: None,
-            depot,
-            records: Vec::new(),
-        };
-        for event in [
+        let mut disk = Vec::new();
+        if self.below == Below::Half {
+            for prompt in 0..prompts {
+                let blocks = (self.host_pages()..self.prompt_pages).step_by(block_pages as usize);
+                disk.extend(blocks.map(|position| (prompt, position)));
+            }
+            fastrand::Rng::with_seed(4).shuffle(&mut disk);
+        }
+        let mut events = VecDeque::from([
             LeaderEvent::EngineOpened(ENGINE),
             LeaderEvent::Attach(attached),
-            inventory,
-        ] {
+        ]);
+        while let Some(event) = events.pop_front() {
             self.leader.step(self.now, event, &mut self.effects);
+            for effect in std::mem::take(&mut self.effects) {
+                if let LeaderEffect::ReadInventory {
+                    depot,
+                    read_id,
+                    from,
+                    ..
+                } = effect
+                {
+                    let blocks = (depot == DISK_DEPOT).then_some(&disk[..]);
+                    let (records, next) =
+                        self.part_of_disk(blocks.unwrap_or_default(), block_pages, from)?;
+                    events.push_back(LeaderEvent::Inventory {
+                        worker: WORKER,
+                        read_id,
+                        from,
+                        next,
+                        depot,
+                        records,
+                    });
+                }
+            }
         }
-        self.effects.clear();
         self.pool().map(|_| ())
+    }
+
+    /// The part of the inventory of a disk with these blocks, given as prompts and positions, from an arena page on.
+    fn part_of_disk(
+        &self,
+        blocks: &[(u64, u32)],
+        block_pages: u32,
+        from: u32,
+    ) -> Result<(Vec<PageRecord>, Option<u32>), CommandError> {
+        let key = AnchorKey::new(KEY);
+        let domain = Domain::new(&key, &[], &geometry().layout_fingerprint, GroupId(0));
+        let first = (from / block_pages) as usize;
+        let end = (first + (PAGE_RECORDS_MAX as u32 / block_pages) as usize).min(blocks.len());
+        let mut records = Vec::new();
+        for (at, (prompt, position)) in (first..end).zip(&blocks[first..end]) {
+            let hashes = packed(hashes(*prompt, self.prompt_pages))?;
+            let block_start = at as u32 * block_pages;
+            let pages = block_pages.min(self.prompt_pages - position);
+            let anchor = domain.anchor(hashes.fingerprint(*position as usize));
+            records.extend((0..pages).map(|index| PageRecord {
+                page: block_start + index,
+                anchor,
+                domain: domain.id(),
+                block_start,
+                index: index as u16,
+                phase: 0,
+                stored: Stored {
+                    epoch: Epoch(0),
+                    transfer: TransferId(at as u64),
+                },
+                fingerprint: hashes.fingerprint((position + index) as usize),
+            }));
+        }
+        let next = (end < blocks.len()).then_some(end as u32 * block_pages);
+        Ok((records, next))
     }
 
     fn fill(&mut self, mut prompts: Vec<u64>, block_pages: u32) -> Result<(), CommandError> {
@@ -139,9 +266,9 @@ impl PreloadedLeader {
             self.request(lookup)?;
         }
         let mut rng = fastrand::Rng::with_seed(1);
-        for first_page in (0..self.prompt_pages).step_by(block_pages as usize) {
+        for first_page in (0..self.host_pages()).step_by(block_pages as usize) {
             rng.shuffle(&mut prompts);
-            let pages = block_pages.min(self.prompt_pages - first_page);
+            let pages = block_pages.min(self.host_pages() - first_page);
             for prompt in &prompts {
                 let store = Request::Store {
                     slot: SlotId(*prompt),
@@ -174,21 +301,7 @@ impl PreloadedLeader {
             request,
         };
         self.leader.step(self.now, event, &mut self.effects);
-        let copies: Vec<EndedCopy> = self
-            .effects
-            .iter()
-            .filter_map(|effect| match effect {
-                LeaderEffect::Transfer { transfer: copy, .. } => Some(EndedCopy {
-                    transfer: copy.id,
-                    complete: true,
-                    complete_pages: 0,
-                    bytes: 0,
-                    copy_us: 0,
-                    bad_source: false,
-                }),
-                _ => None,
-            })
-            .collect();
+        let copies: Vec<EndedCopy> = transfers(&self.effects).map(complete).collect();
         if !copies.is_empty() {
             let ended = LeaderEvent::Ended {
                 worker: WORKER,
@@ -207,6 +320,80 @@ impl PreloadedLeader {
         });
         let answer = answer.ok_or_else(|| CommandError::Failed("no answer".to_owned()))?;
         answer.map_err(|refusal: Refusal| CommandError::failed(refusal))
+    }
+
+    /// Opens a slot for a sequence of which the leader has the hashes of no page yet.
+    pub(super) fn begin_sequence(&mut self, slot: u64) -> Result<(), CommandError> {
+        let lookup = Request::Lookup {
+            slot: SlotId(slot),
+            namespace: Vec::new(),
+            hashes: packed(Vec::new())?,
+            device_pages: 0,
+        };
+        self.request(lookup).map(|_| ())
+    }
+
+    /// Stores one new page of a sequence, named with its hash, and ends the oldest copies until `under_way` are left.
+    /// Returns the time of all steps.
+    pub(super) fn store_page(
+        &mut self,
+        slot: u64,
+        position: u32,
+        hash: &[u8],
+        under_way: usize,
+    ) -> Result<Duration, CommandError> {
+        self.requests += 1;
+        let event = LeaderEvent::Request {
+            engine: ENGINE,
+            id: RequestId(self.requests),
+            deadline: Time::NEVER,
+            request: Request::Store {
+                slot: SlotId(slot),
+                first_page: position,
+                more: Some((position, packed(hash.to_vec())?)),
+                source: PageList::run(position, 1),
+            },
+        };
+        let begun = Instant::now();
+        self.leader.step(self.now, event, &mut self.effects);
+        let mut took = begun.elapsed();
+        self.under_way.extend(transfers(&self.effects));
+        self.effects.clear();
+        while self.under_way.len() > under_way {
+            took += self.end_oldest_store()?;
+        }
+        Ok(took)
+    }
+
+    /// Ends the copy of the oldest store. Returns the time of the step.
+    fn end_oldest_store(&mut self) -> Result<Duration, CommandError> {
+        let ended = LeaderEvent::Ended {
+            worker: WORKER,
+            epoch: Epoch(1),
+            copies: self
+                .under_way
+                .pop_front()
+                .map(complete)
+                .into_iter()
+                .collect(),
+        };
+        let begun = Instant::now();
+        self.leader.step(self.now, ended, &mut self.effects);
+        let took = begun.elapsed();
+        match self.answer()? {
+            Answer::Store(StoreAnswer {
+                stored_pages: 1, ..
+            }) => Ok(took),
+            other => Err(CommandError::Failed(format!("stored {other:?}"))),
+        }
+    }
+
+    /// Ends the copies of all stores, and the slot.
+    pub(super) fn end_sequence(&mut self, slot: u64) -> Result<(), CommandError> {
+        while !self.under_way.is_empty() {
+            self.end_oldest_store()?;
+        }
+        self.finish(slot)
     }
 
     pub(super) fn encoded(&mut self, prompt: u64) -> Result<Encoded, CommandError> {
@@ -308,6 +495,24 @@ impl PreloadedLeader {
     pub(super) fn finish(&mut self, prompt: u64) -> Result<(), CommandError> {
         let slot = SlotId(prompt);
         self.request(Request::Finish { slot }).map(|_| ())
+    }
+}
+
+fn transfers(effects: &[LeaderEffect]) -> impl Iterator<Item = TransferId> {
+    effects.iter().filter_map(|effect| match effect {
+        LeaderEffect::Transfer { transfer, .. } => Some(transfer.id),
+        _ => None,
+    })
+}
+
+fn complete(transfer: TransferId) -> EndedCopy {
+    EndedCopy {
+        transfer,
+        complete: true,
+        complete_pages: 0,
+        bytes: 0,
+        copy_us: 0,
+        bad_source: false,
     }
 }
 
