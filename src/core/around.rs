@@ -7,9 +7,12 @@
 use std::ops::Range;
 
 use crate::anchor::Domain;
-use crate::index::{Index, MatchGoal};
+use crate::blocks::BlockIndex;
+use crate::index::{Index, Match, MatchGoal};
 use crate::pool::{BlockRun, Pool};
+use crate::trail::Trail;
 use kvferry_types::HashView;
+use smallvec::SmallVec;
 
 /// Most positions outside its own pages that a store examines: a sequence of 131,072 pages in blocks of 32.
 pub const LOOKS_AROUND_MAX: u32 = 4096;
@@ -38,6 +41,11 @@ impl Looks {
         }
     }
 
+    /// The first of the store's own pages, with the pages before them that may lie in the same block.
+    pub(super) fn own_start(&self) -> u32 {
+        self.own.start
+    }
+
     /// Returns the next position to examine, at or after `position`. Once a limit is reached, positions before the
     /// store's own pages are skipped, and positions after them end the walk with `None`.
     pub(super) fn next(&self, position: u32) -> Option<u32> {
@@ -61,23 +69,32 @@ impl Looks {
 
 impl Pool {
     /// Follows a sequence past missing pages, examines the pages in `wanted` and a bounded number of positions around
-    /// them, and appends the readable runs. Returns the number of positions examined.
+    /// them, and appends the readable runs. Takes the first blocks from the trail as far as they have not changed, and
+    /// extends it. Returns the number of positions examined.
     pub fn walk_around(
         &self,
         domain: &Domain,
         hashes: HashView<'_>,
         wanted: &Range<u32>,
+        trail: &mut Trail,
         runs: &mut Vec<BlockRun>,
     ) -> u32 {
+        let len = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
+        let mut steps = trail.follow(&self.blocks);
+        let mut further: SmallVec<[(u32, BlockIndex, Match); 8]> = SmallVec::new();
         let mut looks = Looks::new(wanted, self.ratio);
         let mut ahead = self.prefetcher(domain, hashes);
         let mut position = 0;
-        while (position as usize) < hashes.len()
+        while position < len
             && let Some(at) = looks.next(position)
         {
-            let found = ahead.head(at as usize).and_then(|head| {
+            let found = steps.next(&self.blocks, at, len).or_else(|| {
+                let head = ahead.head(at as usize)?;
                 let want = MatchGoal::Readable;
-                Index::longest(&self.blocks, domain.id(), head, hashes, at as usize, want)
+                let found =
+                    Index::longest(&self.blocks, domain.id(), head, hashes, at as usize, want)?;
+                further.push((at, head, found));
+                Some(found)
             });
             looks.note(at, found.is_some());
             position = at + found.map_or(1, |found| found.pages);
@@ -88,6 +105,11 @@ impl Pool {
                     pages: found.ready,
                 });
             }
+        }
+        let passed = steps.passed;
+        trail.truncate(passed);
+        for (position, head, found) in further {
+            trail.add(&self.blocks, position, head, found);
         }
         looks.all
     }
@@ -128,7 +150,13 @@ mod tests {
         let pool = stored(&hashes, 40);
         let mut runs = Vec::new();
         assert_eq!(
-            pool.walk_around(&domain(), hashes.view(), &(4..8), &mut runs),
+            pool.walk_around(
+                &domain(),
+                hashes.view(),
+                &(4..8),
+                &mut Trail::default(),
+                &mut runs
+            ),
             3
         );
         let found: Vec<_> = runs.iter().map(|run| (run.position, run.pages)).collect();

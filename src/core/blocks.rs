@@ -83,6 +83,11 @@ impl Block {
         (self.filling_transfer, self.filling_pages) = (transfer, pages);
     }
 
+    /// True if no older block has the same anchor.
+    pub(super) fn is_last_sibling(&self) -> bool {
+        self.sibling == NONE
+    }
+
     /// The list of the order of eviction that the block belongs to.
     pub(super) fn list(&self) -> u8 {
         self.place.list()
@@ -147,6 +152,9 @@ impl Places for Slab {
 pub struct Blocks {
     slab: Slab,
     vacant: Vec<u32>,
+    /// The version of each position of the slab: changes with the block there and with its pages, not with its holders
+    /// and its place in the order of eviction.
+    versions: Vec<u32>,
     fingerprints: Vec<Fingerprint>,
     order: EvictionOrder,
     stamps: u64,
@@ -227,9 +235,31 @@ impl Blocks {
         self.slab.block(index)
     }
 
-    /// The block at `index`, mutably. Panics if none lives there.
+    /// The block at `index`, mutably. Panics if none lives there. Its version changes.
     pub fn get_mut(&mut self, index: BlockIndex) -> &mut Block {
+        self.renew(index);
         self.slab.block_mut(index)
+    }
+
+    /// The block at `index`, for changes of its holders. Panics if none lives there.
+    pub(super) fn holders_mut(&mut self, index: BlockIndex) -> &mut Block {
+        self.slab.block_mut(index)
+    }
+
+    /// The version of the block at `index`: while it is equal, the same pages of the block match a sequence.
+    pub(super) fn version(&self, index: BlockIndex) -> u32 {
+        self.versions[index as usize]
+    }
+
+    /// Changes the version of a block.
+    pub(super) fn renew(&mut self, index: BlockIndex) {
+        let version = &mut self.versions[index as usize];
+        *version = version.wrapping_add(1);
+    }
+
+    /// True while blocks are hidden from lookups.
+    pub(super) fn any_hidden(&self) -> bool {
+        !self.hidden.is_empty()
     }
 
     /// The block that `reference` refers to, if it still lives.
@@ -274,10 +304,12 @@ impl Blocks {
         let index = match self.vacant.pop() {
             Some(index) => {
                 self.slab.0[index as usize] = Some(block);
+                self.renew(index);
                 index
             }
             None => {
                 self.slab.0.push(Some(block));
+                self.versions.push(0);
                 u32::try_from(self.slab.0.len() - 1).unwrap_or(NONE)
             }
         };
@@ -289,6 +321,7 @@ impl Blocks {
     pub fn remove(&mut self, index: BlockIndex) {
         self.order.set_evictable(&mut self.slab, index, false);
         self.slab.0[index as usize] = None;
+        self.renew(index);
         self.vacant.push(index);
         self.live -= 1;
     }
@@ -410,6 +443,7 @@ impl Blocks {
     /// Makes room for further blocks, and sets the fingerprints of all arena pages.
     pub(super) fn reserve(&mut self, blocks: usize, fingerprints: Vec<Fingerprint>) {
         self.slab.0.reserve_exact(blocks);
+        self.versions.reserve_exact(blocks);
         self.fingerprints = fingerprints;
     }
 

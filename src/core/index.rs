@@ -67,6 +67,8 @@ impl Index {
                 }
                 let first = *head;
                 *head = index;
+                // It is not alone under its anchor any longer.
+                blocks.renew(first);
                 blocks.get_mut(index).sibling = first;
             }
             None => {

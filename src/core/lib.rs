@@ -42,6 +42,7 @@ mod refusal;
 mod session;
 mod shard_set;
 mod sweep;
+mod trail;
 mod view;
 mod worker;
 

@@ -317,6 +317,11 @@ impl Pool {
         self.touch(runs);
     }
 
+    /// True if a hole has room for `pages`, so that they are placed without an eviction.
+    pub(super) fn has_hole(&self, pages: u32) -> bool {
+        self.arena.largest_hole() >= pages
+    }
+
     /// Counts a use of a block.
     pub(super) fn promote(&mut self, block: BlockIndex) {
         self.blocks.promote(block);
@@ -336,7 +341,7 @@ impl Pool {
     pub fn pin(&mut self, block: BlockIndex, pages: u32) -> Pin {
         self.pins += 1;
         let reference = self.blocks.reference(block);
-        let held = self.blocks.get_mut(block);
+        let held = self.blocks.holders_mut(block);
         held.pins += 1;
         held.pinned_pages = held
             .pinned_pages
@@ -348,6 +353,15 @@ impl Pool {
         }
     }
 
+    /// Holds the first `pages` pages of a block until its last pin is released, if it has one.
+    pub(super) fn extend_pins(&mut self, block: BlockIndex, pages: u32) {
+        let held = self.blocks.holders_mut(block);
+        if held.pins > 0 {
+            let pages = u16::try_from(pages).unwrap_or(u16::MAX);
+            held.pinned_pages = held.pinned_pages.max(pages);
+        }
+    }
+
     /// Releases a pin, and frees the pages of a retired block that has no other holder.
     pub fn unpin(&mut self, pin: Pin) {
         self.pins -= 1;
@@ -356,7 +370,7 @@ impl Pool {
             "a pinned block lives"
         );
         let index = pin.block.index;
-        let block = self.blocks.get_mut(index);
+        let block = self.blocks.holders_mut(index);
         block.pins -= 1;
         if block.pins == 0 {
             block.pinned_pages = 0;
@@ -732,10 +746,11 @@ impl Pool {
 
     /// Frees the pages of a retired block that have no holder, and removes the block when none of its pages are held.
     fn free_if_unheld(&mut self, index: BlockIndex) {
-        let block = self.blocks.get_mut(index);
+        let block = self.blocks.get(index);
         if !block.retired || block.filling().is_some() {
             return;
         }
+        let block = self.blocks.get_mut(index);
         let kept = block.pinned_pages.min(block.ready);
         let (start, freed) = (block.start + u32::from(kept), u32::from(block.ready - kept));
         block.ready = kept;

@@ -7,10 +7,12 @@ use crate::decision::{Decision, RequestDigest};
 use crate::model::Sequence;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
+use crate::trail::Trail;
 use kvferry_types::Answer;
 use kvferry_types::{
     EngineId, GroupId, HashesDiffer, PageHashes, PageRun, RequestId, SlotId, TierId, Time,
 };
+use smallvec::SmallVec;
 
 /// Most running requests of one engine. About 20 MB at 0.3 KB each, not counting their hashes, which
 /// [`HASH_BYTES_PER_ENGINE_MAX`] bounds.
@@ -49,6 +51,8 @@ pub struct Slot {
     held: Vec<PinnedRun>,
     /// When the holds expire. Meaningless while `held` is empty.
     held_until: Time,
+    /// The first blocks of the pages of each prefix group in host memory, as the last store found them.
+    trails: SmallVec<[(GroupId, Trail); 1]>,
     digest: RequestDigest,
 }
 
@@ -60,6 +64,7 @@ impl Slot {
             sequence,
             held: Vec::new(),
             held_until: Time::NEVER,
+            trails: SmallVec::new(),
             digest,
         }
     }
@@ -67,6 +72,34 @@ impl Slot {
     /// The sequence that was looked up.
     pub fn sequence(&self) -> &Sequence {
         &self.sequence
+    }
+
+    /// The lookup that opened it, or replaced its hashes.
+    pub fn lookup(&self) -> RequestId {
+        self.lookup
+    }
+
+    /// The first blocks of a group's pages in host memory, as the last store of the group found them.
+    pub fn trail(&self, group: GroupId) -> Option<&Trail> {
+        let mut trails = self.trails.iter();
+        trails
+            .find(|(its, _)| *its == group)
+            .map(|(_, trail)| trail)
+    }
+
+    /// The same, to be changed by a walk.
+    pub fn trail_mut(&mut self, group: GroupId) -> &mut Trail {
+        let known = self.trails.iter().position(|(its, _)| *its == group);
+        let index = known.unwrap_or_else(|| {
+            self.trails.push((group, Trail::default()));
+            self.trails.len() - 1
+        });
+        &mut self.trails[index].1
+    }
+
+    /// Forgets all blocks of the trails, because their pool is closed.
+    pub fn clear_trails(&mut self) {
+        self.trails.clear();
     }
 
     /// Notes a decision about pages of a group.

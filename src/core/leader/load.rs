@@ -452,6 +452,7 @@ impl Leader {
         let walk = PlanWalk {
             from: load.sequence.model().first_of_cell(group, first, ratio),
             wanted: first..end,
+            trail: None,
             offer: None,
         };
         let planned = plan(host, load.sequence.of(group), walk, &mut self.next_id);

@@ -237,6 +237,7 @@ impl Leader {
         let walk = PlanWalk {
             from: phase,
             wanted: phase..end,
+            trail: None,
             offer: Some(offer).filter(|_| edge.to > edge.from),
         };
         let planned = plan(target, (&domain, hashes.view()), walk, &mut self.next_id);

@@ -7,6 +7,7 @@ use crate::anchor::Domain;
 use crate::around::Looks;
 use crate::index::{Match, MatchGoal};
 use crate::pool::{Pin, Pool, Reserved};
+use crate::trail::Trail;
 use kvferry_types::{HashView, PageRun, TransferId};
 
 /// A transfer that fills wanted pages.
@@ -33,44 +34,45 @@ pub(super) struct Plan {
 }
 
 /// The part of a sequence for which [`plan`] finds places.
-pub(super) struct PlanWalk {
+pub(super) struct PlanWalk<'a> {
     /// Where the walk begins.
     pub(super) from: u32,
     /// The pages that are placed if they are missing.
     pub(super) wanted: Range<u32>,
+    /// The first blocks of the sequence, as an earlier walk found them.
+    pub(super) trail: Option<&'a Trail>,
     /// Offers the missing pages to the admission of the pool; `None` admits every page.
     pub(super) offer: Option<Offer>,
 }
 
 /// Walks a sequence, looking up a bounded number of positions before `wanted`. Pages that are ready or filling are left
-/// alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it passes until it ends, so that
-/// making room for the tail does not evict the root.
+/// alone, missing pages in `wanted` are reserved. Ready pages that the walk passes are held until it ends, so that making
+/// room for the tail does not evict the root; those before `wanted` once something may be evicted.
 pub(super) fn plan(
     pool: &mut Pool,
     (domain, hashes): (&Domain, HashView<'_>),
-    walk: PlanWalk,
+    walk: PlanWalk<'_>,
     next_id: &mut u64,
 ) -> Plan {
     let ratio = pool.ratio();
     let PlanWalk {
         from,
         wanted,
+        trail,
         offer,
     } = walk;
     let mut plan = Plan::default();
     let mut held: Vec<Pin> = Vec::new();
     let mut tail: Option<Match> = None;
     let mut looks = Looks::new(&wanted, ratio);
-    let mut position = from;
+    let mut before = before_own(pool, (domain, hashes), from, trail, &mut looks);
+    // Blocks of the pages before do not reach into these, because no block crosses a multiple of the ratio.
+    let mut position = from.max(looks.own_start());
     let mut gate = Gate {
         offer,
         verdict: None,
     };
     while position < wanted.end {
-        if let Some(at) = looks.next(position).filter(|at| *at > position) {
-            position = at;
-            tail = None;
-        }
         let found = pool.longest(domain, hashes, position as usize, MatchGoal::Present);
         looks.note(position, found.is_some());
         if let Some(found) = found {
@@ -93,7 +95,11 @@ pub(super) fn plan(
         } else {
             let end = missing_until(pool, (domain, hashes), position, wanted.end);
             let end = gate.admitted_until(pool, (domain, hashes), position, end);
-            let before = plan.reserved.len();
+            if !pool.has_hole(end - position) {
+                let before = before.drain(..);
+                held.extend(before.map(|found| pool.pin(found.block, found.ready)));
+            }
+            let known = plan.reserved.len();
             let room = pool.reserve(
                 domain,
                 hashes,
@@ -104,7 +110,7 @@ pub(super) fn plan(
                 &mut plan.reserved,
                 &mut plan.evicted,
             );
-            for reserved in &plan.reserved[before..] {
+            for reserved in &plan.reserved[known..] {
                 let (transfer, pages) = (reserved.transfer, reserved.run.count);
                 plan.waits.push(Wait {
                     transfer,
@@ -125,6 +131,37 @@ pub(super) fn plan(
     }
     plan.looks = looks.all;
     plan
+}
+
+/// The readable runs from `from` on, up to the store's own pages, at a bounded number of positions. Other holders of their
+/// blocks hold these pages from now on.
+fn before_own(
+    pool: &mut Pool,
+    (domain, hashes): (&Domain, HashView<'_>),
+    from: u32,
+    trail: Option<&Trail>,
+    looks: &mut Looks,
+) -> Vec<Match> {
+    let end = looks.own_start();
+    let mut found = Vec::with_capacity(trail.map_or(0, Trail::len));
+    let mut steps = trail
+        .filter(|_| from == 0)
+        .map(|trail| trail.follow(&pool.blocks));
+    let mut position = from;
+    while let Some(at) = looks.next(position).filter(|at| *at < end) {
+        let known = steps
+            .as_mut()
+            .and_then(|steps| steps.next(&pool.blocks, at, end));
+        let present = MatchGoal::Present;
+        let next = known.or_else(|| pool.longest(domain, hashes, at as usize, present));
+        looks.note(at, next.is_some());
+        position = at + next.map_or(1, |next| next.pages);
+        found.extend(next.filter(|next| next.ready > 0));
+    }
+    for run in &found {
+        pool.extend_pins(run.block, run.ready);
+    }
+    found
 }
 
 /// End of the pages from `position` on that one block could take: the next multiple of the ratio, `end`, or the first
@@ -230,3 +267,6 @@ impl Plan {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

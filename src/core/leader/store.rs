@@ -12,6 +12,7 @@ use crate::model::Sequence;
 use crate::pool::{BlockRun, ReservationKind, Reserved};
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
+use crate::trail::Trail;
 use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
     EngineId, FragmentPair, GroupId, PageCursor, PageHashes, PageList, Part, RequestId, Shard,
@@ -29,6 +30,8 @@ use super::{Leader, ReplyTo};
 struct PendingStore {
     reply_to: ReplyTo,
     slot: SlotId,
+    /// The lookup that opened the slot.
+    lookup: RequestId,
     sequence: Sequence,
     /// Positions of the pages to store, by group.
     wanted: Vec<(GroupId, Range<u32>)>,
@@ -286,7 +289,7 @@ impl Leader {
         let session = self.sessions.open(reply_to.engine);
         let cancelled = session.is_cancelled(reply_to.id, id);
         let slot = session.extend_hashes(id, layout, more)?;
-        let sequence = slot.sequence().clone();
+        let (lookup, sequence) = (slot.lookup(), slot.sequence().clone());
         let mut wanted = Vec::with_capacity(parts.len());
         for part in parts {
             let end = u64::from(part.first_page) + part.pages.pages();
@@ -319,6 +322,7 @@ impl Leader {
         let mut pending = PendingStore {
             reply_to,
             slot: id,
+            lookup,
             sequence,
             wanted: Vec::new(),
             waits: Vec::new(),
@@ -378,6 +382,7 @@ impl Leader {
         let walk = PlanWalk {
             from,
             wanted: wanted.clone(),
+            trail: slot.trail(group),
             offer: Some(*offer),
         };
         let plan = plan(pool, sequence.of(group), walk, &mut self.next_id);
@@ -523,10 +528,18 @@ impl Leader {
                 let runs = pool.covering_any(domain, hashes, wanted.clone());
                 pool.touch(&runs);
             }
+            let session = self.sessions.get_mut(store.reply_to.engine);
+            let slot = session.and_then(|session| session.any_slot(store.slot));
+            let mut slot = slot.filter(|slot| slot.lookup() == store.lookup);
             for (group, wanted) in store.wanted.iter().filter(|(group, _)| is_prefix(*group)) {
-                let mut runs: Vec<BlockRun> = Vec::new();
+                let mut none = Trail::default();
+                let trail = match &mut slot {
+                    Some(slot) => slot.trail_mut(*group),
+                    None => &mut none,
+                };
+                let mut runs: Vec<BlockRun> = Vec::with_capacity(trail.len() + 1);
                 let (domain, hashes) = store.sequence.of(*group);
-                let looks = pool.walk_around(domain, hashes, wanted, &mut runs);
+                let looks = pool.walk_around(domain, hashes, wanted, trail, &mut runs);
                 self.counts.store_looks += u64::from(looks);
                 pool.touch(&runs);
             }

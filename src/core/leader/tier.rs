@@ -344,6 +344,10 @@ impl Leader {
         }
         for (engine, slot) in self.sessions.slot_ids() {
             self.drop_holds(engine, slot);
+            let session = self.sessions.get_mut(engine);
+            if let Some(slot) = session.and_then(|session| session.any_slot(slot)) {
+                slot.clear_trails();
+            }
         }
         if let Some(closes) = self.tiers.get_mut(tier) {
             closes.close();

@@ -329,6 +329,7 @@ impl PreloadedLeader {
             namespace: Vec::new(),
             hashes: packed(Vec::new())?,
             device_pages: 0,
+            limit_pages: None,
         };
         self.request(lookup).map(|_| ())
     }
@@ -349,9 +350,8 @@ impl PreloadedLeader {
             deadline: Time::NEVER,
             request: Request::Store {
                 slot: SlotId(slot),
-                first_page: position,
+                parts: vec![Part::new(GroupId(0), position, PageList::run(position, 1))],
                 more: Some((position, packed(hash.to_vec())?)),
-                source: PageList::run(position, 1),
             },
         };
         let begun = Instant::now();

@@ -171,7 +171,7 @@ impl Arguments {
             }),
             memory: Some(WorkerMemory {
                 engine: ENGINE,
-                geometry: geometry(),
+                geometry: geometry().into(),
                 arena_pages: PerTier::host(self.pages),
             }),
         }
