@@ -7,8 +7,8 @@
 //!    they are found;
 //! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `policy`: its settings (`admission`: which pages enter it;
 //!    `policy_error`: its error); `view`: read-only views of it; `sweep`: resets; `recover`: from inventories; `change`,
-//!    `noted`: which pages it gained and lost; `cover`: pages found from any position on, in several tiers; `check`: an
-//!    independent recount of all of it (`contradiction`: its error);
+//!    `noted`: which pages it gained and lost; `cover`: pages found from any position on, in several tiers; `trail`: the
+//!    first blocks of a sequence that grows; `check`: an independent recount of all of it (`contradiction`: its error);
 //! 3. `group`: kinds of layers, which pages a hit needs of each, and how far it reaches;
 //! 4. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
 //! 5. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.

@@ -8,6 +8,7 @@ use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use crate::shard_set::ShardSet;
+use crate::trail::Trail;
 use kvferry_types::{
     Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, Part,
     PerTier, Rank, Replica, Request, Shard, TierId,
@@ -481,4 +482,27 @@ fn end(
     let mut effects = Vec::new();
     leader.step(Time(0), ended, &mut effects);
     effects
+}
+
+#[test]
+fn a_slot_forgets_the_blocks_of_its_sequence_when_their_pool_closes() {
+    let mut leader = serving();
+    assert!(request(&mut leader, 1, lookup(1, 2)).is_some());
+    assert_eq!(request(&mut leader, 2, store(1, None)), None);
+    let first = kvferry_types::TransferId(leader.next_id);
+    end(&mut leader, std::iter::once(first));
+    let trail = |leader: &mut Leader| {
+        let slot = leader.sessions.open(ENGINE).any_slot(SlotId(1));
+        slot.expect("a slot")
+            .trail(GroupId(0))
+            .map_or(0, Trail::len)
+    };
+    assert_ne!(trail(&mut leader), 0);
+    let attach = AttachRequest {
+        attach: AttachId(2),
+        ..attached_rank(0, 1, 16)
+    };
+    leader.step(Time(0), LeaderEvent::Attach(attach), &mut Vec::new());
+    assert!(leader.pool().is_none());
+    assert_eq!(trail(&mut leader), 0);
 }
