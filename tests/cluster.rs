@@ -186,6 +186,68 @@ fn models_with_odd_geometry_come_back_whole() {
     }
 }
 
+/// Models with several groups of layers.
+const HYBRID_MODELS: [&str; 4] = ["gemma-like", "two-sizes", "mamba-like", "chunked"];
+
+#[test]
+fn sequential_live_and_offline_decide_the_same_for_models_with_several_groups() {
+    for model in HYBRID_MODELS {
+        let arguments = ["--model", model, "--requests", "80", "--g1-pages", "150"];
+        let report = live_equals_offline(&[&arguments[..], &["--g2-pages", "500"]].concat(), &[]);
+        assert!(
+            number(&report, "/bytes/verified") > 0,
+            "{model}: nothing was loaded"
+        );
+        assert!(
+            number(&report, "/blocks/evicted") > 0,
+            "{model}: nothing was evicted"
+        );
+    }
+}
+
+#[test]
+fn models_with_several_groups_come_back_whole() {
+    for (model, layout) in HYBRID_MODELS
+        .iter()
+        .zip(["contiguous", "layer-separate"].iter().cycle())
+    {
+        let setup = [
+            "--model", model, "--layout", layout, "--seed", "3", "--ratio", "8",
+        ];
+        let sizes = [
+            "--requests",
+            "60",
+            "--concurrency",
+            "6",
+            "--g1-pages",
+            "100",
+        ];
+        let report = replay(&[&setup[..], &sizes, &["--g2-pages", "600"]].concat());
+        assert_eq!(number(&report, "/bytes/mismatched"), 0, "{model}");
+        assert_eq!(number(&report, "/disturbed_requests"), 0, "{model}");
+        assert!(
+            number(&report, "/bytes/verified") > 0,
+            "{model}: nothing was loaded"
+        );
+        assert!(
+            number(&report, "/blocks/evicted") > 0,
+            "{model}: nothing was evicted"
+        );
+    }
+}
+
+#[test]
+fn a_model_with_several_groups_is_not_replayed_in_virtual_time() {
+    let output = kvferry(&["replay", "--mode", "offline", "--model", "gemma-like"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(errors.contains("--model is gemma-like"), "{errors}");
+    let output = kvferry(&["replay", "--model", "chunked", "--engine-page-tokens", "32"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(errors.contains("--engine-page-tokens is 32"), "{errors}");
+}
+
 #[test]
 fn pages_that_all_ranks_hold_are_stored_once_and_loaded_by_each() {
     for (model, ranks, shards) in [("deepseek-v3-mla", 4, 1), ("llama-3-8b", 16, 8)] {

@@ -16,7 +16,7 @@ use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_engine::settings::{EngineDevice, EngineLayout, RankSettings};
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{EngineId, Rank, Replica};
-use kvferry_workload::models::Model;
+use kvferry_workload::models::{Model, units};
 
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct Arguments {
@@ -58,7 +58,9 @@ impl Arguments {
 
     /// The settings of the rank.
     pub(super) fn settings(self) -> Result<RankSettings, CommandError> {
-        let geometry = self.model.geometry(self.engine_page_tokens, self.ranks);
+        let groups = self.model.groups(self.engine_page_tokens, self.ranks);
+        let groups = groups.map_err(|error| CommandError::Config(error.to_string()))?;
+        let (hash_tokens, hit_tokens) = units(&groups);
         let sharding = self.model.sharding(self.ranks);
         Ok(RankSettings {
             worker_dir: self.worker_dir,
@@ -66,10 +68,11 @@ impl Arguments {
             replica: Replica(self.replica),
             rank: Rank(self.rank),
             ranks: self.ranks,
-            engine_page_tokens: self.engine_page_tokens,
+            hash_tokens,
+            hit_tokens,
             device_pages: self.device_pages,
             content: self.model.content(),
-            geometry: geometry.map_err(|error| CommandError::Config(error.to_string()))?,
+            groups,
             shard: sharding
                 .map_err(|error| CommandError::Config(error.to_string()))?
                 .of(Rank(self.rank)),

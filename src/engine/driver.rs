@@ -286,20 +286,19 @@ impl EngineDriver {
                 Action::Work {
                     slot,
                     kind,
-                    positions,
+                    parts,
                     written_through,
+                    ..
                 } => {
                     let ticket = self.ticket(TicketTask::Work(slot, kind));
                     let through = written_through.map_or(0, |id| id.0);
                     let mut order = RankOrder::new(ticket, kind, through);
-                    if let Some((hashes, pages)) = self.scheduler.pages_of(slot) {
-                        for position in positions {
-                            let position = position as usize;
-                            order
-                                .pages
-                                .extend_from_slice(&pages[position].to_le_bytes());
-                            let content = hashes.fingerprint(position).0;
-                            order.contents.extend_from_slice(&content.to_be_bytes());
+                    for part in parts {
+                        for (position, page) in (part.first_page..).zip(part.pages.iter_pages()) {
+                            let content = self.scheduler.content(slot, part.group, position);
+                            let content =
+                                content.ok_or(EngineError::Protocol("a page without a hash"))?;
+                            order.add_page(part.group, page, content);
                         }
                     }
                     self.order(order).await?;

@@ -9,10 +9,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use kvferry_types::RequestId;
+use kvferry_types::{Fingerprint, GroupId, RequestId};
 use kvferry_workload::scheduler::WorkKind;
 
-/// Longest frame, 64 MiB: the work of a prompt of 16 million tokens in pages of 16 takes 20 MiB.
+/// Longest frame, 64 MiB: the work of a prompt of 16 million tokens in pages of 16 takes 21 MiB.
 pub const PIPE_FRAME_BYTES_MAX: u32 = 64 << 20;
 
 /// An order of the scheduler to a rank.
@@ -28,6 +28,9 @@ pub struct RankOrder {
     /// Fingerprints of the pages' contents, 16 bytes big-endian each.
     #[serde(with = "serde_bytes")]
     pub contents: Vec<u8>,
+    /// Group of each page, 1 byte each.
+    #[serde(with = "serde_bytes")]
+    pub groups: Vec<u8>,
     /// Report to the worker that everything up to this request is written; 0 for no report.
     pub written_through: u64,
     /// The request to abandon; 0 for none.
@@ -71,6 +74,7 @@ impl RankOrder {
             kind,
             pages: Vec::new(),
             contents: Vec::new(),
+            groups: Vec::new(),
             written_through,
             abandon: 0,
         }
@@ -83,9 +87,29 @@ impl RankOrder {
             kind: 3,
             pages: Vec::new(),
             contents: Vec::new(),
+            groups: Vec::new(),
             written_through: 0,
             abandon: request.0,
         }
+    }
+
+    /// Adds a page of a group with its content.
+    pub fn add_page(&mut self, group: GroupId, page: u32, content: Fingerprint) {
+        self.groups.push(group.0);
+        self.pages.extend_from_slice(&page.to_le_bytes());
+        self.contents.extend_from_slice(&content.0.to_be_bytes());
+    }
+
+    /// The pages that were added.
+    pub fn pages(&self) -> impl Iterator<Item = (GroupId, u32, Fingerprint)> {
+        let groups = self.groups.iter().map(|group| GroupId(*group));
+        let pages = self.pages.as_chunks::<4>().0.iter();
+        let contents = self.contents.as_chunks::<16>().0.iter();
+        let all = groups.zip(pages).zip(contents);
+        all.map(|((group, page), content)| {
+            let content = Fingerprint(u128::from_be_bytes(*content));
+            (group, u32::from_le_bytes(*page), content)
+        })
     }
 
     /// The order's task; `None` for an unknown kind.

@@ -7,14 +7,14 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 
 use crate::error::EngineError;
-use crate::layout::{NONCE_ROOM_BYTES, pages_bytes};
+use crate::layout::{Fragment, NONCE_ROOM_BYTES, pages_bytes};
 use crate::memory::RankMemory;
 use crate::pipe::{self, OrderTask, RankOrder, RankReport};
 use crate::registered::RegisteredRank;
 use crate::settings::RankSettings;
 use kvferry_client::{RankSession, RankSessionSettings};
 use kvferry_transport::{Address, Transport};
-use kvferry_types::{Fingerprint, RequestId};
+use kvferry_types::{Fingerprint, GroupId, RequestId};
 use kvferry_workload::content::{ContentKey, POISON};
 use kvferry_workload::scheduler::WorkKind;
 
@@ -157,19 +157,11 @@ impl RankProcess<'_> {
             ticket: order.ticket,
             ..RankReport::default()
         };
-        let pages = order
-            .pages
-            .chunks_exact(4)
-            .map(|page| u32::from_le_bytes([page[0], page[1], page[2], page[3]]));
-        for (page, content) in pages.zip(order.contents.chunks_exact(16)) {
-            let mut first = [0; 16];
-            first.copy_from_slice(content);
-            self.page(
-                kind,
-                page,
-                Fingerprint(u128::from_be_bytes(first)),
-                &mut report,
-            )?;
+        for (group, page, content) in order.pages() {
+            if usize::from(group.0) >= self.settings.groups.len() {
+                return Err(EngineError::Protocol("an order for an unknown group"));
+            }
+            self.page(kind, (group, page), content, &mut report)?;
         }
         Ok(report)
     }
@@ -177,7 +169,7 @@ impl RankProcess<'_> {
     fn page(
         &mut self,
         kind: WorkKind,
-        page: u32,
+        (group, page): (GroupId, u32),
         content: Fingerprint,
         report: &mut RankReport,
     ) -> Result<(), EngineError> {
@@ -187,12 +179,17 @@ impl RankProcess<'_> {
             scratch,
             ..
         } = self;
-        let geometry = &settings.geometry;
-        let fragments = (0..geometry.layers)
-            .flat_map(|layer| (0..geometry.roles.len()).map(move |index| (layer, index)));
+        let group = usize::from(group.0);
+        let geometry = &settings.groups[group].geometry;
+        // Layers are numbered over all groups, so that pages of two groups with the same hash differ.
+        let before = settings.groups[..group].iter();
+        let layers_before: u32 = before.map(|group| group.geometry.layers).sum();
+        let fragments = (0..geometry.layers).flat_map(|layer| {
+            (0..geometry.roles.len()).map(move |role| Fragment { group, layer, role })
+        });
         let places: Vec<(u64, u64)> = fragments
             .clone()
-            .map(|(layer, index)| settings.layout.offset(settings, layer, index, page))
+            .map(|fragment| settings.layout.offset(settings, fragment, page))
             .map(|offset| (offset, geometry.fragment_bytes))
             .collect();
         let bytes = usize::try_from(geometry.fragment_bytes).unwrap_or(0);
@@ -200,15 +197,16 @@ impl RankProcess<'_> {
         if kind == WorkKind::Verify {
             memory.read(&places, scratch)?;
         }
-        for ((layer, index), fragment) in fragments.zip(scratch.chunks_exact_mut(bytes)) {
-            let role = geometry.roles[index];
+        for (fragment, its) in fragments.zip(scratch.chunks_exact_mut(bytes)) {
+            let role = geometry.roles[fragment.role];
+            let layer = layers_before + fragment.layer;
             let key = ContentKey::new(content, layer, role, settings.shard);
             match kind {
-                WorkKind::Poison => fragment.fill(POISON),
-                WorkKind::Compute => key.fill(fragment),
+                WorkKind::Poison => its.fill(POISON),
+                WorkKind::Compute => key.fill(its),
                 WorkKind::Verify => {
                     report.verified_bytes += bytes as u64;
-                    if let Err(wrong) = key.verify(fragment) {
+                    if let Err(wrong) = key.verify(its) {
                         report.mismatched_bytes += wrong.mismatched_bytes;
                         if report.complaint.is_empty() {
                             let place =

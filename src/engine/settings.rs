@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 
 use kvferry_types::{EngineId, Rank, Replica, Shard};
-use kvferry_workload::models::ModelGeometry;
+use kvferry_workload::models::ModelGroup;
 
 /// Where the reference engine keeps its KV.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -25,10 +25,12 @@ pub enum EngineDevice {
 /// Where the fragments of a page lie.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum EngineLayout {
-    /// One tensor for each layer and role: `[layer][role][page]`, as engines that allocate by layer do.
+    /// One tensor for each layer and role: `[layer][role][page]`, as engines that allocate by layer do. Groups lie one
+    /// after another.
     #[default]
     LayerSeparate,
-    /// All of a page together: `[page][layer][role]`.
+    /// All of a page together: `[page][layer][role]`. The pages of all groups lie in the same bytes, at a distance of
+    /// the largest one.
     Contiguous,
 }
 
@@ -45,14 +47,16 @@ pub struct RankSettings {
     pub rank: Rank,
     /// Number of ranks of the engine.
     pub ranks: u16,
-    /// Tokens of a page.
-    pub engine_page_tokens: u32,
+    /// Tokens of the unit of the hashes: of a page, for a model with one group.
+    pub hash_tokens: u32,
+    /// Tokens between two ends of hits.
+    pub hit_tokens: u32,
     /// Pages of the rank's memory.
     pub device_pages: u32,
     /// Identifies the KV beyond its shape: `registration.content`.
     pub content: Vec<u8>,
-    /// Layers, roles and sizes of a page.
-    pub geometry: ModelGeometry,
+    /// The groups of layers: what they read, and the layers, roles and sizes of a page.
+    pub groups: Vec<ModelGroup>,
     /// The slice of the KV that the rank holds.
     pub shard: Shard,
     /// The kind of memory.

@@ -6,8 +6,8 @@
 use crate::ReplayError;
 use kvferry_core::{AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, WorkerMemory};
 use kvferry_types::{
-    AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, PerTier, Rank, Replica, Time,
-    WorkerId,
+    AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, PerTier, Rank, Replica, TierId,
+    Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served};
 
@@ -77,6 +77,11 @@ pub(super) fn attach(
 pub struct Sequential {
     leader: Leader,
     scheduler: Scheduler,
+    /// Bytes of a page of each group.
+    page_bytes: Vec<u64>,
+    /// Bytes that all ranks together have stored and loaded.
+    stored_bytes: u64,
+    loaded_bytes: u64,
     effects: Vec<LeaderEffect>,
     actions: Vec<Action>,
 }
@@ -94,6 +99,13 @@ impl Sequential {
         Ok(Self {
             leader,
             scheduler,
+            page_bytes: geometry
+                .groups
+                .iter()
+                .map(|group| group.page_bytes)
+                .collect(),
+            stored_bytes: 0,
+            loaded_bytes: 0,
             effects: Vec::new(),
             actions: Vec::new(),
         })
@@ -138,6 +150,16 @@ impl Sequential {
         self.scheduler.held_pages()
     }
 
+    /// Bytes that were copied out of the engine's memory, on all ranks together.
+    pub fn stored_bytes(&self) -> u64 {
+        self.stored_bytes
+    }
+
+    /// Bytes that were copied into the engine's memory, on all ranks together.
+    pub fn loaded_bytes(&self) -> u64 {
+        self.loaded_bytes
+    }
+
     /// Carries out the effects of the leader: copies end at once, complete on every rank, and answers reach the engine.
     fn carry_out(&mut self, actions: &mut Vec<Action>) {
         let mut next = 0;
@@ -158,7 +180,15 @@ impl Sequential {
                         copy_us: 0,
                         bad_source: false,
                     };
+                    let pages: u64 = copy.pairs.iter().map(|pair| pair.src.pages()).sum();
+                    let group = copy.device.map_or(0, |device| usize::from(device.group.0));
+                    let page_bytes = self.page_bytes.get(group).copied().unwrap_or(0);
+                    let bytes = match copy.edge.to == TierId::Device {
+                        true => &mut self.loaded_bytes,
+                        false => &mut self.stored_bytes,
+                    };
                     for worker in workers {
+                        *bytes += pages * page_bytes;
                         let epoch = self.leader.epoch();
                         let event = LeaderEvent::Ended {
                             worker,

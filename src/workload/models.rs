@@ -2,12 +2,19 @@
 
 use std::fmt;
 
+use crate::hybrid::{HybridCache, HybridModel, LayerGroup, LayerKind};
 use kvferry_types::{Sharding, TensorRole};
 
 /// Bytes of one element: bfloat16.
 const ELEMENT_BYTES: u32 = 2;
 /// Bytes of one fragment of [`Model::Tiny`].
 const TINY_FRAGMENT_BYTES: u64 = 1 << 10;
+/// Bytes of a token in one layer and role of a model with several groups.
+const HYBRID_TOKEN_BYTES: u64 = 64;
+/// Bytes of the state of one recurrent layer.
+const HYBRID_STATE_BYTES: u64 = 10 << 10;
+/// Tokens of a page of a model with one group, where the user names none.
+const PAGE_TOKENS: u32 = 16;
 
 /// A model whose KV cache the reference engine imitates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, clap::ValueEnum)]
@@ -28,6 +35,28 @@ pub enum Model {
     /// "DeepSeek-V3 Technical Report" (arXiv:2412.19437), section 4.2, and `config.json` of deepseek-ai/DeepSeek-V3.
     #[value(name = "deepseek-v3-mla")]
     DeepseekV3Mla,
+    /// 20 layers with a window of 512 tokens beside 4 layers of full attention; pages of 16 tokens. No real model, as
+    /// are the following; each has the groups of a family of models, with 128 B a token and layer.
+    #[value(name = "gemma-like")]
+    GemmaLike,
+    /// 8 layers with a window of 128 tokens in pages of 64 beside 4 layers of full attention in pages of 16.
+    #[value(name = "two-sizes")]
+    TwoSizes,
+    /// 6 recurrent layers with states of 10 KiB beside 2 layers of full attention; pages of 64 tokens.
+    #[value(name = "mamba-like")]
+    MambaLike,
+    /// 6 layers with chunks of 256 tokens beside 2 layers of full attention; pages of 16 tokens.
+    #[value(name = "chunked")]
+    Chunked,
+}
+
+/// One group of layers of a model, on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelGroup {
+    /// What its layers read, and the tokens of a page.
+    pub layers: LayerGroup,
+    /// Composition of its pages.
+    pub geometry: ModelGeometry,
 }
 
 /// Composition of one rank's pages.
@@ -50,12 +79,37 @@ impl ModelGeometry {
     }
 }
 
+/// Tokens of the unit of the hashes, and of the alignment of hits.
+pub fn units(groups: &[ModelGroup]) -> (u32, u32) {
+    let layers = groups.iter().map(|group| group.layers).collect();
+    let cache = HybridCache::new(layers, 0, 0);
+    (cache.hash_tokens(), cache.block_tokens())
+}
+
 /// Why a model cannot be laid out on the given ranks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ModelError {
     /// The page size is 0 tokens.
     #[error("--engine-page-tokens is 0: a page holds at least one token; 16 suits most engines")]
     ZeroPage,
+    /// The model has several groups, and something else can use one only.
+    #[error(
+        "{0} has several groups of layers, and one is needed here: use a model with one, such as tiny"
+    )]
+    SeveralGroups(Model),
+    /// The model determines the sizes of its pages.
+    #[error(
+        "--engine-page-tokens is {tokens}, but the pages of {model} have sizes of their own, in units of {unit} \
+         tokens: leave the option out"
+    )]
+    OwnPages {
+        /// The model.
+        model: Model,
+        /// The requested tokens of a page.
+        tokens: u32,
+        /// Tokens of the unit of the hashes.
+        unit: u32,
+    },
     /// The number of ranks is 0.
     #[error("ranks is 0: an engine has at least one rank")]
     ZeroRanks,
@@ -90,15 +144,76 @@ pub enum ModelError {
 /// Composition of a token's KV.
 enum KvComposition {
     Fixed,
+    Groups,
     Heads { kv_heads: u32, head_elements: u32 },
     Latent { elements: u32 },
 }
 
 const KEYS_AND_VALUES: &[TensorRole] = &[TensorRole::K, TensorRole::V];
 const LATENT: &[TensorRole] = &[TensorRole::Latent];
+const STATE: &[TensorRole] = &[TensorRole::State];
 
 impl Model {
-    /// The composition of pages of `engine_page_tokens` tokens on each of `ranks` ranks, which divide the KV heads
+    /// The groups of a model that has several.
+    pub fn hybrid(self) -> Option<HybridModel> {
+        match self {
+            Self::GemmaLike => Some(HybridModel::GemmaLike),
+            Self::TwoSizes => Some(HybridModel::TwoSizes),
+            Self::MambaLike => Some(HybridModel::MambaLike),
+            Self::Chunked => Some(HybridModel::Chunked),
+            Self::Tiny | Self::Llama3_8b | Self::Llama3_70b | Self::DeepseekV3Mla => None,
+        }
+    }
+
+    /// Tokens of the unit of the hashes where the user names none: the page of a model with one group.
+    pub fn unit_tokens(self) -> u32 {
+        let own = self
+            .hybrid()
+            .map(|model| HybridCache::new(model.groups(), 0, 0));
+        own.map_or(PAGE_TOKENS, |cache| cache.hash_tokens())
+    }
+
+    /// The groups of layers on each of `ranks` ranks. Only a model with one group has pages of `unit_tokens` tokens;
+    /// for one with several, `unit_tokens` must be [`Self::unit_tokens`].
+    pub fn groups(self, unit_tokens: u32, ranks: u16) -> Result<Vec<ModelGroup>, ModelError> {
+        let Some(model) = self.hybrid() else {
+            let geometry = self.geometry(unit_tokens, ranks)?;
+            let layers = LayerGroup {
+                kind: LayerKind::Full,
+                page_tokens: unit_tokens,
+                layers: geometry.layers,
+                drafted: false,
+            };
+            return Ok(vec![ModelGroup { layers, geometry }]);
+        };
+        let unit = self.unit_tokens();
+        if unit_tokens != unit {
+            return Err(ModelError::OwnPages {
+                model: self,
+                tokens: unit_tokens,
+                unit,
+            });
+        }
+        let groups = model.groups().into_iter().map(|layers| {
+            let (roles, fragment_bytes) = match layers.kind {
+                LayerKind::Recurrent => (STATE, HYBRID_STATE_BYTES),
+                _ => (
+                    KEYS_AND_VALUES,
+                    u64::from(layers.page_tokens) * HYBRID_TOKEN_BYTES,
+                ),
+            };
+            let geometry = ModelGeometry {
+                layers: layers.layers,
+                roles,
+                element_bytes: ELEMENT_BYTES,
+                fragment_bytes,
+            };
+            ModelGroup { layers, geometry }
+        });
+        Ok(groups.collect())
+    }
+
+    /// The composition of pages of `engine_page_tokens` tokens of a model with one group on each of `ranks` ranks, which divide the KV heads
     /// evenly. Every rank holds a latent in full.
     pub fn geometry(
         self,
@@ -117,6 +232,7 @@ impl Model {
         };
         let (roles, fragment_bytes) = match attention {
             KvComposition::Fixed => (KEYS_AND_VALUES, TINY_FRAGMENT_BYTES),
+            KvComposition::Groups => return Err(ModelError::SeveralGroups(self)),
             KvComposition::Latent { elements } => (LATENT, plane(elements)),
             KvComposition::Heads {
                 kv_heads,
@@ -143,7 +259,7 @@ impl Model {
     /// head.
     pub fn sharding(self, ranks: u16) -> Result<Sharding, ModelError> {
         let shards = match self.architecture().1 {
-            KvComposition::Fixed => ranks,
+            KvComposition::Fixed | KvComposition::Groups => ranks,
             KvComposition::Latent { .. } => 1,
             KvComposition::Heads { kv_heads, .. } => {
                 self.heads_per_rank(kv_heads, ranks)?;
@@ -164,6 +280,9 @@ impl Model {
             Self::Llama3_8b => (32, heads),
             Self::Llama3_70b => (80, heads),
             Self::DeepseekV3Mla => (61, KvComposition::Latent { elements: 512 + 64 }),
+            Self::GemmaLike | Self::TwoSizes | Self::MambaLike | Self::Chunked => {
+                (0, KvComposition::Groups)
+            }
         }
     }
 
@@ -197,6 +316,10 @@ impl fmt::Display for Model {
             Self::Llama3_8b => "llama-3-8b",
             Self::Llama3_70b => "llama-3-70b",
             Self::DeepseekV3Mla => "deepseek-v3-mla",
+            Self::GemmaLike => "gemma-like",
+            Self::TwoSizes => "two-sizes",
+            Self::MambaLike => "mamba-like",
+            Self::Chunked => "chunked",
         })
     }
 }
@@ -283,8 +406,39 @@ mod tests {
 
     #[test]
     fn the_largest_page_does_not_overflow() {
-        for model in Model::value_variants() {
+        let models = Model::value_variants().iter();
+        for model in models.filter(|model| model.hybrid().is_none()) {
             assert!(page_bytes(*model, u32::MAX, 1) > 0);
         }
+    }
+
+    #[test]
+    fn groups_have_pages_of_their_own() {
+        let bytes = |model: Model| -> Vec<u64> {
+            let groups = model.groups(model.unit_tokens(), 2).expect("its own pages");
+            groups
+                .iter()
+                .map(|group| group.geometry.page_bytes())
+                .collect()
+        };
+        assert_eq!(bytes(Model::Tiny), [4 << 10]);
+        assert_eq!(bytes(Model::GemmaLike), [8 << 10, 40 << 10]);
+        assert_eq!(bytes(Model::TwoSizes), [8 << 10, 64 << 10]);
+        assert_eq!(bytes(Model::MambaLike), [60 << 10, 16 << 10]);
+        assert_eq!(bytes(Model::Chunked), [12 << 10, 4 << 10]);
+        let refused = Model::MambaLike.groups(16, 2).expect_err("pages of 64");
+        assert!(
+            refused
+                .to_string()
+                .contains("--engine-page-tokens is 16, but the pages of mamba-like"),
+            "{refused}"
+        );
+        let refused = Model::Chunked.geometry(16, 2).expect_err("two groups");
+        assert!(
+            refused
+                .to_string()
+                .starts_with("chunked has several groups"),
+            "{refused}"
+        );
     }
 }

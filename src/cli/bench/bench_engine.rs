@@ -13,7 +13,7 @@ use kvferry_engine::pipe::{self, RankOrder, RankReport};
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_engine::settings::{EngineDevice, EngineLayout};
 use kvferry_transport::ZmqTransport;
-use kvferry_types::{PageHashes, Rank, Replica, RequestId, SlotId, WorkerId};
+use kvferry_types::{Fingerprint, GroupId, PageHashes, Rank, Replica, RequestId, SlotId, WorkerId};
 use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
@@ -125,9 +125,8 @@ impl BenchEngine {
     ) -> Result<(), CommandError> {
         let mut order = RankOrder::new(self.tickets + 1, kind, 0);
         for (position, page) in (0_u64..).zip(pages) {
-            order.pages.extend_from_slice(&page.to_le_bytes());
             let content = u128::from(position) << 1 | u128::from(parity);
-            order.contents.extend_from_slice(&content.to_be_bytes());
+            order.add_page(GroupId(0), *page, Fingerprint(content));
         }
         self.order(order).await
     }

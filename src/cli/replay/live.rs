@@ -18,7 +18,7 @@ use kvferry_memory::MemoryAvailable;
 use kvferry_protocol::StatusAnswer;
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{ByteSize, EngineId, Replica};
-use kvferry_workload::scheduler::{Scheduler, Served};
+use kvferry_workload::scheduler::Served;
 
 use super::Arguments;
 use super::processes::{END_LIMIT, START_LIMIT, Up, start_ranks};
@@ -58,7 +58,8 @@ pub(super) fn run(
 
 /// Refuses a replay that needs more memory than this machine has, before anything starts.
 fn check_memory(arguments: &Arguments, workload: &Workload) -> Result<(), CommandError> {
-    let page_bytes = workload.geometry.page_bytes() * u64::from(arguments.ranks);
+    let layout = arguments.layout.unwrap_or_default();
+    let page_bytes = workload.device_page_bytes(layout) * u64::from(arguments.ranks);
     let pages = u64::from(workload.device_pages) * u64::from(arguments.replicas);
     let g1 = ByteSize(page_bytes * pages);
     let g2 = ByteSize(workload.g2_bytes);
@@ -124,7 +125,7 @@ fn start_engine(
     };
     let client = EngineClient::start(Arc::new(ZmqTransport), settings);
     Ok(EngineParts {
-        scheduler: Scheduler::new(workload.device_pages, arguments.g1_pages),
+        scheduler: workload.scheduler(arguments),
         client,
         ranks,
     })

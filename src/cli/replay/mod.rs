@@ -106,9 +106,9 @@ pub(super) struct Arguments {
     /// Engines that share one leader; requests are distributed over them in turn. Live only.
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=16))]
     replicas: u16,
-    /// Tokens of an engine page.
-    #[arg(long, value_name = "TOKENS", default_value = "16")]
-    engine_page_tokens: u32,
+    /// Tokens of an engine page, for models with one group of layers. [default: 16]
+    #[arg(long, value_name = "TOKENS")]
+    engine_page_tokens: Option<u32>,
     /// Engine pages in the largest block.
     #[arg(long, value_name = "PAGES", default_value = "32")]
     ratio: u32,
@@ -169,6 +169,12 @@ fn positive(text: &str) -> Result<f64, CommandError> {
 }
 
 impl Arguments {
+    /// Tokens of the unit of the hashes: of an engine page, for a model with one group.
+    fn unit_tokens(&self) -> u32 {
+        let own = self.model.unit_tokens();
+        self.engine_page_tokens.unwrap_or(own)
+    }
+
     fn request_timeout(&self) -> Duration {
         self.request_timeout_ms
             .map_or(REQUEST_TIMEOUT, Duration::from_millis)

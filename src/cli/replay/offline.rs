@@ -5,8 +5,7 @@ use std::time::Instant;
 use crate::error::CommandError;
 use kvferry_core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings, NOT_RECORDED};
 use kvferry_sim::sequential::Sequential;
-use kvferry_types::{Epoch, GroupGeometry, GroupId, PerTier};
-use kvferry_workload::scheduler::Scheduler;
+use kvferry_types::{Epoch, PerTier};
 
 use super::Arguments;
 use super::report::ReplayReport;
@@ -18,11 +17,11 @@ pub(super) fn run(
 ) -> Result<ReplayReport, CommandError> {
     let begun = Instant::now();
     let mut report = ReplayReport::new(arguments, workload);
-    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
+    let scheduler = workload.scheduler(arguments);
     let leader = leader(arguments, workload, workload.arena_pages > 0);
-    let geometry = geometry(arguments, workload);
+    let geometry = workload.geometry();
     let pages = workload.arena_pages;
-    let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry.into(), pages);
+    let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry, pages);
     let mut world = world.map_err(|error| CommandError::Config(error.to_string()))?;
     let progress = workload.progress(arguments);
     for (_, prompt) in workload.prompts() {
@@ -32,6 +31,7 @@ pub(super) fn run(
     }
     progress.finish_and_clear();
     fill(&mut report, workload, world.leader(), world.held_pages());
+    report.copied(world.stored_bytes(), world.loaded_bytes());
     report.seconds.wall = begun.elapsed().as_secs_f64();
     Ok(report)
 }
@@ -46,20 +46,6 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     settings.sharding = workload.sharding;
     settings.record_decisions = true;
     Leader::new(settings)
-}
-
-/// The memory that the simulated ranks register.
-pub(super) fn geometry(arguments: &Arguments, workload: &Workload) -> GroupGeometry {
-    GroupGeometry {
-        group: GroupId(0),
-        engine_page_tokens: arguments.engine_page_tokens,
-        layers: workload.geometry.layers,
-        page_bytes: workload.geometry.page_bytes(),
-        device_pages: workload.device_pages,
-        content_digest: [0; 16],
-        layout_fingerprint: [0; 16],
-        ..GroupGeometry::default()
-    }
 }
 
 /// Copies the leader's final state, and the number of pages that the engine still holds.
@@ -84,13 +70,6 @@ pub(super) fn fill(
         report.left.unsettled_pages =
             u64::from(states.reserved + states.filling + states.quarantined);
     }
-    let counts = leader.counts();
-    let bytes = |pages: u64, times: u16| pages * workload.geometry.page_bytes() * u64::from(times);
-    let sharding = workload.sharding;
-    report.bytes.gathered = bytes(counts.published_pages, sharding.shards());
-    report.bytes.scattered = bytes(counts.loaded_pages, sharding.ranks());
-    report.links.d2h.bytes = report.bytes.gathered;
-    report.links.h2d.bytes = report.bytes.scattered;
     report.left.slots = leader.slots() as u64;
     report.left.copies_under_way = leader.copies_under_way() as u64;
     report.left.device_pages = u64::from(held_pages);

@@ -151,7 +151,7 @@ pub(super) fn start_ranks(
             replica: replica.0,
             rank,
             ranks: arguments.ranks,
-            engine_page_tokens: arguments.engine_page_tokens,
+            engine_page_tokens: workload.unit_tokens,
             device_pages: workload.device_pages,
             model: arguments.model,
             device: arguments.device.unwrap_or_default(),

@@ -86,7 +86,7 @@ pub struct Setup {
     pub kv_shards: u16,
     /// Engines that share the leader.
     pub replicas: u16,
-    /// Tokens of a page.
+    /// Tokens of a page; with several groups, of the unit in which hits are counted.
     pub engine_page_tokens: u32,
     /// Pages of the largest block.
     pub ratio: u32,
@@ -94,7 +94,7 @@ pub struct Setup {
     pub g2_policy: String,
     /// Pages that the cache of an engine keeps.
     pub g1_pages: u32,
-    /// Bytes of a page on one rank.
+    /// Bytes of a page on one rank; with several groups, of the largest one.
     pub page_bytes: u64,
     /// Pages of G2 on each rank; null when unlimited.
     pub g2_pages: Option<u64>,
@@ -235,11 +235,11 @@ impl ReplayReport {
                 ranks: arguments.ranks,
                 kv_shards: workload.sharding.shards(),
                 replicas: arguments.replicas,
-                engine_page_tokens: arguments.engine_page_tokens,
+                engine_page_tokens: workload.unit_tokens,
                 ratio: workload.ratio.pages(),
                 g2_policy: arguments.g2_policy.to_string(),
                 g1_pages: arguments.g1_pages,
-                page_bytes: workload.geometry.page_bytes(),
+                page_bytes: workload.page_bytes(),
                 g2_pages: (workload.arena_pages < ARENA_PAGES_MAX)
                     .then_some(u64::from(workload.arena_pages)),
                 max_prompt_tokens: arguments.max_prompt_tokens,
@@ -260,6 +260,14 @@ impl ReplayReport {
             left: Left::default(),
             decisions_digest: String::new(),
         }
+    }
+
+    /// Sets the bytes that all ranks together have copied from and to the engine's memory.
+    pub(super) fn copied(&mut self, gathered: u64, scattered: u64) {
+        self.bytes.gathered = gathered;
+        self.bytes.scattered = scattered;
+        self.links.d2h.bytes = gathered;
+        self.links.h2d.bytes = scattered;
     }
 
     /// Adds a served request.

@@ -13,7 +13,7 @@ use kvferry_sim::timed::{
     Timed, TimedSettings,
 };
 use kvferry_types::Time;
-use kvferry_workload::scheduler::{Scheduler, Served};
+use kvferry_workload::scheduler::Served;
 
 use super::Arguments;
 use super::offline;
@@ -109,6 +109,13 @@ pub(super) fn run(
     workload: &Workload,
 ) -> Result<ReplayReport, CommandError> {
     let begun = Instant::now();
+    if workload.groups.len() > 1 {
+        return Err(CommandError::Config(format!(
+            "--model is {}, whose layers form several groups: a replay in virtual time takes a model with one group; \
+             add --sequential to replay without times",
+            arguments.model
+        )));
+    }
     let settings = arguments.timed.settings()?;
     let mut report = ReplayReport::new(arguments, workload);
     let progress = workload.progress(arguments);
@@ -118,6 +125,13 @@ pub(super) fn run(
         progress.inc(1);
     })?;
     offline::fill(&mut report, workload, world.leader(), world.held_pages());
+    let counts = world.leader().counts();
+    let bytes = |pages: u64, times: u16| pages * workload.page_bytes() * u64::from(times);
+    let sharding = workload.sharding;
+    report.copied(
+        bytes(counts.published_pages, sharding.shards()),
+        bytes(counts.loaded_pages, sharding.ranks()),
+    );
     drop(world);
     // Plays the requests again without G2, as the baseline.
     let mut world = self::world(arguments, workload, settings, 0)?;
@@ -137,18 +151,11 @@ fn world(
     arena_pages: u32,
 ) -> Result<Timed, CommandError> {
     let leader = offline::leader(arguments, workload, arena_pages > 0);
-    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
-    let geometry = offline::geometry(arguments, workload);
+    let scheduler = workload.scheduler(arguments);
+    let geometry = workload.geometry();
     let ranks = arguments.ranks;
-    Timed::new(
-        leader,
-        scheduler,
-        ranks,
-        &geometry.into(),
-        arena_pages,
-        settings,
-    )
-    .map_err(|error| CommandError::Config(error.to_string()))
+    Timed::new(leader, scheduler, ranks, &geometry, arena_pages, settings)
+        .map_err(|error| CommandError::Config(error.to_string()))
 }
 
 fn play(

@@ -6,15 +6,19 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::error::CommandError;
 use kvferry_core::ARENA_PAGES_MAX;
+use kvferry_engine::settings::EngineLayout;
 use kvferry_memory::Depot;
-use kvferry_types::{Ratio, Sharding, SlotId};
+use kvferry_types::{GroupGeometry, GroupId, MemoryGeometry, Ratio, Sharding, SlotId};
 use kvferry_workload::hashes::PageHasher;
-use kvferry_workload::models::ModelGeometry;
-use kvferry_workload::scheduler::Prompt;
+use kvferry_workload::models::{ModelGroup, units};
+use kvferry_workload::scheduler::{ComputeSteps, Prompt, Scheduler};
 use kvferry_workload::trace::{self, Shape, Trace, TraceRequest};
 
 use super::{ArenaPages, Arguments, DEFAULT_G2, Mode};
 
+/// Most tokens that an engine with several groups computes in one step, as is common for engines. A multiple of the
+/// pages of all models.
+const STEP_TOKENS: u32 = 2048;
 /// Tokens of a hash id in published traces.
 const TRACE_BLOCK_TOKENS: u32 = 512;
 
@@ -23,12 +27,14 @@ pub(super) struct Workload {
     pub(super) trace: Trace,
     pub(super) hasher: PageHasher,
     pub(super) ratio: Ratio,
-    pub(super) geometry: ModelGeometry,
+    /// The groups of layers of the model.
+    pub(super) groups: Vec<ModelGroup>,
     /// The ranks that hold the same KV.
     pub(super) sharding: Sharding,
-    /// Tokens of an engine page.
-    page_tokens: u64,
-    /// Pages of the engine's memory: `--g1-pages`, or the longest prompt if that is more.
+    /// Tokens of the unit of the hashes: of an engine page, for a model with one group.
+    pub(super) unit_tokens: u32,
+    /// Pages of the engine's memory: `--g1-pages`, or the longest prompt if that is more; with several groups, and the
+    /// null page.
     pub(super) device_pages: u32,
     /// Pages of G2 on each rank; 0 for none.
     pub(super) arena_pages: u32,
@@ -40,15 +46,14 @@ impl Workload {
     pub(super) fn load(arguments: &Arguments) -> Result<Self, CommandError> {
         let config = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
         let ratio = Ratio::new(arguments.ratio).map_err(|error| config(&error))?;
+        let unit_tokens = arguments.unit_tokens();
         ratio
-            .offload_page_tokens(arguments.engine_page_tokens)
+            .offload_page_tokens(unit_tokens)
             .map_err(|error| config(&error))?;
-        let geometry = arguments
-            .model
-            .geometry(arguments.engine_page_tokens, arguments.ranks);
-        let geometry = geometry.map_err(|error| config(&error))?;
+        let groups = arguments.model.groups(unit_tokens, arguments.ranks);
+        let groups = groups.map_err(|error| config(&error))?;
         let built_in = Shape {
-            block_tokens: arguments.engine_page_tokens,
+            block_tokens: unit_tokens,
             ..Shape::default()
         };
         let block_tokens = arguments
@@ -57,8 +62,7 @@ impl Workload {
                 Some(_) => TRACE_BLOCK_TOKENS,
                 None => built_in.block_tokens,
             });
-        let hasher = PageHasher::new(block_tokens, arguments.engine_page_tokens)
-            .map_err(|error| config(&error))?;
+        let hasher = PageHasher::new(block_tokens, unit_tokens).map_err(|error| config(&error))?;
         let mut trace = match &arguments.trace {
             Some(path) => trace::read(path, block_tokens, arguments.requests)
                 .map_err(|error| CommandError::Data(error.to_string()))?,
@@ -78,18 +82,21 @@ impl Workload {
             let cut = |request: &mut TraceRequest| cut(request, most, block_tokens);
             trace.requests.iter_mut().for_each(cut);
         }
-        let page_tokens = u64::from(arguments.engine_page_tokens);
-        let longest = trace
-            .requests
-            .iter()
-            .map(|request| full_pages(&hasher, request, page_tokens))
-            .max();
-        let longest = u32::try_from(longest.unwrap_or(0)).map_err(|error| config(&error))?;
-        let device_pages = arguments.g1_pages.max(longest).max(1);
+        let needs = trace.requests.iter().map(|request| match &groups[..] {
+            [_] => full_pages(&hasher, request, unit_tokens),
+            groups => pages_for(groups, request),
+        });
+        let longest = u32::try_from(needs.max().unwrap_or(0)).map_err(|error| config(&error))?;
+        let null_pages = u32::from(groups.len() > 1);
+        let device_pages = arguments
+            .g1_pages
+            .max(longest)
+            .max(1)
+            .saturating_add(null_pages);
         let sharding = arguments.model.sharding(arguments.ranks);
         let sharding = sharding.map_err(|error| config(&error))?;
         let shards = u64::from(sharding.shards());
-        let page_bytes = geometry.page_bytes();
+        let page_bytes = largest_page_bytes(&groups);
         let (arena_pages, g2_bytes) = match (arguments.g2_pages, arguments.mode) {
             (Some(ArenaPages::Unlimited), Mode::Offline) => (ARENA_PAGES_MAX, 0),
             (Some(ArenaPages::Unlimited), Mode::Live) => {
@@ -118,9 +125,9 @@ impl Workload {
             trace,
             hasher,
             ratio,
-            geometry,
+            groups,
             sharding,
-            page_tokens,
+            unit_tokens,
             device_pages,
             arena_pages,
             g2_bytes,
@@ -135,7 +142,7 @@ impl Workload {
             .enumerate()
             .map(|(index, request)| {
                 let mut hashes = self.hasher.hash(&request.blocks);
-                hashes.truncate(full_pages(&self.hasher, request, self.page_tokens));
+                hashes.truncate(full_pages(&self.hasher, request, self.unit_tokens));
                 let prompt = Prompt {
                     slot: SlotId(index as u64),
                     namespace: Arc::from([]),
@@ -144,6 +151,64 @@ impl Workload {
                 };
                 (request, prompt)
             })
+    }
+
+    /// The scheduler of an engine.
+    pub(super) fn scheduler(&self, arguments: &Arguments) -> Scheduler {
+        match &self.groups[..] {
+            [_] => Scheduler::new(self.device_pages, arguments.g1_pages),
+            groups => Scheduler::of_groups(
+                groups.iter().map(|group| group.layers).collect(),
+                self.device_pages - 1,
+                arguments.g1_pages,
+                ComputeSteps {
+                    tokens: STEP_TOKENS,
+                    await_stores: arguments.sequential,
+                },
+            ),
+        }
+    }
+
+    /// The memory that a simulated rank registers.
+    pub(super) fn geometry(&self) -> MemoryGeometry {
+        let (hash_tokens, hit_tokens) = units(&self.groups);
+        let groups = (0..).map(GroupId).zip(&self.groups);
+        let groups = groups.map(|(group, ModelGroup { layers, geometry })| {
+            let (attention, window_tokens) = layers.kind.attention();
+            GroupGeometry {
+                group,
+                attention,
+                window_tokens,
+                eagle: layers.drafted,
+                engine_page_tokens: layers.page_tokens,
+                layers: geometry.layers,
+                page_bytes: geometry.page_bytes(),
+                device_pages: self.device_pages,
+                content_digest: [0; 16],
+                layout_fingerprint: [0; 16],
+            }
+        });
+        MemoryGeometry {
+            hash_tokens,
+            hit_tokens,
+            groups: groups.collect(),
+        }
+    }
+
+    /// Bytes of the largest page of a group on one rank, which is the size of the pages of host memory.
+    pub(super) fn page_bytes(&self) -> u64 {
+        largest_page_bytes(&self.groups)
+    }
+
+    /// Bytes of each page of device memory on one rank.
+    pub(super) fn device_page_bytes(&self, layout: EngineLayout) -> u64 {
+        match layout {
+            EngineLayout::Contiguous => self.page_bytes(),
+            EngineLayout::LayerSeparate => {
+                let groups = self.groups.iter();
+                groups.map(|group| group.geometry.page_bytes()).sum()
+            }
+        }
     }
 
     /// A progress bar over the requests; hidden with `--quiet` and without a terminal.
@@ -171,7 +236,24 @@ fn cut(request: &mut TraceRequest, tokens: u64, block_tokens: u32) {
 }
 
 /// Number of full pages of a prompt whose hashes are known.
-fn full_pages(hasher: &PageHasher, request: &TraceRequest, page_tokens: u64) -> usize {
-    let full = usize::try_from(request.input_tokens / page_tokens).unwrap_or(usize::MAX);
+fn full_pages(hasher: &PageHasher, request: &TraceRequest, page_tokens: u32) -> usize {
+    let full = request.input_tokens / u64::from(page_tokens);
+    let full = usize::try_from(full).unwrap_or(usize::MAX);
     hasher.pages(request.blocks.len()).min(full)
+}
+
+/// Pages of all groups for all tokens of a prompt.
+fn pages_for(groups: &[ModelGroup], request: &TraceRequest) -> usize {
+    let pages = groups.iter().map(|group| {
+        let pages = request
+            .input_tokens
+            .div_ceil(group.layers.page_tokens.into());
+        usize::try_from(pages).unwrap_or(usize::MAX)
+    });
+    pages.fold(0, usize::saturating_add)
+}
+
+fn largest_page_bytes(groups: &[ModelGroup]) -> u64 {
+    let bytes = groups.iter().map(|group| group.geometry.page_bytes());
+    bytes.max().unwrap_or(0)
 }

@@ -1,10 +1,9 @@
 //! The engine in virtual time: the reference engine's scheduler, a device that computes, and measurements.
 
 use std::collections::{BTreeSet, HashMap};
-use std::ops::Range;
 use std::time::Duration;
 
-use kvferry_types::{Answer, Request, RequestId, SlotId, StoreAnswer, Time};
+use kvferry_types::{Answer, Part, Request, RequestId, SlotId, StoreAnswer, Time};
 use kvferry_workload::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
 
 use super::agenda::Agenda;
@@ -154,10 +153,12 @@ impl TimedEngine {
                 Action::Work {
                     slot,
                     kind: WorkKind::Compute,
-                    positions,
+                    parts,
                     written_through,
+                    ..
                 } => {
-                    self.compute(now, slot, positions, written_through, agenda);
+                    let found = found_pages(&parts);
+                    self.compute(now, slot, found, written_through, agenda);
                 }
                 Action::Work { slot, kind, .. } => self.scheduler.worked(slot, kind, &mut actions),
                 Action::Send { id, mut request } => {
@@ -168,13 +169,11 @@ impl TimedEngine {
                     // The store waits for the prefill: add the time of the prefill to its deadline.
                     let mut from = now;
                     if let Request::Store { .. } = request
-                        && let Some(Action::Work {
-                            slot, positions, ..
-                        }) = actions.get(next)
+                        && let Some(Action::Work { slot, parts, .. }) = actions.get(next)
                     {
-                        let (slot, positions) = (*slot, positions.clone());
+                        let (slot, found) = (*slot, found_pages(parts));
                         next += 1;
-                        from = self.compute(now, slot, positions, Some(id), agenda);
+                        from = self.compute(now, slot, found, Some(id), agenda);
                     }
                     self.send(now, from, id, request, agenda);
                 }
@@ -194,25 +193,25 @@ impl TimedEngine {
             match open.first_token_at {
                 Some(_) => _ = self.open.remove(&served.slot),
                 // A prompt shorter than a page: the scheduler requests no work for it, but the device computes it.
-                None => _ = self.compute(now, served.slot, 0..0, None, agenda),
+                None => _ = self.compute(now, served.slot, 0, None, agenda),
             }
         }
         self.served.push(served);
     }
 
-    /// Queues the prefill of a prompt without the pages before `positions`. Returns when the prefill ends.
+    /// Queues the prefill of a prompt without its first pages, which were found. Returns when the prefill ends.
     fn compute(
         &mut self,
         now: Time,
         slot: SlotId,
-        positions: Range<u32>,
+        found_pages: u32,
         stores: Option<RequestId>,
         agenda: &mut Agenda<TimedEvent>,
     ) -> Time {
         let Some(open) = self.open.get_mut(&slot) else {
             return now;
         };
-        let found = u64::from(positions.start) * self.page_tokens;
+        let found = u64::from(found_pages) * self.page_tokens;
         let end = self.device.compute(now, open.tokens.saturating_sub(found));
         open.first_token_at = Some(end);
         if let Some(id) = stores {
@@ -274,6 +273,11 @@ impl TimedEngine {
         seen.prefill = self.device.busy();
         seen
     }
+}
+
+/// Pages before those that a prefill computes.
+fn found_pages(parts: &[Part]) -> u32 {
+    parts.first().map_or(0, |part| part.first_page)
 }
 
 fn nanoseconds(from: Time, to: Time) -> u64 {

@@ -163,7 +163,7 @@ impl SimWorld {
         key: &TierKey,
         block: &BlockView<'_>,
     ) -> Result<(), Contradiction> {
-        let Some((namespace, shape)) = self.env.namespace_of(block.domain) else {
+        let Some((namespace, shape, group)) = self.env.namespace_of(block.domain) else {
             return Ok(());
         };
         for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints)
@@ -174,7 +174,7 @@ impl SimWorld {
                 if depot.id() != *known {
                     continue;
                 }
-                let must = expected(namespace, shape, *fingerprint, shard);
+                let must = expected(namespace, (shape, group), *fingerprint, shard);
                 let holds = depot.read(shape, page);
                 let bad = (tier, usize::from(shard.0), page);
                 if holds != must && !self.env.bad_pages.contains(&bad) {

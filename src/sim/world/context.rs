@@ -15,11 +15,11 @@ use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, EMPTY, NOWHERE, SimDepot, Storage, TORN};
 use super::{Counts, SimEvent};
-use kvferry_core::{AnchorKey, Domain, Refusal};
+use kvferry_core::{AnchorKey, Domain, Model, Refusal};
 use kvferry_protocol::HEADER_BYTES;
 use kvferry_types::{
-    Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry, GroupId, PerTier, Rank,
-    RequestId, Shard, TierId, Time, Transfer, WorkerId,
+    Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupId, MemoryGeometry, PerTier,
+    Rank, RequestId, Shard, TierId, Time, Transfer, WorkerId,
 };
 
 use super::ANCHOR_KEY;
@@ -69,7 +69,8 @@ pub(super) struct SimContext {
     wall_offset: i64,
     /// No more prompts arrive.
     pub(super) closing: bool,
-    namespaces: BTreeMap<DomainId, (u8, Shape)>,
+    /// Namespace, shape and group of the pages of each domain.
+    namespaces: BTreeMap<DomainId, (u8, Shape, GroupId)>,
     pub(super) digest: SipHasher24,
 }
 
@@ -82,20 +83,21 @@ impl SimContext {
     pub(super) fn new(seed: u64, lie: Option<Lie>) -> Self {
         let mut rng = Rng::with_seed(seed);
         let setup = Setup::draw(&mut rng);
-        let domain = |name: u8, shape: Shape| {
-            Domain::new(
-                &AnchorKey::new(ANCHOR_KEY),
-                &[name],
-                &shape.layout,
-                GroupId(0),
-            )
-            .id()
-        };
-        let names = 0..setup.namespaces;
-        let names = names.flat_map(|name| setup.shapes.iter().map(move |shape| (name, *shape)));
-        let namespaces = names
-            .map(|(name, shape)| (domain(name, shape), (name, shape)))
-            .collect();
+        let key = AnchorKey::new(ANCHOR_KEY);
+        let mut namespaces = BTreeMap::new();
+        for shape in &setup.shapes {
+            let geometry = setup.geometry(*shape, 0);
+            let groups: Vec<GroupId> = geometry.groups.iter().map(|group| group.group).collect();
+            let model = Model::new(geometry);
+            let model = model.unwrap_or_else(|error| unreachable!("drawn groups: {error}"));
+            for name in 0..setup.namespaces {
+                for group in groups.iter().copied() {
+                    let layout = model.layout_fingerprint();
+                    let domain = Domain::new(&key, &[name], layout, group);
+                    namespaces.insert(domain.id(), (name, *shape, group));
+                }
+            }
+        }
         let oracle = Oracle::new(setup.fence + setup.by_hand());
         let mut env = Self {
             lie,
@@ -184,21 +186,12 @@ impl SimContext {
     }
 
     /// Geometry of an engine's memory.
-    pub(super) fn geometry(&self, engine: EngineId) -> GroupGeometry {
+    pub(super) fn geometry(&self, engine: EngineId) -> MemoryGeometry {
         let Memory {
             shape,
             device_pages,
         } = self.memory(engine);
-        GroupGeometry {
-            group: GroupId(0),
-            engine_page_tokens: 4 * shape.cells,
-            layers: 1,
-            page_bytes: u64::from(shape.cells) * CELL_BYTES,
-            device_pages,
-            content_digest: shape.layout,
-            layout_fingerprint: shape.layout,
-            ..GroupGeometry::default()
-        }
+        self.setup.geometry(shape, device_pages)
     }
 
     /// Registered memory of an engine.
@@ -214,7 +207,11 @@ impl SimContext {
     pub(super) fn shape(page_bytes: u64, layout: [u8; 16]) -> Shape {
         let cells = u32::try_from(page_bytes / CELL_BYTES).unwrap_or(1);
         let cells = cells.max(1);
-        Shape { cells, layout }
+        Shape {
+            cells,
+            layout,
+            model: 0,
+        }
     }
 
     pub(super) fn arrivals_end(&self) -> bool {
@@ -338,11 +335,12 @@ impl SimContext {
     pub(super) fn expected(
         &self,
         namespace: u8,
-        shape: Shape,
+        (shape, group): (Shape, GroupId),
         fingerprint: Fingerprint,
         rank: Rank,
     ) -> Content {
-        expected(namespace, shape, fingerprint, self.setup.sharding.of(rank))
+        let shard = self.setup.sharding.of(rank);
+        expected(namespace, (shape, group), fingerprint, shard)
     }
 
     /// Index of a rank's depot in `depots`.
@@ -350,8 +348,8 @@ impl SimContext {
         usize::from(self.setup.sharding.of(rank).0)
     }
 
-    /// Namespace and shape of the pages of a domain.
-    pub(super) fn namespace_of(&self, domain: DomainId) -> Option<(u8, Shape)> {
+    /// Namespace, shape and group of the pages of a domain.
+    pub(super) fn namespace_of(&self, domain: DomainId) -> Option<(u8, Shape, GroupId)> {
         self.namespaces.get(&domain).copied()
     }
 
@@ -478,13 +476,14 @@ impl SimContext {
 /// See [`SimContext::expected`].
 pub(super) fn expected(
     namespace: u8,
-    shape: Shape,
+    (shape, group): (Shape, GroupId),
     fingerprint: Fingerprint,
     shard: Shard,
 ) -> Content {
     let mixed = (fingerprint.0 as u64) ^ (fingerprint.0 >> 64) as u64;
     let layout = u64::from(shape.layout[0]);
-    let whose = (layout << 32 | u64::from(namespace) << 8 | u64::from(shard.0)) + 2;
+    let whose = layout << 40 | u64::from(group.0) << 32 | u64::from(namespace) << 8;
+    let whose = (whose | u64::from(shard.0)) + 2;
     (mixed.wrapping_add(whose.wrapping_mul(0x9e37_79b9_7f4a_7c15))).max(CONTENT_MIN)
 }
 

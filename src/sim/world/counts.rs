@@ -51,6 +51,8 @@ counts! {
     pages_verified;
     /// Pages that engines loaded instead of computing them.
     hit_pages;
+    /// Those of them that are pages of several kinds of groups, in units of the hashes.
+    group_hit_pages;
     /// Pages that leaders recovered from the depots, counted when the leader dies.
     recovered_pages;
     /// Leaders that started.

@@ -2,7 +2,6 @@
 //! sessions.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,8 +14,8 @@ use super::storage::TORN;
 use super::{NodeId, SimContext, SimEvent};
 use kvferry_protocol::{Abandon, Message, Register, Role, Written};
 use kvferry_types::{
-    Answer, Attention, EngineId, GroupMemory, Nonce, Rank, Registration, Replica, Request,
-    RequestId, ResetAnswer, ResetScope, SlotId, Time, WorkerId,
+    Answer, EngineId, Fingerprint, GroupId, Part, Rank, Replica, Request, RequestId, ResetAnswer,
+    ResetScope, SlotId, Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, WorkKind};
 
@@ -81,7 +80,8 @@ struct RankSide {
 struct DeviceWork {
     slot: SlotId,
     kind: WorkKind,
-    positions: Range<u32>,
+    parts: Vec<Part>,
+    reads: Vec<Part>,
     through: Option<RequestId>,
     /// The scheduler was notified before the work was done: the device writes late.
     late: bool,
@@ -153,7 +153,7 @@ impl EngineProcess {
             id,
             replica,
             incarnation,
-            scheduler: Scheduler::new(memory.device_pages, env.setup.cached_pages),
+            scheduler: env.setup.scheduler(memory.shape, memory.device_pages),
             shape: memory.shape,
             leader,
             ranks,
@@ -397,10 +397,14 @@ impl EngineProcess {
             }
             side.register_again = now + REGISTER_AGAIN;
             side.registering = Some(correlation);
+            let rank = Rank(u16::try_from(rank).unwrap_or(0));
+            let shard = u16::try_from(env.depot_of(rank)).unwrap_or(0);
+            let geometry = env.geometry(self.id);
+            let registration = env.setup.registration(&geometry, rank, shard);
             let body = Message::Register(Register {
                 after: highest.0,
                 engine: self.id.0,
-                registration: registration(env, self.id, rank),
+                registration,
                 check_only: false,
             });
             return side.client.request_here(env, correlation, body);
@@ -460,10 +464,17 @@ impl EngineProcess {
             let slot = SlotId(self.next_slot);
             self.namespaces.insert(slot, namespace);
             env.counts.prompts += 1;
+            let tokens = match env.setup.groups(self.shape) {
+                [] => hashes.len() as u64,
+                _ => {
+                    let unit = u64::from(env.setup.units(self.shape).0);
+                    hashes.len() as u64 * unit + env.rng.u64(0..unit)
+                }
+            };
             let prompt = Prompt {
                 slot,
                 namespace: Arc::from([namespace]),
-                tokens: hashes.len() as u64,
+                tokens,
                 hashes: Arc::new(hashes),
             };
             self.scheduler.arrive(prompt, &mut self.actions);
@@ -556,9 +567,10 @@ impl EngineProcess {
                 Action::Work {
                     slot,
                     kind,
-                    positions,
+                    parts,
+                    reads,
                     written_through,
-                } => self.work(env, slot, kind, positions, written_through),
+                } => self.work(env, (slot, kind), (parts, reads), written_through),
                 Action::Abandon { id } => {
                     if let Some(requested) = self.requests.get_mut(&id) {
                         requested.abandoning = (0..env.setup.ranks).collect();
@@ -567,7 +579,11 @@ impl EngineProcess {
                 }
                 Action::Done(served) => {
                     env.counts.served += 1;
-                    env.counts.hit_pages += u64::from(served.loaded_pages);
+                    let loaded = u64::from(served.loaded_pages);
+                    env.counts.hit_pages += loaded;
+                    if env.setup.groups(self.shape).len() > 1 {
+                        env.counts.group_hit_pages += loaded;
+                    }
                     self.namespaces.remove(&served.slot);
                 }
             }
@@ -578,9 +594,8 @@ impl EngineProcess {
     fn work(
         &mut self,
         env: &mut SimContext,
-        slot: SlotId,
-        kind: WorkKind,
-        positions: Range<u32>,
+        (slot, kind): (SlotId, WorkKind),
+        (parts, reads): (Vec<Part>, Vec<Part>),
         through: Option<RequestId>,
     ) {
         self.next += 1;
@@ -589,7 +604,8 @@ impl EngineProcess {
         let work = DeviceWork {
             slot,
             kind,
-            positions,
+            parts,
+            reads,
             through,
             late,
         };
@@ -641,73 +657,35 @@ impl EngineProcess {
     }
 
     fn carry_out(&self, env: &mut SimContext, work: &DeviceWork) {
-        let Some((hashes, pages)) = self.scheduler.pages_of(work.slot) else {
-            return;
-        };
         let namespace = self.namespaces.get(&work.slot).copied().unwrap_or(0);
-        let all = 0..u32::try_from(pages.len()).unwrap_or(0);
+        let pages_of = |parts: &[Part]| -> Vec<(GroupId, u32, Fingerprint)> {
+            let pages = parts.iter().flat_map(|part| {
+                let pages = (part.first_page..).zip(part.pages.iter_pages());
+                pages.filter_map(|(position, page)| {
+                    let content = self.scheduler.content(work.slot, part.group, position)?;
+                    Some((part.group, page, content))
+                })
+            });
+            pages.collect()
+        };
+        let (pages, reads) = (pages_of(&work.parts), pages_of(&work.reads));
         for rank in 0..env.setup.ranks {
-            for position in work.positions.clone() {
-                let page = pages[position as usize];
-                let must = env.expected(
-                    namespace,
-                    self.shape,
-                    hashes.fingerprint(position as usize),
-                    Rank(rank),
-                );
+            let must = |env: &SimContext, group, content| {
+                env.expected(namespace, (self.shape, group), content, Rank(rank))
+            };
+            for (group, page, content) in &pages {
+                let must = must(env, *group, *content);
                 match work.kind {
-                    WorkKind::Poison => env.engine_writes(self.id, rank, page, TORN),
-                    WorkKind::Compute => env.engine_writes(self.id, rank, page, must),
-                    WorkKind::Verify => env.engine_reads(self.id, rank, page, must, "loaded"),
+                    WorkKind::Poison => env.engine_writes(self.id, rank, *page, TORN),
+                    WorkKind::Compute => env.engine_writes(self.id, rank, *page, must),
+                    WorkKind::Verify => env.engine_reads(self.id, rank, *page, must, "loaded"),
                 }
             }
-            // After the computation every page must be correct, also those that were cached or loaded.
-            if work.kind == WorkKind::Compute {
-                for position in all
-                    .clone()
-                    .filter(|position| !work.positions.contains(position))
-                {
-                    let page = pages[position as usize];
-                    let must = env.expected(
-                        namespace,
-                        self.shape,
-                        hashes.fingerprint(position as usize),
-                        Rank(rank),
-                    );
-                    env.engine_reads(self.id, rank, page, must, "held");
-                }
+            // Also pages that were cached or loaded must be correct.
+            for (group, page, content) in &reads {
+                let must = must(env, *group, *content);
+                env.engine_reads(self.id, rank, *page, must, "held");
             }
         }
-    }
-}
-
-/// Registration of one rank's memory. A simulated worker does not check the memory itself.
-fn registration(env: &SimContext, engine: EngineId, rank: usize) -> Registration {
-    let rank = Rank(u16::try_from(rank).unwrap_or(0));
-    Registration {
-        groups: vec![GroupMemory {
-            attention: Attention::Full,
-            window_tokens: 0,
-            eagle: false,
-            engine_page_tokens: env.geometry(engine).engine_page_tokens,
-            device_pages: env.geometry(engine).device_pages,
-            layers: 1,
-            tensors: Vec::new(),
-        }],
-        hash_tokens: 0,
-        hit_tokens: 0,
-        content: b"sim".to_vec(),
-        rank,
-        tp_size: env.setup.ranks,
-        shard: u16::try_from(env.depot_of(rank)).unwrap_or(0),
-        allocations: Vec::new(),
-        nonce: Nonce {
-            allocation: 0,
-            offset_bytes: 0,
-            bytes: Vec::new(),
-        },
-        proofs: Vec::new(),
-        device_uuid: None,
-        timeline: None,
     }
 }

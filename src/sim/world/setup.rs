@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
+use super::groups::{CELLS_MAX, SimGroup, draw_model, units};
 use kvferry_core::{Admission, EvictionPolicy, MoveEdge, TierPolicy};
 use kvferry_types::{Edge, Epoch, PerTier, Sharding, TierId};
+use kvferry_workload::scheduler::ComputeSteps;
 
 /// Number of draws for process faults; see `nemesis`.
 pub(super) const TROUBLES: u8 = 14;
@@ -29,10 +31,10 @@ const GRANULE: u64 = 0x6772_616e_756c;
 const TIMES: u64 = 0x7469_6d65_7321;
 /// Like [`LARGE`], for the tiers below host memory.
 const TIERS: u64 = 0x7469_6572_7321;
+/// Like [`LARGE`], for the groups of layers of models.
+const GROUPS: u64 = 0x6772_6f75_7073;
 /// Bytes of one cell of memory.
 pub(super) const CELL_BYTES: u64 = 1024;
-/// Cells of the largest page.
-pub(super) const CELLS_MAX: u32 = 4;
 
 /// Size and layout of an engine's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,6 +43,8 @@ pub struct Shape {
     pub cells: u32,
     /// Layout fingerprint of a page.
     pub layout: [u8; 16],
+    /// Index of its model in [`Setup::models`].
+    pub model: usize,
 }
 
 /// The configuration of a world, drawn before its first event.
@@ -68,6 +72,10 @@ pub struct Setup {
     pub lower_tier_percent: u64,
     /// Page shapes that the incarnations of engines use. The first is the most frequent.
     pub shapes: Vec<Shape>,
+    /// Groups of layers of the models that engines have. The first has none: one prefix group.
+    pub models: Vec<Vec<SimGroup>>,
+    /// How engines with several groups compute their prompts.
+    pub steps: ComputeSteps,
     /// Incarnations of an engine with another shape than the first, per million.
     pub other_shape: u32,
     /// Pages of the smallest memory of an engine.
@@ -173,6 +181,7 @@ impl Setup {
         let mut divide = Rng::with_seed(rng.clone().u64(..) ^ DIVIDE);
         let mut unseen = Rng::with_seed(rng.clone().u64(..) ^ UNSEEN);
         let mut tiers = Rng::with_seed(rng.clone().u64(..) ^ TIERS);
+        let mut groups = Rng::with_seed(rng.clone().u64(..) ^ GROUPS);
         let mut granule = Rng::with_seed(rng.clone().u64(..) ^ GRANULE);
         let mut limits = Rng::with_seed(rng.clone().u64(..) ^ LIMITS);
         let ranks = rng.u16(1..=4);
@@ -185,7 +194,13 @@ impl Setup {
             shapes: vec![Shape {
                 cells: CELLS_MAX,
                 layout: [7; 16],
+                model: 0,
             }],
+            models: vec![Vec::new()],
+            steps: ComputeSteps {
+                tokens: 1,
+                await_stores: false,
+            },
             other_shape: 0,
             device_pages,
             more_device_pages: 0,
@@ -261,6 +276,7 @@ impl Setup {
         setup.divide_time = setup.fence.mul_f64(*pick(&mut divide, &[0.001, 0.02, 0.2]));
         setup.pause_while_dividing = *pick(&mut divide, &[0, 100_000, 500_000]);
         setup.processes_unseen = unseen.u8(0..6) == 0;
+        setup.add_groups(&mut groups);
         setup.add_tiers(&mut tiers);
         setup.choose_policies(&mut tiers);
         setup.granule = *pick(&mut granule, &[1, 1, 8, usize::MAX]);
@@ -293,12 +309,17 @@ impl Setup {
         let first = Shape {
             cells: cells(rng),
             layout: [7; 16],
+            model: 0,
         };
         self.shapes = vec![first];
         for number in 1..rng.u8(1..=3) {
             let cells = if rng.bool() { cells(rng) } else { first.cells };
             let layout = [7 + number; 16];
-            self.shapes.push(Shape { cells, layout });
+            self.shapes.push(Shape {
+                cells,
+                layout,
+                model: 0,
+            });
         }
         self.other_shape = *pick(rng, &[50_000, 300_000, 600_000]);
         if rng.bool() {
@@ -330,6 +351,34 @@ impl Setup {
             };
             self.policies.insert(tier, policy);
         }
+    }
+
+    /// Draws models of several groups. In every third world all engines have one prefix group.
+    fn add_groups(&mut self, rng: &mut Rng) {
+        if rng.u8(0..3) == 0 {
+            return;
+        }
+        for shape in &mut self.shapes {
+            if rng.u8(0..8) == 0 {
+                continue;
+            }
+            let model = draw_model(rng);
+            shape.cells = model.iter().map(|group| group.cells).max().unwrap_or(1);
+            shape.model = self.models.len();
+            self.models.push(model);
+        }
+        // Every prompt fits into the memory, beside the null page.
+        let groups = self.models.iter().map(Vec::len).max().unwrap_or(1);
+        let groups = u32::try_from(groups.max(1)).unwrap_or(1);
+        self.device_pages = groups * (self.device_pages + 1) + 1;
+        let models = self.models.iter().filter(|model| !model.is_empty());
+        let block_tokens = models.map(|model| units(model).1).max().unwrap_or(1);
+        self.steps.tokens = match rng.u8(0..4) {
+            0 => rng.u32(1..=64),
+            1 => 1 << 20,
+            _ => block_tokens * rng.u32(1..=8),
+        };
+        self.steps.await_stores = rng.u8(0..4) == 0;
     }
 
     /// Draws the tiers below host memory.

@@ -226,6 +226,7 @@ mod tests {
         Shape {
             cells,
             layout: [0; 16],
+            model: 0,
         }
     }
 

@@ -51,19 +51,24 @@ type Share = fn(&Counts) -> (&'static str, u64);
 /// resets are never confirmed, or when the ends of copies are never reported and their workers restart, so the counts
 /// are checked, too. Few worlds recover pages, so that count depends on the seeds most of all: it is 277 to 598 in
 /// each thousand of the first 6,000 seeds.
-const WORK: [(Share, u64, u64); 10] = [
+const WORK: [(Share, u64, u64); 11] = [
     (
         |of| ("prompts served, per cent", of.served * 100 / of.prompts),
         90,
         100,
     ),
     (|of| ("requests given up", of.given_up), 0, 7_100),
-    (|of| ("resets confirmed", of.resets), 153, u64::MAX),
-    (|of| ("copies started", of.copies), 28_500, u64::MAX),
-    (|of| ("pages loaded", of.hit_pages), 6_600, u64::MAX),
+    (|of| ("resets confirmed", of.resets), 113, u64::MAX),
+    (|of| ("copies started", of.copies), 23_800, u64::MAX),
+    (|of| ("pages loaded", of.hit_pages), 4_350, u64::MAX),
+    (
+        |of| ("pages of several groups loaded", of.group_hit_pages),
+        1_050,
+        u64::MAX,
+    ),
     (|of| ("pages recovered", of.recovered_pages), 270, u64::MAX),
     (|of| ("pages moved down", of.pages_down), 9_000, u64::MAX),
-    (|of| ("pages moved up", of.pages_up), 560, u64::MAX),
+    (|of| ("pages moved up", of.pages_up), 260, u64::MAX),
     (|of| ("workers fenced", of.fenced), 0, 346),
     (
         |of| {
@@ -73,7 +78,7 @@ const WORK: [(Share, u64, u64); 10] = [
             )
         },
         0,
-        67,
+        80,
     ),
 ];
 

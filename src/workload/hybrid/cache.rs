@@ -1,5 +1,7 @@
 //! Lookups in the engine's own memory, and the pages of running sequences.
 
+use std::ops::Range;
+
 use kvferry_types::{Fingerprint, GroupId};
 
 use super::device::{DevicePages, NULL};
@@ -14,6 +16,17 @@ pub struct PageCopy {
     pub page: u32,
     /// The page of device memory.
     pub device_page: u32,
+}
+
+/// One step of a computation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ComputeStep {
+    /// Number of pages that were taken for it, those that the step does not complete included.
+    pub taken: usize,
+    /// The pages that the step completes.
+    pub writes: Vec<PageCopy>,
+    /// Those of them that a later hit can need.
+    pub stores: Vec<PageCopy>,
 }
 
 /// The pages of one sequence while it runs.
@@ -34,6 +47,12 @@ impl RunningSequence {
         self.computed
     }
 
+    /// Pages that the sequence holds.
+    pub fn held_pages(&self) -> usize {
+        let tables = self.tables.iter().flatten();
+        tables.filter(|page| **page != NULL).count()
+    }
+
     /// The device pages of a group, by position; 0 is the null page. Panics if there is no such group, as a slice does.
     pub fn table(&self, group: GroupId) -> &[u32] {
         &self.tables[usize::from(group.0)]
@@ -50,16 +69,17 @@ pub struct HybridCache {
 }
 
 impl HybridCache {
-    /// A cache of `pages` device pages, which all groups share. The groups are at most 256 with pages and chunks of at
+    /// A cache of `pages` device pages, which all groups share and of which at most `idle_max` stay cached while no
+    /// sequence holds them. The groups are at most 256 with pages and chunks of at
     /// least one token. The hash unit is the greatest common divisor of the page sizes; hits end at multiples of the
     /// least common multiple.
-    pub fn new(groups: Vec<LayerGroup>, pages: u32) -> Self {
+    pub fn new(groups: Vec<LayerGroup>, pages: u32, idle_max: u32) -> Self {
         let sizes = || groups.iter().map(|group| group.page_tokens);
         Self {
             hash_tokens: sizes().fold(0, gcd),
             block_tokens: sizes().fold(1, |all, size| all / gcd(all, size) * size),
             groups,
-            pages: DevicePages::new(pages),
+            pages: DevicePages::new(pages, idle_max),
         }
     }
 
@@ -183,16 +203,30 @@ impl HybridCache {
         self.record(sequence);
     }
 
-    /// Computes the next `tokens` in one step. Returns the pages that the step completes and that a later hit can need:
-    /// the engine stores them in this step, because the next one may drop them. Returns `None` and changes nothing but
-    /// pages that no token reads if memory is short.
-    pub fn advance(
-        &mut self,
-        sequence: &mut RunningSequence,
-        tokens: u32,
-    ) -> Option<Vec<PageCopy>> {
+    /// The whole pages that the next token reads.
+    pub fn reads(&self, sequence: &RunningSequence) -> Vec<PageCopy> {
+        let computed = sequence.computed;
+        let mut reads = Vec::new();
+        for (group, layers) in with_ids(&self.groups) {
+            let size = layers.page_tokens;
+            let whole = computed / size;
+            let first = match layers.kind {
+                LayerKind::Recurrent if computed.is_multiple_of(size) => whole.saturating_sub(1),
+                LayerKind::Recurrent => whole,
+                kind => kind.first_read(computed) / size,
+            };
+            reads.extend(self.whole(sequence, group, first..whole));
+        }
+        reads
+    }
+
+    /// Begins to compute the next `tokens` in one step. After it, call [`Self::computed`]. The engine stores pages in
+    /// the step that completes them, because the next one may drop them. Returns `None` and changes nothing but pages
+    /// that no token reads if memory is short.
+    pub fn advance(&mut self, sequence: &mut RunningSequence, tokens: u32) -> Option<ComputeStep> {
         self.drop_unread(sequence);
-        let end = sequence.computed + tokens;
+        let from = sequence.computed;
+        let end = from + tokens;
         let mut wanted = Vec::new();
         for (group, layers) in with_ids(&self.groups) {
             let table = sequence.table(group);
@@ -207,30 +241,72 @@ impl HybridCache {
         if wanted.len() > self.pages.available() {
             return None;
         }
+        let mut step = ComputeStep {
+            taken: wanted.len(),
+            writes: Vec::new(),
+            stores: Vec::new(),
+        };
         for (group, page) in wanted {
             self.put(sequence, group, page)?;
         }
         sequence.computed = end;
-        self.record(sequence);
-        let mut stores = Vec::new();
         for (group, layers) in with_ids(&self.groups) {
             let index = usize::from(group.0);
-            let hashed = sequence.hashes.len() * self.hash_tokens as usize;
-            let hashed = u32::try_from(hashed).unwrap_or(u32::MAX);
-            let whole = end.min(hashed) / layers.page_tokens;
-            for page in sequence.offered[index]..whole {
-                let device_page = sequence.tables[index][page as usize];
-                if device_page != NULL && self.can_serve(layers, page, end) {
-                    stores.push(PageCopy {
-                        group,
-                        page,
-                        device_page,
-                    });
-                }
-            }
-            sequence.offered[index] = whole.max(sequence.offered[index]);
+            let whole = self.hashed_tokens(sequence).min(end) / layers.page_tokens;
+            // A state is complete at the end of the step only.
+            let first = match layers.kind {
+                LayerKind::Recurrent if end == whole * layers.page_tokens => whole - 1,
+                LayerKind::Recurrent => whole,
+                _ => from / layers.page_tokens,
+            };
+            let writes = self.whole(sequence, group, first..whole);
+            let offered = sequence.offered[index];
+            let stores = writes.iter().filter(|written| {
+                written.page >= offered && self.can_serve(layers, written.page, end)
+            });
+            step.stores.extend(stores);
+            step.writes.extend(writes);
+            sequence.offered[index] = whole.max(offered);
         }
-        Some(stores)
+        Some(step)
+    }
+
+    /// Makes the pages of a step findable.
+    pub fn computed(&mut self, sequence: &RunningSequence) {
+        self.record(sequence);
+    }
+
+    /// Holds pages, beside the sequence that has them, while they are copied.
+    pub fn hold(&mut self, copies: &[PageCopy]) {
+        for copy in copies {
+            self.pages.hold(copy.device_page);
+        }
+    }
+
+    /// Ends [`Self::hold`].
+    pub fn release(&mut self, copies: &[PageCopy]) {
+        for copy in copies {
+            self.pages.release(copy.device_page);
+        }
+    }
+
+    /// Pages for all tokens of a sequence, which it needs at most.
+    pub fn pages_for(&self, tokens: u32) -> usize {
+        let groups = self.groups.iter();
+        let pages = groups.map(|layers| tokens.div_ceil(layers.page_tokens) as usize);
+        pages.sum()
+    }
+
+    /// Number of tokens of one page of a group; `None` if there is no such group.
+    pub fn page_tokens(&self, group: GroupId) -> Option<u32> {
+        let layers = self.groups.get(usize::from(group.0))?;
+        Some(layers.page_tokens)
+    }
+
+    /// Whether some layers continue from a state.
+    pub fn has_states(&self) -> bool {
+        let mut groups = self.groups.iter();
+        groups.any(|layers| layers.kind == LayerKind::Recurrent)
     }
 
     /// Gives the pages of a sequence back, those of full attention last and the tail before the root, so that what every
@@ -319,6 +395,31 @@ impl HybridCache {
             }
             LayerKind::Recurrent => page_end == end && next == end,
         }
+    }
+
+    fn hashed_tokens(&self, sequence: &RunningSequence) -> u32 {
+        let hashes = u32::try_from(sequence.hashes.len()).unwrap_or(u32::MAX);
+        hashes.saturating_mul(self.hash_tokens)
+    }
+
+    /// The pages of a range that are in a table and have a hash.
+    fn whole(
+        &self,
+        sequence: &RunningSequence,
+        group: GroupId,
+        pages: Range<u32>,
+    ) -> Vec<PageCopy> {
+        let table = sequence.table(group);
+        let pages = pages.filter_map(|page| {
+            let device_page = *table.get(page as usize)?;
+            self.content(group, &sequence.hashes, page)?;
+            (device_page != NULL).then_some(PageCopy {
+                group,
+                page,
+                device_page,
+            })
+        });
+        pages.collect()
     }
 
     /// Puts a new page into a table, behind null pages where the table is shorter.

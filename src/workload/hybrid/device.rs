@@ -25,17 +25,20 @@ pub(super) struct DevicePages {
     free: Vec<u32>,
     /// Idle pages by the time of their release.
     idle: BTreeMap<u64, u32>,
+    /// Most idle pages.
+    idle_max: usize,
     by_content: HashMap<(GroupId, Fingerprint), u32>,
     releases: u64,
 }
 
 impl DevicePages {
-    /// `count` pages beside the null page, all free.
-    pub(super) fn new(count: u32) -> Self {
+    /// `count` pages beside the null page, all free. At most `idle_max` stay idle.
+    pub(super) fn new(count: u32, idle_max: u32) -> Self {
         Self {
             pages: vec![Page::default(); count as usize + 1],
             free: (1..=count).rev().collect(),
             idle: BTreeMap::new(),
+            idle_max: idle_max as usize,
             by_content: HashMap::new(),
             releases: 0,
         }
@@ -67,14 +70,17 @@ impl DevicePages {
 
     /// A page for new content, held once: a free one, or the least recently used idle one.
     pub(super) fn take(&mut self) -> Option<u32> {
-        let page = self.free.pop().or_else(|| {
-            let (_, page) = self.idle.pop_first()?;
-            if let Some(content) = self.pages[page as usize].content.take() {
-                self.by_content.remove(&content);
-            }
-            Some(page)
-        })?;
+        let page = self.free.pop().or_else(|| self.evict())?;
         self.pages[page as usize].holders = 1;
+        Some(page)
+    }
+
+    /// Removes the content of the least recently used idle page.
+    fn evict(&mut self) -> Option<u32> {
+        let (_, page) = self.idle.pop_first()?;
+        if let Some(content) = self.pages[page as usize].content.take() {
+            self.by_content.remove(&content);
+        }
         Some(page)
     }
 
@@ -108,5 +114,9 @@ impl DevicePages {
         self.releases += 1;
         held.released = self.releases;
         self.idle.insert(self.releases, page);
+        if self.idle.len() > self.idle_max {
+            let evicted = self.evict();
+            self.free.extend(evicted);
+        }
     }
 }

@@ -1,15 +1,14 @@
 //! The prefix cache of an engine with several groups of layers (G1), as the reference engine keeps it.
 //!
 //! Its rules start from the tokens that a layer reads, and are written apart from those of the core, so that each can be
-//! checked by the other. `device` has the pages of device memory, `cache` the lookups and the running requests. No
-//! driver uses them yet.
+//! checked by the other. `device` has the pages of device memory, `cache` the lookups and the running requests.
 
 mod cache;
 mod device;
 
-use kvferry_types::GroupId;
+use kvferry_types::{Attention, GroupId};
 
-pub use cache::{HybridCache, PageCopy, RunningSequence};
+pub use cache::{ComputeStep, HybridCache, PageCopy, RunningSequence};
 
 /// The earlier tokens that a layer reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +24,16 @@ pub enum LayerKind {
 }
 
 impl LayerKind {
+    /// The attention of a registration, and the tokens of its window or chunk.
+    pub fn attention(self) -> (Attention, u32) {
+        match self {
+            Self::Full => (Attention::Full, 0),
+            Self::Window(tokens) => (Attention::SlidingWindow, tokens),
+            Self::Chunk(tokens) => (Attention::ChunkedLocal, tokens),
+            Self::Recurrent => (Attention::State, 0),
+        }
+    }
+
     /// The first token that token `reader` reads.
     fn first_read(self, reader: u32) -> u32 {
         match self {

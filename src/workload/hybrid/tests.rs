@@ -30,13 +30,24 @@ fn range(pages: Range<u32>) -> Vec<u32> {
     pages.collect()
 }
 
+/// Computes a step. Returns the pages that it stores.
+fn advance(
+    cache: &mut HybridCache,
+    running: &mut RunningSequence,
+    tokens: u32,
+) -> Option<Vec<PageCopy>> {
+    let step = cache.advance(running, tokens)?;
+    cache.computed(running);
+    Some(step.stores)
+}
+
 /// Computes a sequence of `tokens` tokens in steps, and returns what the steps store.
 fn serve(cache: &mut HybridCache, hashes: &[Fingerprint], tokens: u32, step: u32) -> Vec<PageCopy> {
     let mut running = cache.begin(hashes.to_vec(), tokens - 1);
     let mut stores = Vec::new();
     while running.computed_tokens() < tokens {
         let step = step.min(tokens - running.computed_tokens());
-        stores.extend(cache.advance(&mut running, step).expect("room"));
+        stores.extend(advance(cache, &mut running, step).expect("room"));
     }
     cache.finish(running);
     stores
@@ -44,15 +55,15 @@ fn serve(cache: &mut HybridCache, hashes: &[Fingerprint], tokens: u32, step: u32
 
 #[test]
 fn pages_behind_a_window_become_null_pages() {
-    let mut cache = HybridCache::new(HybridModel::GemmaLike.groups(), 1000);
+    let mut cache = HybridCache::new(HybridModel::GemmaLike.groups(), 1000, 1000);
     let mut running = cache.begin(sequence(64, 0, 1), 1023);
-    let stores = cache.advance(&mut running, 512).expect("room");
+    let stores = advance(&mut cache, &mut running, 512).expect("room");
     assert_eq!(positions(&stores, 1), range(0..32));
-    let stores = cache.advance(&mut running, 512).expect("room");
+    let stores = advance(&mut cache, &mut running, 512).expect("room");
     assert_eq!(positions(&stores, 1), range(32..64));
     // Token 512 reads from token 1 on: no page is unread yet.
     assert_eq!(held(running.table(GroupId(1))), range(0..64));
-    cache.advance(&mut running, 1).expect("room");
+    advance(&mut cache, &mut running, 1).expect("room");
     assert_eq!(held(running.table(GroupId(1))), range(32..65));
     assert_eq!(held(running.table(GroupId(0))), range(0..65));
     assert_eq!(cache.held_pages(), 33 + 65);
@@ -62,7 +73,7 @@ fn pages_behind_a_window_become_null_pages() {
 
 #[test]
 fn a_hit_holds_what_its_next_token_reads() {
-    let mut cache = HybridCache::new(HybridModel::TwoSizes.groups(), 1000);
+    let mut cache = HybridCache::new(HybridModel::TwoSizes.groups(), 1000, 1000);
     let hashes = sequence(32, 0, 1);
     assert_eq!((cache.hash_tokens(), cache.block_tokens()), (16, 64));
     serve(&mut cache, &hashes, 500, 500);
@@ -74,7 +85,7 @@ fn a_hit_holds_what_its_next_token_reads() {
 
 #[test]
 fn a_state_is_found_where_a_step_ended() {
-    let mut cache = HybridCache::new(HybridModel::MambaLike.groups(), 1000);
+    let mut cache = HybridCache::new(HybridModel::MambaLike.groups(), 1000, 1000);
     let hashes = sequence(16, 0, 1);
     let stores = serve(&mut cache, &hashes, 1000, 192);
     assert_eq!(positions(&stores, 0), [2, 5, 8, 11, 14]);
@@ -84,15 +95,15 @@ fn a_state_is_found_where_a_step_ended() {
     let mut running = cache.begin(hashes, 700);
     assert_eq!(running.computed_tokens(), 576);
     assert_eq!(held(running.table(GroupId(0))), [8]);
-    cache.advance(&mut running, 10).expect("room");
+    advance(&mut cache, &mut running, 10).expect("room");
     assert_eq!(held(running.table(GroupId(0))), [8, 9]);
-    cache.advance(&mut running, 10).expect("room");
+    advance(&mut cache, &mut running, 10).expect("room");
     assert_eq!(held(running.table(GroupId(0))), [9]);
 }
 
 #[test]
 fn a_state_inside_a_page_is_never_found() {
-    let mut cache = HybridCache::new(HybridModel::MambaLike.groups(), 1000);
+    let mut cache = HybridCache::new(HybridModel::MambaLike.groups(), 1000, 1000);
     let hashes = sequence(16, 0, 1);
     let stores = serve(&mut cache, &hashes, 1000, 100);
     assert!(
@@ -108,7 +119,7 @@ fn a_state_inside_a_page_is_never_found() {
 
 #[test]
 fn only_the_last_chunk_is_held() {
-    let mut cache = HybridCache::new(HybridModel::Chunked.groups(), 1000);
+    let mut cache = HybridCache::new(HybridModel::Chunked.groups(), 1000, 1000);
     let hashes = sequence(64, 0, 1);
     let stores = serve(&mut cache, &hashes, 560, 560);
     let not_last = range(0..35).into_iter().filter(|page| page % 16 != 15);
@@ -123,7 +134,7 @@ fn only_the_last_chunk_is_held() {
 
 #[test]
 fn a_load_fills_the_pages_that_the_end_of_the_hit_needs() {
-    let mut cache = HybridCache::new(HybridModel::GemmaLike.groups(), 200);
+    let mut cache = HybridCache::new(HybridModel::GemmaLike.groups(), 200, 200);
     let hashes = sequence(128, 0, 1);
     let mut running = cache.begin(hashes.clone(), 2047);
     assert_eq!(cache.load(&mut running, 1030), None, "no end of a page");
@@ -133,7 +144,7 @@ fn a_load_fills_the_pages_that_the_end_of_the_hit_needs() {
     assert_eq!(cache.lookup(&hashes, 2047), 0, "nothing is loaded yet");
     cache.loaded(&running);
     assert_eq!(cache.lookup(&hashes, 2047), 1024);
-    let stores = cache.advance(&mut running, 16).expect("room");
+    let stores = advance(&mut cache, &mut running, 16).expect("room");
     assert_eq!(
         positions(&stores, 0),
         [64],
@@ -146,7 +157,7 @@ fn a_load_fills_the_pages_that_the_end_of_the_hit_needs() {
 
 #[test]
 fn the_least_recently_used_pages_are_evicted_and_held_ones_are_not() {
-    let mut cache = HybridCache::new(HybridModel::TwoSizes.groups(), 30);
+    let mut cache = HybridCache::new(HybridModel::TwoSizes.groups(), 30, 30);
     let (first, second) = (sequence(16, 0, 1), sequence(16, 0, 2));
     serve(&mut cache, &first, 256, 256);
     let held = cache.begin(first.clone(), 256);
@@ -154,7 +165,7 @@ fn the_least_recently_used_pages_are_evicted_and_held_ones_are_not() {
     let mut running = cache.begin(second.clone(), 255);
     assert_eq!(cache.advance(&mut running, 256), None);
     cache.finish(held);
-    assert!(cache.advance(&mut running, 256).is_some());
+    assert!(advance(&mut cache, &mut running, 256).is_some());
     cache.finish(running);
     assert_eq!(cache.lookup(&second, 256), 256);
     // Windows went first, and then the tail of the layers of full attention.
@@ -231,7 +242,8 @@ fn by_group(copies: &[PageCopy], groups: &[LayerGroup]) -> Vec<Vec<u32>> {
 /// of the core. Returns the number of hits in the cache.
 fn run<F: FnMut() -> u32>(choices: &mut Choices<F>) -> u32 {
     let groups = random_groups(choices);
-    let mut cache = HybridCache::new(groups.clone(), 20 + choices.below(150));
+    let pages = 20 + choices.below(150);
+    let mut cache = HybridCache::new(groups.clone(), pages, pages);
     let rules = rules(&cache, &groups);
     let block = cache.block_tokens();
     let mut open: Vec<RunningSequence> = Vec::new();
@@ -281,7 +293,7 @@ fn run<F: FnMut() -> u32>(choices: &mut Choices<F>) -> u32 {
                 _ => 1 + choices.below(100),
             };
             let step = step.min(tokens - from);
-            let Some(stores) = cache.advance(&mut running, step) else {
+            let Some(stores) = advance(&mut cache, &mut running, step) else {
                 break;
             };
             let hashed = hashes.len() as u32 * cache.hash_tokens();
@@ -334,7 +346,7 @@ proptest! {
         let mut choices = choices.into_iter();
         let mut choices = Choices(|| choices.next().unwrap_or(0));
         let groups = random_groups(&mut choices);
-        let mut cache = HybridCache::new(groups.clone(), 400);
+        let mut cache = HybridCache::new(groups.clone(), 400, 400);
         let tokens = 1 + choices.below(1200);
         let hashes = sequence(tokens / cache.hash_tokens(), 0, 1);
         for (group, layers) in with_ids(&groups) {

@@ -230,7 +230,7 @@ impl WorkerHost for Host<'_> {
     fn discard(&mut self, _: Registration) {}
 
     fn geometry(&self, memory: &EngineId) -> MemoryGeometry {
-        self.env.geometry(*memory).into()
+        self.env.geometry(*memory)
     }
 
     fn close(&mut self, _: EngineId, _: EngineId) {}

@@ -1,103 +1,16 @@
-//! The reference engine's scheduler: decides what an engine does with a prompt, without sockets, clocks or memory.
+//! The scheduler of a model with one group of full attention, whose pages are the units of the hashes.
 //!
-//! Steps of a prompt: wait for pages -> look up -> load the found pages -> compute the rest -> store -> finish. The
-//! driver of the scheduler sends its requests to a leader and its work to the ranks, and reports the outcomes.
+//! Steps of a prompt: wait for pages -> look up -> load the found pages -> compute the rest at once -> store -> finish.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Duration;
 
+use super::{Action, Prompt, RUNNING_PROMPTS_MAX, Served, WaitingPrompt, WorkKind, count};
 use crate::cache::PagedCache;
 use kvferry_types::{
-    Answer, Fingerprint, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, Part, Request,
-    RequestId, SlotId, StoreAnswer,
+    Answer, Fingerprint, GroupId, LoadAnswer, LookupAnswer, PageList, Part, Request, RequestId,
+    SlotId, StoreAnswer,
 };
-
-/// Largest number of prompts that run at one time; further ones wait. Bounds the work and the requests in flight.
-pub const RUNNING_PROMPTS_MAX: usize = 256;
-
-/// Deadline of each request. Not a latency target: a lookup or load that is not answered by then is replaced by
-/// computing.
-pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// A prompt to serve.
-#[derive(Debug, Clone)]
-pub struct Prompt {
-    /// The request's slot, unique per prompt.
-    pub slot: SlotId,
-    /// Namespace of the pages: salt, tenant, adapter.
-    pub namespace: Arc<[u8]>,
-    /// Length in tokens.
-    pub tokens: u64,
-    /// Hashes of its full pages.
-    pub hashes: Arc<PageHashes>,
-}
-
-/// Work of the ranks on pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WorkKind {
-    /// Overwrite with a pattern that no page has, so that a page that is not loaded is detected.
-    Poison,
-    /// Write the expected content, as a forward pass would.
-    Compute,
-    /// Compare with the expected content.
-    Verify,
-}
-
-/// An action for the driver to carry out.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Action {
-    /// Send a request to the leader.
-    Send {
-        /// The request's id; ids increase.
-        id: RequestId,
-        /// The request.
-        request: Request,
-    },
-    /// Have every rank work on these positions of a prompt. [`Scheduler::worked`] must be called when all are done.
-    Work {
-        /// The prompt's slot.
-        slot: SlotId,
-        /// The work to do.
-        kind: WorkKind,
-        /// Positions in the sequence.
-        positions: Range<u32>,
-        /// When set, everything up to this request is written after this work, and ranks report that to their workers.
-        written_through: Option<RequestId>,
-    },
-    /// Report to every rank's worker that this load or store is over. Call [`Scheduler::answered`] with `None` once
-    /// each worker has confirmed that nothing is copied for the request, or is dead: the prompt needs its pages.
-    Abandon {
-        /// The load or store.
-        id: RequestId,
-    },
-    /// The prompt is done.
-    Done(Served),
-    /// No action: left in place of an action that was taken out of its list.
-    Idle,
-}
-
-/// The outcome of a prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Served {
-    /// The prompt's slot.
-    pub slot: SlotId,
-    /// Length of the prompt.
-    pub tokens: u64,
-    /// Full pages found in the engine's own cache.
-    pub device_pages: u32,
-    /// Further pages that were found in G2.
-    pub hit_pages: u32,
-    /// Pages that were loaded; fewer than `hit_pages` when a load failed.
-    pub loaded_pages: u32,
-    /// Requests that were refused or failed. The prompt is computed nevertheless.
-    pub refusals: u32,
-    /// The prompt could not start on arrival, because it or an earlier one needed pages that others held.
-    pub waited_for_pages: bool,
-    /// The store left pages out, or was refused entirely.
-    pub store_refused: bool,
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
@@ -113,12 +26,6 @@ enum Step {
 }
 
 #[derive(Debug)]
-struct WaitingPrompt {
-    prompt: Prompt,
-    for_pages: bool,
-}
-
-#[derive(Debug)]
 struct RunningPrompt {
     prompt: Prompt,
     pages: Vec<u32>,
@@ -128,9 +35,9 @@ struct RunningPrompt {
     served: Served,
 }
 
-/// The scheduler of one engine.
+/// See [`super::Scheduler`].
 #[derive(Debug)]
-pub struct Scheduler {
+pub(super) struct PrefixScheduler {
     cache: PagedCache,
     waiting: VecDeque<WaitingPrompt>,
     running: HashMap<SlotId, RunningPrompt>,
@@ -138,9 +45,9 @@ pub struct Scheduler {
     next_id: u64,
 }
 
-impl Scheduler {
+impl PrefixScheduler {
     /// Creates a scheduler with `device_pages` of memory, which keeps at most `cached_pages` of them cached when idle.
-    pub fn new(device_pages: u32, cached_pages: u32) -> Self {
+    pub(super) fn new(device_pages: u32, cached_pages: u32) -> Self {
         Self {
             cache: PagedCache::new(device_pages, cached_pages),
             waiting: VecDeque::new(),
@@ -151,7 +58,7 @@ impl Scheduler {
     }
 
     /// Adds a prompt, which waits until its pages fit. Prompts are admitted in the order of their arrival.
-    pub fn arrive(&mut self, prompt: Prompt, actions: &mut Vec<Action>) {
+    pub(super) fn arrive(&mut self, prompt: Prompt, actions: &mut Vec<Action>) {
         let waiting = WaitingPrompt {
             prompt,
             for_pages: false,
@@ -166,31 +73,35 @@ impl Scheduler {
     }
 
     /// Prompts that run or wait.
-    pub fn open_prompts(&self) -> usize {
+    pub(super) fn open_prompts(&self) -> usize {
         self.running.len() + self.waiting.len()
     }
 
     /// Pages that running prompts hold: 0 when none runs.
-    pub fn held_pages(&self) -> u32 {
+    pub(super) fn held_pages(&self) -> u32 {
         self.cache.held_pages()
     }
 
-    /// Hashes and device pages of a running prompt; `None` if it does not run.
-    pub fn pages_of(&self, slot: SlotId) -> Option<(&PageHashes, &[u32])> {
-        self.running
-            .get(&slot)
-            .map(|run| (&*run.prompt.hashes, run.pages.as_slice()))
+    pub(super) fn content(&self, slot: SlotId, group: GroupId, page: u32) -> Option<Fingerprint> {
+        let run = self.running.get(&slot).filter(|_| group == GroupId(0))?;
+        let hashes = &run.prompt.hashes;
+        ((page as usize) < hashes.len()).then(|| hashes.fingerprint(page as usize))
     }
 
     /// Draws the id of a request that the caller makes itself, above those of all earlier requests.
-    pub fn draw_id(&mut self) -> RequestId {
+    pub(super) fn draw_id(&mut self) -> RequestId {
         self.next_id += 1;
         RequestId(self.next_id)
     }
 
     /// Handles an answer of the leader. With `None` the request was refused, and the prompt continues without it.
     /// Answers to unknown requests have no effect.
-    pub fn answered(&mut self, id: RequestId, answer: Option<Answer>, actions: &mut Vec<Action>) {
+    pub(super) fn answered(
+        &mut self,
+        id: RequestId,
+        answer: Option<Answer>,
+        actions: &mut Vec<Action>,
+    ) {
         let Some(slot) = self.requested.remove(&id) else {
             return;
         };
@@ -204,7 +115,7 @@ impl Scheduler {
             {
                 run.served.hit_pages = hit_pages;
                 run.step = Step::Poisoning;
-                let positions = run.loading();
+                let parts = vec![run.part(run.loading())];
                 let kind = WorkKind::Poison;
                 // A number among those of the requests, so that the load is ordered after this work.
                 self.next_id += 1;
@@ -212,19 +123,21 @@ impl Scheduler {
                 actions.push(Action::Work {
                     slot,
                     kind,
-                    positions,
+                    parts,
+                    reads: Vec::new(),
                     written_through: Some(run.overwritten),
                 });
             }
             (Step::LookingUp, _) => self.compute(slot, actions),
             (Step::Loading, Some(Answer::Load(LoadAnswer { pages }))) => {
                 run.served.loaded_pages = pages.min(run.served.hit_pages);
-                let positions = run.loaded();
+                let parts = vec![run.part(run.loaded())];
                 let kind = WorkKind::Verify;
                 actions.push(Action::Work {
                     slot,
                     kind,
-                    positions,
+                    parts,
+                    reads: Vec::new(),
                     written_through: None,
                 });
                 self.compute(slot, actions);
@@ -252,7 +165,7 @@ impl Scheduler {
 
     /// The leader has not answered this request in time. After a lookup the prompt continues without an answer. After a
     /// load or a store, the copies that may still run must be known to have ended first.
-    pub fn abandoned(&mut self, id: RequestId, actions: &mut Vec<Action>) {
+    pub(super) fn abandoned(&mut self, id: RequestId, actions: &mut Vec<Action>) {
         let run = self
             .requested
             .get(&id)
@@ -265,25 +178,16 @@ impl Scheduler {
     }
 
     /// Handles the end of a piece of work on all ranks.
-    pub fn worked(&mut self, slot: SlotId, kind: WorkKind, actions: &mut Vec<Action>) {
+    pub(super) fn worked(&mut self, slot: SlotId, kind: WorkKind, actions: &mut Vec<Action>) {
         let Some(run) = self.running.get_mut(&slot) else {
             return;
         };
         match (kind, run.step) {
             (WorkKind::Poison, Step::Poisoning) => {
                 run.step = Step::Loading;
-                let first_page = run.served.device_pages;
-                let pages = run.loading();
-                let (destination, after) = (run.page_list(pages), run.overwritten);
-                self.send(
-                    slot,
-                    Request::Load {
-                        slot,
-                        parts: vec![Part::new(GroupId(0), first_page, destination)],
-                        after,
-                    },
-                    actions,
-                );
+                let parts = vec![run.part(run.loading())];
+                let after = run.overwritten;
+                self.send(slot, Request::Load { slot, parts, after }, actions);
             }
             (
                 WorkKind::Compute,
@@ -381,18 +285,19 @@ impl Scheduler {
             computed: false,
             verified,
         };
-        let source = run.page_list(all.clone());
         let store = Request::Store {
             slot,
-            parts: vec![Part::new(GroupId(0), 0, source)],
+            parts: vec![run.part(all.clone())],
             more: None,
         };
+        let parts = vec![run.part(found..all.end)];
+        let reads = vec![run.part(0..found)];
         let id = self.send(slot, store, actions);
-        let (kind, positions) = (WorkKind::Compute, found..all.end);
         actions.push(Action::Work {
             slot,
-            kind,
-            positions,
+            kind: WorkKind::Compute,
+            parts,
+            reads,
             written_through: Some(id),
         });
     }
@@ -430,19 +335,6 @@ impl Scheduler {
     }
 }
 
-impl Prompt {
-    /// Names the contents of the pages in the engine's own cache. Equal tokens of two namespaces have different names.
-    fn contents(&self) -> impl Iterator<Item = Fingerprint> {
-        let mut owner = [0; 16];
-        if !self.namespace.is_empty() {
-            owner.copy_from_slice(&blake3::hash(&self.namespace).as_bytes()[..16]);
-        }
-        let owner = u128::from_be_bytes(owner);
-        let pages = 0..self.hashes.len();
-        pages.map(move |position| Fingerprint(self.hashes.fingerprint(position).0 ^ owner))
-    }
-}
-
 impl RunningPrompt {
     fn loading(&self) -> Range<u32> {
         self.served.device_pages..self.served.device_pages + self.served.hit_pages
@@ -452,14 +344,9 @@ impl RunningPrompt {
         self.served.device_pages..self.served.device_pages + self.served.loaded_pages
     }
 
-    fn page_list(&self, positions: Range<u32>) -> PageList {
-        self.pages[positions.start as usize..positions.end as usize]
-            .iter()
-            .copied()
-            .collect()
+    fn part(&self, positions: Range<u32>) -> Part {
+        let pages = &self.pages[positions.start as usize..positions.end as usize];
+        let pages: PageList = pages.iter().copied().collect();
+        Part::new(GroupId(0), positions.start, pages)
     }
-}
-
-fn count(pages: usize) -> u32 {
-    u32::try_from(pages).unwrap_or(u32::MAX)
 }
