@@ -70,6 +70,7 @@ impl Kind {
 /// Runs until the time is over, or a check fails.
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     let (mut minutes, mut seed, mut device) = (30, 1, Device::Cpu);
+    let mut model = "llama-3-8b";
     for pair in arguments.chunks(2) {
         let value = pair.get(1).and_then(|value| value.parse().ok());
         let value = value.ok_or(format!("{} needs a number", pair[0]));
@@ -78,8 +79,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             ("--seed", _) => seed = value?,
             ("--device", Some("cpu")) => device = Device::Cpu,
             ("--device", Some("cuda")) => device = Device::Cuda,
+            ("--model", Some(name)) => model = name,
             (other, _) => {
-                let known = "--minutes N, --seed S, --device cpu|cuda";
+                let known = "--minutes N, --seed S, --device cpu|cuda, --model NAME";
                 return Err(format!("unknown option '{other}': {known}"));
             }
         }
@@ -89,7 +91,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         let driver = ["build", "--package", "kvferry-fake-cuda"];
         crate::cargo(&[&driver[..], &["--release", "--locked", "--quiet"]].concat())?;
     }
-    let mut chaos = Chaos::start(seed, device)?;
+    let mut chaos = Chaos::start(seed, device, model)?;
     let result = chaos.until(Duration::from_secs(60 * minutes));
     let folder = chaos.cluster.folder().display().to_string();
     println!("{}", chaos.record.table(minutes, seed));
@@ -107,8 +109,8 @@ struct Chaos {
 }
 
 impl Chaos {
-    fn start(seed: u64, device: Device) -> Result<Self, String> {
-        let cluster = Cluster::start(device, seed)?;
+    fn start(seed: u64, device: Device, model: &str) -> Result<Self, String> {
+        let cluster = Cluster::start(device, model, seed)?;
         let engines = Engines::start(&cluster, 0)?;
         Ok(Self {
             rng: fastrand::Rng::with_seed(seed),
@@ -166,7 +168,7 @@ impl Chaos {
         let begun = Instant::now();
         loop {
             self.tend()?;
-            let status = self.cluster.status();
+            let status = self.cluster.status(false);
             if let Some(status) = status.as_ref().filter(|status| is_true(status)) {
                 return Ok(status.clone());
             }
@@ -205,7 +207,7 @@ impl Chaos {
     fn settled(&mut self, limit: Duration) -> Result<(), String> {
         let begun = Instant::now();
         loop {
-            let status = self.cluster.status();
+            let status = self.cluster.status(true);
             if status.as_ref().is_some_and(holds_nothing) {
                 return Ok(());
             }
@@ -236,7 +238,7 @@ impl Chaos {
             let pid = number(&status, &format!("/ranks/{place}/pid"));
             signal(pid, Signal::STOP)?;
             // Without an answer of the leader it is unknown whether the worker copies.
-            if let Some(status) = self.cluster.status() {
+            if let Some(status) = self.cluster.status(false) {
                 let has_open = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
                 let caught = match key {
                     Some(key) => has_open(key),

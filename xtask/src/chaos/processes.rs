@@ -27,11 +27,13 @@ pub(super) struct Cluster {
     folder: PathBuf,
     up: Child,
     device: Device,
+    /// The model of the engines, as `kvferry replay --model` names it.
+    model: String,
     seed: u64,
 }
 
 impl Cluster {
-    pub(super) fn start(device: Device, seed: u64) -> Result<Self, String> {
+    pub(super) fn start(device: Device, model: &str, seed: u64) -> Result<Self, String> {
         let name = format!("kvferry-chaos-{}", std::process::id());
         let folder = std::env::temp_dir().join(name);
         let made = DirBuilder::new().mode(0o700).create(&folder);
@@ -39,11 +41,12 @@ impl Cluster {
         if device == Device::Cuda {
             link_driver(&folder)?;
         }
-        let up = start_up(&folder, device, seed)?;
+        let up = start_up(&folder, device, host_memory(model), seed)?;
         Ok(Self {
             folder,
             up,
             device,
+            model: model.to_owned(),
             seed,
         })
     }
@@ -53,14 +56,18 @@ impl Cluster {
     }
 
     pub(super) fn start_again(&mut self) -> Result<(), String> {
-        self.up = start_up(&self.folder, self.device, self.seed)?;
+        let g2 = host_memory(&self.model);
+        self.up = start_up(&self.folder, self.device, g2, self.seed)?;
         Ok(())
     }
 
-    /// The leader's status, or `None` when no leader answers.
-    pub(super) fn status(&self) -> Option<Value> {
+    /// The leader's status, or `None` when no leader answers. With `check` the leader counts everything again, which it
+    /// does once a second.
+    pub(super) fn status(&self, check: bool) -> Option<Value> {
         let mut command = kvferry();
-        command.args(["status", "--json", "--check", "--socket-dir"]);
+        command.args(["status", "--json"]);
+        command.args(check.then_some("--check"));
+        command.arg("--socket-dir");
         let output = command.arg(self.sockets()).output().ok()?;
         serde_json::from_slice(&output.stdout).ok()
     }
@@ -130,10 +137,18 @@ fn with_driver(command: &mut Command, folder: &Path, device: Device, seed: u64) 
     }
 }
 
-fn start_up(folder: &Path, device: Device, seed: u64) -> Result<Child, String> {
+/// Host memory that is less than the KV of a replay. Models with large pages need more for the same number of prompts.
+fn host_memory(model: &str) -> &'static str {
+    match model.starts_with("llama") {
+        true => "2GiB",
+        false => "512MiB",
+    }
+}
+
+fn start_up(folder: &Path, device: Device, g2: &str, seed: u64) -> Result<Child, String> {
     let (ranks, replicas) = (RANKS.to_string(), REPLICAS.to_string());
     let mut command = kvferry();
-    command.args(["up", "--g2", "2GiB", "--ratio", "8"]);
+    command.args(["up", "--g2", g2, "--ratio", "8"]);
     command.args(["--ranks", &ranks, "--replicas", &replicas]);
     command.arg("--socket-dir").arg(folder.join("sockets"));
     with_driver(&mut command, folder, device, seed);
@@ -155,8 +170,13 @@ impl Engines {
         let timeout = REQUEST_TIMEOUT.as_millis().to_string();
         let (ranks, replicas) = (RANKS.to_string(), REPLICAS.to_string());
         let trace = folder.join(format!("replay-{number}.jsonl"));
-        super::workload::write(&trace, number)?;
-        let block_tokens = super::workload::BLOCK_TOKENS.to_string();
+        // Small pages are given more tokens, so that copies still take a while.
+        let block_tokens = match cluster.model.starts_with("llama") {
+            true => 16,
+            false => 128,
+        };
+        super::workload::write(&trace, number, block_tokens)?;
+        let block_tokens = block_tokens.to_string();
         let layout = match number % 2 {
             0 => "layer-separate",
             _ => "contiguous",
@@ -165,9 +185,10 @@ impl Engines {
         command
             .arg("replay")
             .arg(trace)
-            .args(["--quiet", "--model", "llama-3-8b"]);
+            .args(["--quiet", "--model", &cluster.model]);
         command.args(["--trace-block-tokens", &block_tokens, "--g1-pages", "128"]);
-        command.args(["--concurrency", "6", "--g2", "2GiB", "--ratio", "8"]);
+        command.args(["--concurrency", "6", "--ratio", "8"]);
+        command.args(["--g2", host_memory(&cluster.model)]);
         command.args(["--request-timeout-ms", &timeout, "--layout", layout]);
         command.args(["--ranks", &ranks, "--replicas", &replicas]);
         command.arg("--socket-dir").arg(cluster.sockets());

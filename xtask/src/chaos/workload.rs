@@ -9,8 +9,6 @@ use serde_json::json;
 
 /// Prompts of one replay.
 const PROMPTS: u64 = 100;
-/// Tokens per hash id.
-pub(super) const BLOCK_TOKENS: u64 = 16;
 /// Blocks of the longest prompt.
 const BLOCKS_MAX: usize = 64;
 /// Number of earlier prompts whose start new prompts can share.
@@ -18,8 +16,8 @@ const RECENT: usize = 24;
 /// Hash ids of one replay. Replays share no ids.
 const IDS: u64 = PROMPTS * BLOCKS_MAX as u64;
 
-/// Writes the trace of the replay with this number.
-pub(super) fn write(path: &Path, number: u64) -> Result<(), String> {
+/// Writes the trace of the replay with this number. Each hash id stands for `block_tokens` tokens.
+pub(super) fn write(path: &Path, number: u64, block_tokens: u64) -> Result<(), String> {
     let text = |error: std::io::Error| format!("{}: {error}", path.display());
     let mut file = BufWriter::new(File::create(path).map_err(text)?);
     let mut rng = fastrand::Rng::with_seed(number);
@@ -35,7 +33,7 @@ pub(super) fn write(path: &Path, number: u64) -> Result<(), String> {
         prompt.extend(ids.by_ref().take(length - prompt.len()));
         let line = json!({
             "timestamp": 0,
-            "input_length": length as u64 * BLOCK_TOKENS,
+            "input_length": length as u64 * block_tokens,
             "output_length": 1,
             "hash_ids": prompt,
         });
