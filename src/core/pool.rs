@@ -548,6 +548,8 @@ impl Pool {
         states
     }
 
+    /// Extends a block in place. Its own phase bounds its length: a sequence that was named from its middle on has other
+    /// multiples of the ratio than the whole sequence.
     fn grow(
         &mut self,
         tail: Match,
@@ -558,7 +560,8 @@ impl Pool {
         let block = self.blocks.get(tail.block);
         let start = block.start + tail.pages;
         let idle = block.total_pages() == tail.pages && block.filling().is_none();
-        let next_to_it = idle && self.arena.alloc_at(start, wanted);
+        let short = u32::from(block.phase) + tail.pages + wanted <= self.ratio;
+        let next_to_it = idle && short && self.arena.alloc_at(start, wanted);
         if !next_to_it {
             return None;
         }

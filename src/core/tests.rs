@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
 use super::index::MatchGoal;
-use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch};
+use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind};
 use super::shard_set::ShardSet;
 use kvferry_types::{
     Epoch, GroupId, PageHashes, PageRun, Ratio, Record, Scope, Shard, Stored, TransferId,
@@ -449,6 +449,25 @@ fn the_record_of_a_growth_lists_the_pages_after_those_before() {
         fingerprints: hashes.fingerprints(2).collect(),
     };
     assert_eq!(record(&pool, transfer), Some(expected));
+}
+
+/// The pages after a block lie in another cell for an engine that names them after others.
+#[test]
+fn a_block_grows_up_to_the_multiple_of_the_ratio_of_the_sequence_that_stored_it() {
+    let whole = sequence(9, 0);
+    let tail = PageHashes::of_fingerprints(whole.view().fingerprints(3));
+    let mut pool = stored(
+        &PageHashes::of_fingerprints(tail.view().fingerprints(0).take(3)),
+        40,
+    );
+    let domain = domain();
+    let found = pool.longest(&domain, whole.view(), 3, MatchGoal::Present);
+    assert_eq!(found.map(|found| found.pages), Some(3));
+    let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), 70);
+    let into = (&mut next, &mut reserved, &mut evicted);
+    pool.reserve(&domain, whole.view(), 6, 8, found, into.0, into.1, into.2);
+    assert_eq!(reserved[0].kind, ReservationKind::New);
+    assert_eq!(pool.check(), Ok(()));
 }
 
 /// A leader adds the counters of closed pools to those of the open one.
