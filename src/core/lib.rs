@@ -5,10 +5,11 @@
 //!
 //! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `prefetch`: how
 //!    they are found;
-//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `policy`: its settings (`admission`: which pages enter it;
-//!    `policy_error`: its error); `view`: read-only views of it; `sweep`: resets; `recover`: from inventories; `change`,
-//!    `noted`: which pages it gained and lost; `cover`: pages found from any position on, in several tiers; `trail`: the
-//!    first blocks of a sequence that grows; `check`: an independent recount of all of it (`contradiction`: its error);
+//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `pool_counts`: its counters; `policy`: its settings
+//!    (`admission`: which pages enter it; `policy_error`: its error); `view`: read-only views of it; `sweep`: resets;
+//!    `recover`: from inventories; `change`, `noted`: which pages it gained and lost; `cover`: pages found from any
+//!    position on, in several tiers; `trail`: the first blocks of a sequence that grows; `check`: an independent recount
+//!    of all of it (`contradiction`: its error);
 //! 3. `group`: kinds of layers, which pages a hit needs of each, and how far it reaches;
 //! 4. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
 //! 5. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
@@ -35,6 +36,7 @@ mod noted;
 mod policy;
 mod policy_error;
 mod pool;
+mod pool_counts;
 mod prefetch;
 mod reach;
 mod recover;
@@ -71,9 +73,8 @@ pub use leader::{
 pub use model::{Model, Sequence};
 pub use policy::{PIECES_MAX, TierPolicy};
 pub use policy_error::ParseTierPolicyError;
-pub use pool::{
-    BlockRun, PageStates, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind, Reserved,
-};
+pub use pool::{BlockRun, Pin, Pool, PrefixMatch, ReservationKind, Reserved};
+pub use pool_counts::{PageStates, PoolCounts};
 pub use refusal::Refusal;
 pub use shard_set::ShardSet;
 pub use view::BlockView;

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
 use super::index::MatchGoal;
-use super::pool::{BlockRun, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind};
+use super::pool::{BlockRun, Pin, Pool, PrefixMatch, ReservationKind};
+use super::pool_counts::PoolCounts;
 use super::shard_set::ShardSet;
 use kvferry_types::{
     Epoch, GroupId, PageHashes, PageRun, Ratio, Record, Scope, Shard, Stored, TransferId,

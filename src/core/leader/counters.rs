@@ -1,6 +1,6 @@
 //! The counters of a leader.
 
-use crate::pool::PoolCounts;
+use crate::pool_counts::PoolCounts;
 
 /// Counters since the leader started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
