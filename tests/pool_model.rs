@@ -385,7 +385,7 @@ impl Model {
                 pages.push((page, expected));
             }
             if hold {
-                let pin = self.pool.pin(run.block, run.pages);
+                let pin = self.pool.pin(run.block, run.through());
                 self.held.push(Held {
                     pin,
                     pages,

@@ -88,22 +88,22 @@ impl Pool {
         while position < len
             && let Some(at) = looks.next(position)
         {
+            let want = MatchGoal::Readable;
             let found = steps.next(&self.blocks, at, len).or_else(|| {
                 let head = ahead.head(at as usize)?;
-                let want = MatchGoal::Readable;
                 let found =
                     Index::longest(&self.blocks, domain.id(), head, hashes, at as usize, want)?;
                 further.push((at, head, found));
                 Some(found)
             });
+            let found = self.or_inside(found, domain, hashes, at as usize, want);
+            if let Some(found) = found.filter(|found| found.offset > 0 || at == 0) {
+                ahead.align(at as usize, self.phase_of(found));
+            }
             looks.note(at, found.is_some());
             position = at + found.map_or(1, |found| found.pages);
             if let Some(found) = found.filter(|found| found.ready > 0) {
-                runs.push(BlockRun {
-                    position: at,
-                    block: found.block,
-                    pages: found.ready,
-                });
+                runs.push(BlockRun::readable(at, found));
             }
         }
         let passed = steps.passed;

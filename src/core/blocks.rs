@@ -467,9 +467,16 @@ impl Blocks {
         &self.fingerprints[start as usize..start as usize + count as usize]
     }
 
-    /// Number of the block's pages, filling ones included, that equal the pages of `hashes` from `first` on.
-    pub fn matching_pages(&self, block: &Block, hashes: HashView<'_>, first: usize) -> u32 {
-        let held = self.fingerprints(block.start, block.total_pages());
+    /// Number of the block's pages from `offset` on, filling ones included, that equal the pages of `hashes` from `first`
+    /// on.
+    pub fn matching_pages(
+        &self,
+        block: &Block,
+        offset: u32,
+        hashes: HashView<'_>,
+        first: usize,
+    ) -> u32 {
+        let held = self.fingerprints(block.start + offset, block.total_pages() - offset);
         let pairs = held.iter().zip(hashes.fingerprints(first));
         let equal = pairs.take_while(|(held, requested)| *held == requested);
         u32::try_from(equal.count()).unwrap_or(0)

@@ -59,6 +59,7 @@ impl Pool {
         }
         check_cover(&mut spans, self.capacity_pages())?;
         self.check_order()?;
+        self.check_page_index()?;
         let states = self.page_states();
         let ready: u32 = self
             .blocks

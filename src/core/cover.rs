@@ -33,15 +33,19 @@ impl Pool {
         walk_tiers(&tiers, domain, hashes, covered, |_, run| runs.push(run))
     }
 
-    /// The block that holds the page at `position`, with the position of the block's first page. Examines that position
-    /// first, and then those before it in which a block may begin: at most one for each page of a block.
+    /// The run that holds the page at `position`, with the position of the run's first page. Examines that position
+    /// first, and then, without an index of pages, those before it in which a block may begin: at most one for each page
+    /// of a block.
     pub(super) fn containing(
         &self,
         domain: &Domain,
         hashes: HashView<'_>,
         position: u32,
     ) -> Option<(u32, Match)> {
-        let cell = position / self.ratio * self.ratio;
+        let cell = match self.has_page_index() {
+            true => position,
+            false => position / self.ratio * self.ratio,
+        };
         let starts = std::iter::once(position).chain(cell..position);
         let mut found = starts.filter_map(|start| {
             let found = self.longest(domain, hashes, start as usize, MatchGoal::Readable)?;
@@ -62,11 +66,7 @@ impl Pool {
         while position < end
             && let Some((start, found)) = self.containing(domain, hashes, position)
         {
-            runs.push(BlockRun {
-                position: start,
-                block: found.block,
-                pages: found.ready,
-            });
+            runs.push(BlockRun::readable(start, found));
             position = start + found.ready;
         }
         runs
@@ -110,6 +110,7 @@ impl Pool {
         let idle = held.pins == 0 && held.filling().is_none();
         if idle && keep > 0 {
             self.note_removed(block.index, keep, ready - keep);
+            self.unindex_pages(block.index, keep..ready);
             self.blocks.remove_pages(block.index, ready - keep);
             self.arena.release(start + keep, ready - keep);
             self.blocks.get_mut(block.index).ready = u16::try_from(keep).unwrap_or(0);
@@ -136,19 +137,19 @@ pub(super) fn walk_tiers(
     };
     let mut ahead = host.prefetcher(domain, hashes);
     while position < len {
-        let found = ahead.head(position as usize).and_then(|head| {
-            host.longest_of(domain, head, hashes, position as usize, MatchGoal::Readable)
-        });
+        let goal = MatchGoal::Readable;
+        let at = position as usize;
+        let found = ahead
+            .head(at)
+            .and_then(|head| host.longest_of(domain, head, hashes, at, goal));
+        let found = host.or_inside(found, domain, hashes, at, goal);
+        if let Some(found) = found.filter(|found| found.offset > 0 || at == 0) {
+            ahead.align(at, host.phase_of(found));
+        }
         let ready = found.map_or(0, |found| found.ready);
         if let Some(found) = found.filter(|_| ready > 0) {
             pending = found.pages > ready;
-            let (block, pages) = (found.block, ready);
-            let run = BlockRun {
-                position,
-                block,
-                pages,
-            };
-            add(*fastest, run);
+            add(*fastest, BlockRun::readable(position, found));
             position += ready;
             // A block that ends inside a cell may go on in a slower tier.
             if position.is_multiple_of(host.ratio) {
@@ -165,14 +166,8 @@ pub(super) fn walk_tiers(
             Some((*tier, start, found))
         });
         if let Some((tier, start, found)) = below {
-            let (block, pages) = (found.block, found.ready);
-            let run = BlockRun {
-                position: start,
-                block,
-                pages,
-            };
-            add(tier, run);
-            position = start + pages;
+            add(tier, BlockRun::readable(start, found));
+            position = start + found.ready;
             pending = false;
         } else if ready == 0 && (position as usize) < covered {
             pending = false;

@@ -17,6 +17,8 @@ pub const SIBLINGS_MAX: usize = 8;
 pub struct Match {
     /// The block that holds the run.
     pub block: BlockIndex,
+    /// Pages of the block before the run: 0 unless the run was found by the index of pages.
+    pub offset: u32,
     /// Number of its pages that match, filling ones included; at least 1.
     pub pages: u32,
     /// Number of matching pages that are readable now.
@@ -33,11 +35,43 @@ pub enum MatchGoal {
 }
 
 impl Match {
+    /// The run of a block's pages from `offset` on that equal the pages of `hashes` from `position` on.
+    pub(super) fn of(
+        blocks: &Blocks,
+        index: BlockIndex,
+        offset: u32,
+        hashes: HashView<'_>,
+        position: usize,
+    ) -> Self {
+        let block = blocks.get(index);
+        let pages = blocks.matching_pages(block, offset, hashes, position);
+        Self {
+            block: index,
+            offset,
+            pages,
+            ready: pages.min(u32::from(block.ready).saturating_sub(offset)),
+        }
+    }
+
     fn preference(self, goal: MatchGoal) -> (u32, u32) {
         match goal {
             MatchGoal::Readable => (self.ready, self.pages),
             MatchGoal::Present => (self.pages, self.ready),
         }
+    }
+
+    pub(super) fn is_preferred_to(self, other: Self, goal: MatchGoal) -> bool {
+        self.preference(goal) > other.preference(goal)
+    }
+
+    /// Pages of the block up to the last readable page of the run: what a pin of the run holds.
+    pub fn ready_through(self) -> u32 {
+        self.offset + self.ready
+    }
+
+    /// Pages of the block up to the last page of the run.
+    pub(super) fn through(self) -> u32 {
+        self.offset + self.pages
     }
 }
 
@@ -130,14 +164,8 @@ impl Index {
             if blocks.is_hidden(block) {
                 continue;
             }
-            let pages = blocks.matching_pages(block, hashes, position);
-            let ready = pages.min(u32::from(block.ready));
-            let found = Match {
-                block: index,
-                pages,
-                ready,
-            };
-            if pages > 0 && best.is_none_or(|best| found.preference(want) > best.preference(want)) {
+            let found = Match::of(blocks, index, 0, hashes, position);
+            if found.pages > 0 && best.is_none_or(|best| found.is_preferred_to(best, want)) {
                 best = Some(found);
             }
         }
@@ -247,6 +275,7 @@ mod tests {
         let run = |block, pages, ready| {
             Some(Match {
                 block,
+                offset: 0,
                 pages,
                 ready,
             })
@@ -274,6 +303,7 @@ mod tests {
     fn the_goal_determines_the_preferred_match() {
         let found = Match {
             block: 0,
+            offset: 0,
             pages: 3,
             ready: 2,
         };

@@ -3,13 +3,13 @@
 //! [`Leader::step`] takes the time and an event and appends effects. The core uses no sockets, files, clocks, random
 //! sources or async runtime; time and keys are passed in. Read in this order:
 //!
-//! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `prefetch`: how
-//!    they are found;
+//! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `page_index`,
+//!    `prefetch`: how they are found;
 //! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `pool_counts`: its counters; `policy`: its settings
 //!    (`admission`: which pages enter it; `policy_error`: its error); `view`: read-only views of it; `sweep`: resets;
 //!    `recover`: from inventories; `change`, `noted`: which pages it gained and lost; `cover`: pages found from any
-//!    position on, in several tiers; `trail`: the first blocks of a sequence that grows; `check`: an independent recount
-//!    of all of it (`contradiction`: its error);
+//!    position on, in several tiers, and `inside`, from inside blocks; `trail`: the first blocks of a sequence that grows;
+//!    `check`: an independent recount of all of it (`contradiction`: its error);
 //! 3. `group`: kinds of layers, which pages a hit needs of each, and how far it reaches;
 //! 4. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
 //! 5. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
@@ -30,9 +30,11 @@ mod event;
 mod eviction;
 mod group;
 mod index;
+mod inside;
 mod leader;
 mod model;
 mod noted;
+mod page_index;
 mod policy;
 mod policy_error;
 mod pool;

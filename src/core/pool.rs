@@ -6,6 +6,7 @@
 //! report counts once.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::admission::{Admitter, Offer};
 use crate::anchor::Domain;
@@ -14,6 +15,7 @@ use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::change::{Change, Changes};
 use crate::eviction::EvictionOrder;
 use crate::index::{Index, Match, MatchGoal};
+use crate::page_index::PageIndex;
 use crate::policy::TierPolicy;
 use crate::pool_counts::{PageStates, PoolCounts};
 use crate::prefetch::HeadPrefetcher;
@@ -84,10 +86,29 @@ impl Pin {
 pub struct BlockRun {
     /// Position of the run's first page in the sequence.
     pub position: u32,
-    /// The block that holds the run, from the block's first page on.
+    /// The block that holds the run.
     pub block: BlockIndex,
+    /// Pages of the block before the run.
+    pub offset: u32,
     /// Number of readable pages.
     pub pages: u32,
+}
+
+impl BlockRun {
+    /// The readable pages that were found at a position.
+    pub(super) fn readable(position: u32, found: Match) -> Self {
+        Self {
+            position,
+            block: found.block,
+            offset: found.offset,
+            pages: found.ready,
+        }
+    }
+
+    /// Pages of the block up to the last page of the run: what a pin of the run holds.
+    pub fn through(&self) -> u32 {
+        self.offset + self.pages
+    }
 }
 
 /// How far a walk got.
@@ -108,6 +129,8 @@ pub struct Pool {
     pub(super) arena: Arena,
     pub(super) blocks: Blocks,
     pub(super) index: Index,
+    /// With the setting, the index of pages.
+    pub(super) pages: Option<PageIndex>,
     pub(super) reservations: BTreeMap<TransferId, Reservation>,
     counts: PoolCounts,
     pins: u64,
@@ -124,6 +147,7 @@ impl Pool {
             arena: Arena::new(capacity_pages),
             blocks: Blocks::new(),
             index: Index::default(),
+            pages: None,
             reservations: BTreeMap::new(),
             counts: PoolCounts::default(),
             pins: 0,
@@ -188,8 +212,21 @@ impl Pool {
         self.arena.capacity_pages()
     }
 
-    /// The longest run of `hashes` from `position` on in one block.
+    /// The longest run of `hashes` from `position` on in one block: of the blocks that begin there, or, with an index of
+    /// pages, of those that have that page inside.
     pub fn longest(
+        &self,
+        domain: &Domain,
+        hashes: HashView<'_>,
+        position: usize,
+        want: MatchGoal,
+    ) -> Option<Match> {
+        let beginning = self.longest_beginning(domain, hashes, position, want);
+        self.or_inside(beginning, domain, hashes, position, want)
+    }
+
+    /// Like [`Self::longest`], of the blocks that begin at `position`.
+    pub(super) fn longest_beginning(
         &self,
         domain: &Domain,
         hashes: HashView<'_>,
@@ -255,7 +292,7 @@ impl Pool {
 
     /// The arena page of page `position` of the sequence. `run` must contain that page.
     pub fn arena_page(&self, run: &BlockRun, position: u32) -> u32 {
-        self.blocks.get(run.block).start + (position - run.position)
+        self.blocks.get(run.block).start + run.offset + (position - run.position)
     }
 
     /// Holds the first `pages` pages of a block until [`Self::unpin`].
@@ -324,15 +361,34 @@ impl Pool {
         reserved: &mut Vec<Reserved>,
         evicted: &mut Vec<PageRun>,
     ) -> u32 {
+        let phase = position % self.ratio;
+        let into = (next_id, reserved, evicted);
+        self.reserve_in_cell(domain, hashes, position..end, phase, tail, into)
+    }
+
+    /// Like [`Self::reserve`]. `phase` is the place of the first page in its cell, the pages between two multiples of the
+    /// ratio: a sequence of which the tail alone is named does not begin at a multiple.
+    pub(super) fn reserve_in_cell(
+        &mut self,
+        domain: &Domain,
+        hashes: HashView<'_>,
+        Range {
+            start: position,
+            end,
+        }: Range<u32>,
+        phase: u32,
+        tail: Option<Match>,
+        (next_id, reserved, evicted): (&mut u64, &mut Vec<Reserved>, &mut Vec<PageRun>),
+    ) -> u32 {
         let wanted = end - position;
         let pages = (position..end).map(|page| hashes.fingerprint(page as usize));
         let again = self.blocks.order_mut().recall(domain.id(), pages);
-        let aligned = position.is_multiple_of(self.ratio);
-        if let Some(tail) = tail.filter(|_| !aligned)
+        if let Some(tail) = tail.filter(|_| phase > 0)
             && let Some(run) = self.grow(tail, hashes, position, wanted)
         {
             let transfer = next_transfer(next_id);
             self.fill(transfer, tail.block, wanted);
+            self.index_pages(tail.block, tail.through()..tail.through() + wanted);
             self.blocks.order_mut().trim();
             self.counts.grown += 1;
             reserved.push(Reserved {
@@ -344,11 +400,12 @@ impl Pool {
             return wanted;
         }
         let leaves =
-            tail.is_some_and(|tail| tail.pages < self.blocks.get(tail.block).total_pages());
+            tail.is_some_and(|tail| tail.through() < self.blocks.get(tail.block).total_pages());
         let mut at = position;
         for run in self.place(domain, hashes, position, wanted, evicted) {
             let transfer = next_transfer(next_id);
-            let block = self.open(transfer, domain, hashes, at, run);
+            let phase = phase + at - position;
+            let block = self.open(transfer, domain, hashes, (at, phase), run);
             if again {
                 self.blocks.promote(block);
             }
@@ -410,8 +467,9 @@ impl Pool {
         let held = self.blocks.get_mut(block);
         held.set_filling(None);
         if failed {
-            let start = held.start + u32::from(held.ready);
-            let empty = held.ready == 0;
+            let ready = u32::from(held.ready);
+            let (start, empty) = (held.start + ready, ready == 0);
+            self.unindex_pages(block, ready..ready + pages);
             self.arena.release(start, pages);
             self.blocks.remove_pages(block, pages);
             if empty {
@@ -444,7 +502,9 @@ impl Pool {
     }
 
     fn forget_block(&mut self, index: BlockIndex) {
-        if !self.blocks.get(index).retired {
+        let block = self.blocks.get(index);
+        if !block.retired {
+            self.unindex_pages(index, 0..block.total_pages());
             self.index.remove(&mut self.blocks, index);
             self.blocks.get_mut(index).retired = true;
         }
@@ -479,9 +539,9 @@ impl Pool {
         wanted: u32,
     ) -> Option<PageRun> {
         let block = self.blocks.get(tail.block);
-        let start = block.start + tail.pages;
-        let idle = block.total_pages() == tail.pages && block.filling().is_none();
-        let short = u32::from(block.phase) + tail.pages + wanted <= self.ratio;
+        let start = block.start + tail.through();
+        let idle = block.total_pages() == tail.through() && block.filling().is_none();
+        let short = u32::from(block.phase) + tail.through() + wanted <= self.ratio;
         let next_to_it = idle && short && self.arena.alloc_at(start, wanted);
         if !next_to_it {
             return None;
@@ -603,7 +663,9 @@ impl Pool {
             start: end - count,
             count,
         };
-        self.note_removed(index, run.start - self.blocks.get(index).start, count);
+        let first = run.start - block.start;
+        self.note_removed(index, first, count);
+        self.unindex_pages(index, first..first + count);
         self.blocks.note_evicted(index, run.start, count);
         self.blocks.remove_pages(index, count);
         self.arena.release(run.start, count);
@@ -624,13 +686,13 @@ impl Pool {
         transfer: TransferId,
         domain: &Domain,
         hashes: HashView<'_>,
-        position: u32,
+        (position, phase): (u32, u32),
         run: PageRun,
     ) -> BlockIndex {
         self.blocks
             .write_fingerprints(run.start, hashes, position as usize, run.count);
         let anchor = domain.anchor(hashes.fingerprint(position as usize));
-        let phase = u16::try_from(position % self.ratio).unwrap_or(0);
+        let phase = u16::try_from(phase).unwrap_or(0);
         let filling = Filling {
             transfer,
             pages: run.count,
@@ -641,6 +703,7 @@ impl Pool {
         let room = self.index.insert(&mut self.blocks, block);
         debug_assert!(room, "place() asked the index first");
         self.fill(transfer, block, run.count);
+        self.index_pages(block, 0..run.count);
         block
     }
 

@@ -20,6 +20,9 @@ pub(super) struct HeadPrefetcher<'a> {
     index: &'a Index,
     blocks: &'a Blocks,
     ratio: u32,
+    /// Pages between the first page of the sequence and the multiple of the ratio before it: 0 unless the sequence is the
+    /// tail of another one.
+    lead: usize,
     domain: &'a Domain,
     hashes: HashView<'a>,
     found: [(usize, Option<BlockIndex>); AHEAD_MAX],
@@ -39,6 +42,7 @@ impl<'a> HeadPrefetcher<'a> {
             index,
             blocks,
             ratio,
+            lead: 0,
             domain,
             hashes,
             found: [(0, None); AHEAD_MAX],
@@ -63,6 +67,16 @@ impl<'a> HeadPrefetcher<'a> {
         }
     }
 
+    /// Notes that the page at `position` is page `phase` of its cell. The multiples of the ratio follow from it.
+    pub(super) fn align(&mut self, position: usize, phase: u32) {
+        let ratio = self.ratio as usize;
+        let lead = (phase as usize + ratio - position % ratio) % ratio;
+        if lead != self.lead {
+            self.lead = lead;
+            (self.used, self.filled) = (0, 0);
+        }
+    }
+
     fn fill(&mut self, position: usize) {
         let ratio = self.ratio as usize;
         let mut anchors = [Anchor::default(); AHEAD_MAX];
@@ -71,7 +85,7 @@ impl<'a> HeadPrefetcher<'a> {
         while self.filled < self.next_fill && at < self.hashes.len() {
             self.found[self.filled].0 = at;
             anchors[self.filled] = self.domain.anchor(self.hashes.fingerprint(at));
-            at = (at / ratio + 1) * ratio;
+            at = ((at + self.lead) / ratio + 1) * ratio - self.lead;
             self.filled += 1;
         }
         for (index, anchor) in anchors[..self.filled].iter().enumerate() {

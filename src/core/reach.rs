@@ -127,26 +127,27 @@ impl<'a> Reach<'a> {
         })
     }
 
-    /// The readable runs that begin at these pages of a group.
+    /// The readable runs that begin at these pages of a group, and the one that reaches into them.
     fn runs_that_begin(&self, group: GroupId, pages: Range<u32>) -> CellRuns {
         let (domain, hashes) = self.sequence.of(group);
         let len = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
         let mut runs = CellRuns::new();
         for (tier, pool) in self.pools {
             for position in pages.start..pages.end.min(len) {
-                let goal = MatchGoal::Readable;
-                let Some(found) = pool.longest(domain, hashes, position as usize, goal) else {
+                let (at, goal) = (position as usize, MatchGoal::Readable);
+                // A block that begins before these pages holds the first of them, if it holds any.
+                let found = match position == pages.start {
+                    true => pool.longest(domain, hashes, at, goal),
+                    false => pool.longest_beginning(domain, hashes, at, goal),
+                };
+                let Some(found) = found else {
                     continue;
                 };
                 if found.pages > found.ready {
                     self.pending.set(true);
                 }
                 if found.ready > 0 {
-                    let run = BlockRun {
-                        position,
-                        block: found.block,
-                        pages: found.ready,
-                    };
+                    let run = BlockRun::readable(position, found);
                     runs.push(TierRun { tier: *tier, run });
                 }
             }

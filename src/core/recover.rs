@@ -6,8 +6,10 @@
 
 use std::collections::VecDeque;
 
+use crate::anchor::AnchorKey;
 use crate::arena::Arena;
-use crate::blocks::Filling;
+use crate::blocks::{BlockIndex, Filling, NONE};
+use crate::page_index::{BlockPages, PageIndex};
 use crate::pool::Pool;
 use kvferry_types::{Anchor, DomainId, Fingerprint, PageRecord, Ratio, Stored, TransferId};
 
@@ -25,7 +27,22 @@ struct RecoveredBlock {
     phase: u16,
     /// Pages from the first one on that every shard lists.
     pages: u16,
+    /// Number of blocks before it in the arena.
+    number: u32,
     newest: Stored,
+}
+
+/// The blocks so far, by number, and the fingerprints of all arena pages.
+struct RecoveredPages<'a>(&'a [RecoveredBlock], &'a [Fingerprint]);
+
+impl BlockPages for RecoveredPages<'_> {
+    fn domain(&self, block: BlockIndex) -> DomainId {
+        self.0[block as usize].domain
+    }
+
+    fn page(&self, block: BlockIndex, offset: u32) -> Fingerprint {
+        self.1[(self.0[block as usize].start + offset) as usize]
+    }
 }
 
 /// The part of one shard's inventory that is not merged yet.
@@ -47,6 +64,8 @@ pub struct Recovery {
     arena: Arena,
     /// Fingerprints of the arena pages up to the last page of a block.
     fingerprints: Vec<Fingerprint>,
+    /// With the setting, the index of the pages, in which a block has its number as its name.
+    pages: Option<PageIndex>,
 }
 
 impl Recovery {
@@ -58,7 +77,15 @@ impl Recovery {
             blocks: Vec::new(),
             arena: Arena::new(capacity_pages),
             fingerprints: Vec::new(),
+            pages: None,
         }
+    }
+
+    /// Enters the pages into an index, too, as they are merged. `key` makes its anchors.
+    #[must_use]
+    pub fn with_page_index(mut self, key: &AnchorKey) -> Self {
+        self.pages = Some(PageIndex::new(key.clone(), self.arena.capacity_pages()));
+        self
     }
 
     /// True while so many records of this shard wait for other shards that its next part must not be requested.
@@ -122,12 +149,14 @@ impl Recovery {
         if record.index == 0 && record.page == record.block_start && u32::from(record.phase) < ratio
         {
             self.end_block();
+            let number = u32::try_from(self.blocks.len()).unwrap_or(NONE);
             self.blocks.push(RecoveredBlock {
                 anchor: record.anchor,
                 domain: record.domain,
                 start: record.page,
                 phase: record.phase,
                 pages: 1,
+                number,
                 newest: record.stored,
             });
         } else if let Some(block) = self.blocks.last_mut()
@@ -141,6 +170,11 @@ impl Recovery {
         let page = record.page as usize;
         self.fingerprints.resize(page + 1, Fingerprint::default());
         self.fingerprints[page] = record.fingerprint;
+        if let (Some(pages), Some(block)) = (&mut self.pages, self.blocks.last()) {
+            let (number, offset) = (block.number, record.page - block.start);
+            let known = RecoveredPages(&self.blocks, &self.fingerprints);
+            pages.insert(&known, number, offset..offset + 1);
+        }
     }
 
     /// Allocates the last block in the arena, and leaves a hole before it.
@@ -168,34 +202,44 @@ impl Recovery {
             mut blocks,
             arena,
             fingerprints,
+            pages,
             ..
         } = self;
         blocks.sort_unstable_by_key(|block| (block.newest, block.start));
-        Pool::recovered(ratio, arena, fingerprints, &blocks)
+        Pool::recovered(ratio, arena, (fingerprints, pages), &blocks)
     }
 }
 
 impl Pool {
-    /// A pool of blocks that were read from the inventories, oldest first. `arena` has their pages, and `fingerprints`
-    /// their contents, by arena page.
+    /// A pool of blocks that were read from the inventories, oldest first. `arena` has their pages, `fingerprints` their
+    /// contents, by arena page, and `pages` names the blocks by their numbers.
     fn recovered(
         ratio: Ratio,
         arena: Arena,
-        fingerprints: Vec<Fingerprint>,
+        (fingerprints, pages): (Vec<Fingerprint>, Option<PageIndex>),
         blocks: &[RecoveredBlock],
     ) -> Self {
         let mut pool = Self::new(0, ratio);
         pool.arena = arena;
         pool.blocks.reserve(blocks.len(), fingerprints);
         pool.index.reserve(&pool.blocks, blocks.len());
-        for block in blocks {
-            pool.insert_recovered(block);
+        let mut names = vec![NONE; pages.as_ref().map_or(0, |_| blocks.len())];
+        for found in blocks {
+            let block = pool.insert_recovered(found);
+            if let Some(name) = names.get_mut(found.number as usize) {
+                *name = block.unwrap_or(NONE);
+            }
         }
+        pool.pages = pages.map(|mut pages| {
+            pages.rename(&names, pool.page_states().ready.into());
+            pages
+        });
         pool
     }
 
-    /// Adds a block that was read from the inventories. The arena has its pages, and the slab their fingerprints.
-    fn insert_recovered(&mut self, found: &RecoveredBlock) {
+    /// Adds a block that was read from the inventories, if its anchor has room for it. The arena has its pages, and the
+    /// slab their fingerprints.
+    fn insert_recovered(&mut self, found: &RecoveredBlock) -> Option<BlockIndex> {
         let count = u32::from(found.pages);
         let filling = Filling {
             transfer: TransferId(0),
@@ -213,10 +257,12 @@ impl Pool {
         held.ready = found.pages;
         if !self.index.insert(&mut self.blocks, block) {
             self.blocks.remove(block);
-            return self.arena.release(found.start, count);
+            self.arena.release(found.start, count);
+            return None;
         }
         self.blocks.add_pages(block, count);
         self.blocks.update_order(block);
+        Some(block)
     }
 }
 

@@ -29,8 +29,10 @@ pub struct PinnedRun {
     pub group: GroupId,
     /// The tier of the block.
     pub tier: TierId,
-    /// Position of the block's first page in the sequence.
+    /// Position of the run's first page in the sequence.
     pub position: u32,
+    /// Pages of the block before the run.
+    pub offset: u32,
     /// Number of readable pages.
     pub pages: u32,
     /// Arena page of the run's first page.
@@ -594,6 +596,7 @@ mod tests {
                 group: GroupId(0),
                 tier: TierId::Host,
                 position,
+                offset: 0,
                 pages: 4,
                 arena_start: 100 + position,
                 block: 0,

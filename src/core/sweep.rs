@@ -30,9 +30,9 @@ impl Sweep {
         self.next = 0;
     }
 
-    /// Returns the next block in scope and subtracts the cost of the walk from `budget`. Returns `None` at the end of
-    /// the sweep or of the budget.
-    fn next(&mut self, blocks: &Blocks, budget: &mut u32) -> Option<BlockIndex> {
+    /// Returns the next block in scope and subtracts the cost of the walk from `budget`: of each page with `by_page`.
+    /// Returns `None` at the end of the sweep or of the budget.
+    fn next(&mut self, blocks: &Blocks, by_page: bool, budget: &mut u32) -> Option<BlockIndex> {
         while *budget > 0 && !self.is_over() {
             let index = self.next;
             self.next += 1;
@@ -44,6 +44,7 @@ impl Sweep {
                 Scope::Pages(namespace, _) if *namespace == block.domain.namespace() => {
                     block.total_pages()
                 }
+                _ if by_page => block.total_pages(),
                 _ => 1,
             };
             *budget = budget.saturating_sub(cost.max(1));
@@ -81,7 +82,7 @@ impl Pool {
         moves: &BTreeMap<BlockIndex, u32>,
     ) -> u64 {
         let mut holders = 0;
-        while let Some(index) = sweep.next(&self.blocks, budget) {
+        while let Some(index) = sweep.next(&self.blocks, false, budget) {
             let block = self.blocks.get(index);
             holders += if block.retired {
                 0
@@ -104,7 +105,8 @@ impl Pool {
         filling: &mut Vec<TransferId>,
     ) -> u32 {
         let mut pages = 0;
-        while let Some(index) = sweep.next(&self.blocks, budget) {
+        let by_page = self.has_page_index();
+        while let Some(index) = sweep.next(&self.blocks, by_page, budget) {
             let block = self.blocks.get(index);
             pages += if block.retired {
                 0

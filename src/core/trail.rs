@@ -90,6 +90,7 @@ impl Steps<'_> {
         self.position = next.end;
         Some(Match {
             block: next.block,
+            offset: 0,
             pages,
             ready: pages,
         })

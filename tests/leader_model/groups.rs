@@ -81,11 +81,11 @@ struct Grouped {
 }
 
 impl Grouped {
-    fn new(described: &Described) -> Self {
+    fn new(described: &Described, page_index: bool) -> Self {
         let geometry = geometry_of(described);
         let model = Model::new(geometry.clone()).expect("its groups agree");
         let mut grouped = Self {
-            tiered: Tiered::of(geometry, 220, &[]),
+            tiered: Tiered::of(geometry, 220, &[], page_index),
             groups: model.groups().clone(),
             per_page: described.1.iter().map(|group| group.2).collect(),
             stored: StoredPages::default(),
@@ -222,12 +222,13 @@ proptest! {
     #[test]
     fn a_hit_of_several_groups_follows_the_rules_and_its_pages_are_read(
         model in prop::sample::select(models()),
+        page_index in any::<bool>(),
         steps in prop::collection::vec(
             (any::<u8>(), 0_u32..HASHES, 1_u32..HASHES, 0_u8..8, prop::option::of(0_u32..HASHES)),
             1..24,
         ),
     ) {
-        let mut grouped = Grouped::new(&model);
+        let mut grouped = Grouped::new(&model, page_index);
         for (group, first, count, what, limit) in steps {
             if what < 5 {
                 let groups = grouped.per_page.len();
@@ -257,7 +258,7 @@ proptest! {
 
 #[test]
 fn parts_that_contradict_the_model_are_refused_by_field() {
-    let mut grouped = Grouped::new(&models()[0]);
+    let mut grouped = Grouped::new(&models()[0], false);
     let mut refused = |parts: Vec<Part>| {
         let request = Request::Store {
             slot: SlotId(1),
@@ -289,7 +290,7 @@ fn parts_that_contradict_the_model_are_refused_by_field() {
 
 #[test]
 fn a_load_of_several_groups_is_carried_out_as_a_whole() {
-    let mut grouped = Grouped::new(&models()[0]);
+    let mut grouped = Grouped::new(&models()[0], false);
     let all = [(GroupId(0), 0..8), (GroupId(1), 0..8)];
     grouped.store(&all, false);
     assert_eq!(grouped.lookup(0, None), 8);

@@ -28,13 +28,19 @@ pub(super) struct Tiered {
 impl Tiered {
     /// `host` pages of host memory, and 64 pages on the disk. With `moves`, pages are moved over these edges.
     fn new(host: u32, moves: &[Edge]) -> Self {
-        Self::of(geometry().into(), host, moves)
+        Self::of(geometry().into(), host, moves, false)
     }
 
-    /// Like `new`, for an engine with memory of this geometry.
-    pub(super) fn of(geometry: MemoryGeometry, host: u32, moves: &[Edge]) -> Self {
+    /// Like `new`, for an engine with memory of this geometry, with or without an index of pages.
+    pub(super) fn of(
+        geometry: MemoryGeometry,
+        host: u32,
+        moves: &[Edge],
+        page_index: bool,
+    ) -> Self {
         let ratio = Ratio::new(RATIO).expect("in bounds");
         let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey::new([3; 32]));
+        settings.page_index = page_index;
         settings.tiers = vec![TierId::Host, TierId::Disk];
         settings.moves = moves
             .iter()

@@ -280,6 +280,7 @@ impl Leader {
             for (held, run) in held {
                 let PinnedRun {
                     tier,
+                    offset,
                     arena_start,
                     block,
                     ..
@@ -292,7 +293,7 @@ impl Leader {
                 };
                 slot.decide(part.group, Decision::Loaded { position, run });
                 self.counts.loaded += 1;
-                let pin = pool.pin(block, run.start + run.count - arena_start);
+                let pin = pool.pin(block, offset + run.start + run.count - arena_start);
                 let last = stretches[first..].last_mut();
                 let last = last.map(|last| (&mut last.stage, &mut last.pages, &mut last.lease));
                 if let Some((StretchStage::Present(runs), pages, lease)) = last
@@ -520,7 +521,7 @@ impl Leader {
             let (domain, hashes) = load.sequence.of(stretch.group);
             for run in host.covering(domain, hashes, position, end) {
                 let until = (run.position + run.pages).min(end);
-                let pin = host.pin(run.block, until - run.position);
+                let pin = host.pin(run.block, run.offset + until - run.position);
                 stretch.lease.push((TierId::Host, pin));
                 present.push(PageRun {
                     start: host.arena_page(&run, position),

@@ -84,7 +84,7 @@ impl Leader {
             let Some(pool) = self.tiers.serving_mut(tier) else {
                 continue;
             };
-            let pin = pool.pin(run.block, run.pages);
+            let pin = pool.pin(run.block, run.through());
             if tier != TierId::Host {
                 below.push((tier, pin.block()));
             }
@@ -92,6 +92,7 @@ impl Leader {
                 group,
                 tier,
                 position: run.position,
+                offset: run.offset,
                 pages: run.pages,
                 arena_start: pool.arena_page(&run, run.position),
                 block: run.block,

@@ -87,10 +87,12 @@ pub struct LeaderSettings {
     /// Edges between tiers over which the leader moves pages by itself. Default: none.
     pub moves: Vec<MoveEdge>,
     /// Bytes of the depot of one shard in each tier of which the leader knows them: a worker that reports more pages than
-    /// fit is refused. The leader keeps 29 bytes for each page. Default: unknown.
+    /// fit is refused. The leader keeps 29 bytes for each page, and 8 more with `page_index`. Default: unknown.
     pub depot_bytes: PerTier<u64>,
     /// Host memory has room for at least one block. Without it every store is refused, as a baseline. Default: on.
     pub host_tier: bool,
+    /// The pools find pages inside blocks, for engines that name the tails of sequences alone. Default: off.
+    pub page_index: bool,
     /// Keep the digest of decisions: a hash of every decision about each request. Default: off.
     pub record_decisions: bool,
 }
@@ -125,6 +127,7 @@ impl LeaderSettings {
             moves: Vec::new(),
             depot_bytes: PerTier::default(),
             host_tier: true,
+            page_index: false,
             record_decisions: false,
         }
     }

@@ -66,8 +66,10 @@ pub(super) fn plan(
     let mut tail: Option<Match> = None;
     let mut looks = Looks::new(&wanted, ratio);
     let mut before = before_own(pool, (domain, hashes), from, trail, &mut looks);
-    // Blocks of the pages before do not reach into these, because no block crosses a multiple of the ratio.
+    // Blocks of the pages before do not reach into these, because no block crosses a multiple of the ratio. Where the
+    // multiples are those of another sequence, an index of pages finds such a block from the middle on.
     let mut position = from.max(looks.own_start());
+    let mut cells = Cells { ratio, lead: 0 };
     let mut gate = Gate {
         offer,
         verdict: None,
@@ -77,12 +79,13 @@ pub(super) fn plan(
         looks.note(position, found.is_some());
         if let Some(found) = found {
             if found.ready > 0 {
-                held.push(pool.pin(found.block, found.ready));
+                held.push(pool.pin(found.block, found.ready_through()));
                 if position >= wanted.start {
                     pool.promote(found.block);
                 }
             }
             plan.count_present(pool, found, position, &wanted);
+            cells.align(pool, position, found);
             position += found.pages;
             tail = Some(found);
         } else if position < wanted.start {
@@ -93,23 +96,17 @@ pub(super) fn plan(
             position += 1;
             tail = None;
         } else {
-            let end = missing_until(pool, (domain, hashes), position, wanted.end);
+            let phase = cells.phase(position);
+            let limit = wanted.end.min(position + ratio - phase);
+            let end = missing_until(pool, (domain, hashes), position, limit);
             let end = gate.admitted_until(pool, (domain, hashes), position, end);
             if !pool.has_hole(end - position) {
                 let before = before.drain(..);
-                held.extend(before.map(|found| pool.pin(found.block, found.ready)));
+                held.extend(before.map(|found| pool.pin(found.block, found.ready_through())));
             }
             let known = plan.reserved.len();
-            let room = pool.reserve(
-                domain,
-                hashes,
-                position,
-                end,
-                tail,
-                next_id,
-                &mut plan.reserved,
-                &mut plan.evicted,
-            );
+            let into = (&mut *next_id, &mut plan.reserved, &mut plan.evicted);
+            let room = pool.reserve_in_cell(domain, hashes, position..end, phase, tail, into);
             for reserved in &plan.reserved[known..] {
                 let (transfer, pages) = (reserved.transfer, reserved.run.count);
                 plan.waits.push(Wait {
@@ -159,26 +156,46 @@ fn before_own(
         found.extend(next.filter(|next| next.ready > 0));
     }
     for run in &found {
-        pool.extend_pins(run.block, run.ready);
+        pool.extend_pins(run.block, run.ready_through());
     }
     found
 }
 
-/// End of the pages from `position` on that one block could take: the next multiple of the ratio, `end`, or the first
-/// page that is present again.
+/// End of the pages from `position` on that are missing: the first page that is present again, or `limit`.
 fn missing_until(
     pool: &Pool,
     (domain, hashes): (&Domain, HashView<'_>),
     position: u32,
-    end: u32,
+    limit: u32,
 ) -> u32 {
-    let ratio = pool.ratio();
-    let limit = end.min((position / ratio + 1) * ratio);
     let there = |page: &u32| {
         pool.longest(domain, hashes, *page as usize, MatchGoal::Present)
             .is_some()
     };
     (position + 1..limit).find(there).unwrap_or(limit)
+}
+
+/// The cells of a sequence: the pages between two multiples of the ratio, which no block crosses.
+struct Cells {
+    ratio: u32,
+    /// Pages between the first page of the sequence and the multiple of the ratio before it.
+    lead: u32,
+}
+
+impl Cells {
+    /// Takes the cells from a block that was found. The first page of a sequence whose tail alone is named lies anywhere
+    /// in a cell; only an index of pages finds such tails.
+    fn align(&mut self, pool: &Pool, position: u32, found: Match) {
+        if pool.has_page_index() {
+            let phase = pool.phase_of(found);
+            self.lead = (phase + self.ratio - position % self.ratio) % self.ratio;
+        }
+    }
+
+    /// The place of a page in its cell.
+    fn phase(&self, position: u32) -> u32 {
+        (position + self.lead) % self.ratio
+    }
 }
 
 /// The admission of the missing pages of a store. Offers each page once, although the walk may return to the page at
@@ -268,5 +285,7 @@ impl Plan {
     }
 }
 
+#[cfg(test)]
+mod tails;
 #[cfg(test)]
 mod tests;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::Contradiction;
 use crate::event::LeaderEffect;
 use crate::recover::Recovery;
-use kvferry_types::{DepotId, PageRecord, Ratio, Shard, TierId, Time, WorkerId};
+use kvferry_types::{DepotId, PageRecord, Shard, TierId, Time, WorkerId};
 
 use super::Leader;
 use super::roster::Roster;
@@ -57,7 +57,7 @@ impl Tier {
     fn begin_reading(
         &mut self,
         key: TierKey,
-        ratio: Ratio,
+        recovery: Recovery,
         shards: usize,
         after: u64,
         again: Time,
@@ -67,7 +67,7 @@ impl Tier {
             ..ShardScan::default()
         };
         self.state = TierState::Reading(RecoveryScan {
-            recovery: Recovery::new(key.pages, ratio, shards),
+            recovery,
             key,
             after,
             shards: (0..shards).map(|_| begin()).collect(),
@@ -297,7 +297,11 @@ impl Leader {
             };
             if tier.is_shut() {
                 self.timers.set(again, Timer::RecoveryScan(id));
-                tier.begin_reading(key, self.settings.ratio, shards, self.next_id, again);
+                let mut recovery = Recovery::new(key.pages, self.settings.ratio, shards);
+                if self.settings.page_index {
+                    recovery = recovery.with_page_index(&self.settings.anchor_key);
+                }
+                tier.begin_reading(key, recovery, shards, self.next_id, again);
                 self.request_parts(now, id, effects);
             }
         }
@@ -442,7 +446,7 @@ mod tests {
     use crate::leader::LeaderSettings;
     use crate::leader::tests::{ENGINE, attached_rank};
     use crate::recover::UNMERGED_MAX;
-    use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Rank, Replica, Stored};
+    use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Rank, Ratio, Replica, Stored};
 
     fn worker(rank: u16) -> WorkerId {
         WorkerId {

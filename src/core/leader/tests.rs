@@ -10,8 +10,8 @@ use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use crate::shard_set::ShardSet;
 use crate::trail::Trail;
 use kvferry_types::{
-    Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, Part,
-    PerTier, Rank, Replica, Request, Shard, TierId,
+    Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes,
+    PageList, Part, PerTier, Rank, Replica, Request, Shard, StoreAnswer, TierId,
 };
 
 #[test]
@@ -505,4 +505,82 @@ fn a_slot_forgets_the_blocks_of_its_sequence_when_their_pool_closes() {
     leader.step(Time(0), LeaderEvent::Attach(attach), &mut Vec::new());
     assert!(leader.pool().is_none());
     assert_eq!(trail(&mut leader), 0);
+}
+
+/// What an engine names has no page before its own: the leader knows from the index of pages where it lies.
+#[test]
+fn a_tail_is_found_loaded_and_not_stored_again() {
+    let mut leader = with_arena(32, |settings| settings.page_index = true);
+    let named = |first: u128| {
+        let pages = (first..7).flat_map(u128::to_be_bytes);
+        PageHashes::packed(16, pages.collect()).expect("16 bytes a page")
+    };
+    let lookup = |slot, hashes| Request::Lookup {
+        slot: SlotId(slot),
+        namespace: Vec::new(),
+        hashes,
+        device_pages: 0,
+        limit_pages: None,
+    };
+    let pages = |pages| vec![Part::new(GroupId(0), 0, PageList::run(8, pages))];
+    let store = |slot, count| Request::Store {
+        slot: SlotId(slot),
+        parts: pages(count),
+        more: None,
+    };
+    assert!(request(&mut leader, 1, lookup(1, named(1))).is_some());
+    assert_eq!(request(&mut leader, 2, store(1, 6)), None);
+    let copies = [leader.next_id - 1, leader.next_id].map(kvferry_types::TransferId);
+    end(&mut leader, copies.into_iter());
+
+    // Pages 3 to 6 of 1 to 6 are the last two of a block of four, and a block of two.
+    let found = request(&mut leader, 3, lookup(2, named(3)));
+    let hit = LookupAnswer {
+        hit_pages: 4,
+        pending: false,
+    };
+    assert_eq!(found, Some(Ok(Answer::Lookup(hit))));
+    let mut effects = Vec::new();
+    let event = LeaderEvent::Request {
+        engine: ENGINE,
+        id: RequestId(4),
+        deadline: Time(0) + Duration::from_secs(5),
+        request: Request::Load {
+            slot: SlotId(2),
+            parts: pages(4),
+            after: RequestId(0),
+        },
+    };
+    leader.step(Time(0), event, &mut effects);
+    let [LeaderEffect::Transfer { transfer, .. }] = &effects[..] else {
+        unreachable!("{effects:?}")
+    };
+    let read: Vec<u32> = transfer
+        .pairs
+        .iter()
+        .flat_map(|pair| pair.src.0.iter())
+        .flat_map(|run| run.start..run.start + run.count)
+        .collect();
+    assert_eq!(read, [2, 3, 4, 5]);
+    let blocks = leader.pool().expect("a pool").blocks.by_age();
+    let pinned: Vec<_> = blocks
+        .map(|(_, block)| (block.start, block.pinned_pages))
+        .collect();
+    assert_eq!(
+        pinned,
+        [(4, 2), (0, 4)],
+        "the lease holds blocks up to its pages"
+    );
+    end(&mut leader, std::iter::once(transfer.id));
+
+    let before = leader.next_id;
+    let stored = request(&mut leader, 5, store(2, 4));
+    let present = StoreAnswer {
+        stored_pages: 0,
+        present_pages: 4,
+        refused_pages: 0,
+        failed_pages: 0,
+    };
+    assert_eq!(stored, Some(Ok(Answer::Store(present))));
+    assert_eq!((leader.next_id, leader.check()), (before, Ok(())));
 }

@@ -23,7 +23,7 @@ pub(super) fn recover(capacity_pages: u32, ratio: Ratio, shards: &[Vec<PageRecor
     pool.arena = occupied(capacity_pages, &blocks);
     let mut by_age: Vec<&Complete> = blocks.iter().collect();
     by_age.sort_by_key(|block| (block.newest, block.first.page));
-    for block in by_age {
+    for (number, block) in (0..).zip(by_age) {
         let pages = block.pages.iter().map(|page| page.fingerprint);
         pool.blocks.set_fingerprints(block.first.page, pages);
         pool.insert_recovered(&RecoveredBlock {
@@ -32,6 +32,7 @@ pub(super) fn recover(capacity_pages: u32, ratio: Ratio, shards: &[Vec<PageRecor
             start: block.first.page,
             phase: block.first.phase,
             pages: block.pages.len() as u16,
+            number,
             newest: block.newest,
         });
     }

@@ -39,7 +39,18 @@ fn recover(shards: &[Vec<PageRecord>]) -> Pool {
     let pool = recovery.into_pool();
     pool.check().expect("the second count agrees");
     assert_same(&pool, &oracle::recover(32, ratio, shards));
+    let mut indexed = Recovery::new(32, ratio, shards.len()).with_page_index(&key());
+    for (shard, records) in shards.iter().enumerate() {
+        indexed.add(shard, records.iter().copied(), None);
+    }
+    let indexed = indexed.into_pool();
+    indexed.check().expect("the second count agrees");
+    assert_same(&indexed, &pool);
     pool
+}
+
+fn key() -> AnchorKey {
+    AnchorKey::new([1; 32])
 }
 
 fn ready(pool: &Pool) -> Vec<(u32, u32)> {
@@ -252,7 +263,7 @@ proptest! {
         let shards: Vec<Vec<PageRecord>> =
             tears.iter().map(|tears| torn(records(&blocks), tears)).collect();
         let mut listed = vec![Vec::new(); shards.len()];
-        let mut recovery = Recovery::new(capacity, ratio, shards.len());
+        let mut recovery = Recovery::new(capacity, ratio, shards.len()).with_page_index(&key());
         // Where each shard is read next; `None` once it is read completely.
         let mut next = vec![Some(0); shards.len()];
         let mut add = |shard: usize, end: Option<u32>, next: &mut Vec<Option<u32>>| {

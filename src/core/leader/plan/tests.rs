@@ -118,7 +118,7 @@ impl Stored {
             let mut looks = Looks::new(&wanted, RATIO);
             let all = (&domain(), hashes.view());
             for run in before_own(&mut self.pool, all, 0, None, &mut looks) {
-                held.push(self.pool.pin(run.block, run.ready));
+                held.push(self.pool.pin(run.block, run.ready_through()));
             }
         }
         let trail = self.trails.as_ref().map(|trails| &trails[sequence]);
@@ -198,7 +198,7 @@ impl Stored {
                 let first = self.runs(sequence).first().copied();
                 let pool = &mut self.pool;
                 self.held
-                    .extend(first.map(|run| pool.pin(run.block, run.pages)));
+                    .extend(first.map(|run| pool.pin(run.block, run.through())));
             }
             Step::Release => {
                 for pin in self.held.drain(..) {
