@@ -55,6 +55,7 @@ pub struct Config {
     pub store_bytes_per_s: ByteSize,
     pub gpu_copy: GpuCopy,
     pub heartbeat_ms: u64,
+    pub page_index: bool,
     pub record_decisions: bool,
     pub log: String,
 }
@@ -149,6 +150,13 @@ pub struct Flags {
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat_ms: Option<u64>,
+    /// Find pages inside blocks, for engines that name only the tail of a sequence.
+    ///
+    /// true or false. Takes 8 bytes of the leader's memory for each page that host memory has room for, and time in each
+    /// store. Without it, lookups of such engines miss pages, and their stores store them again; a ratio of 1 avoids that.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub page_index: Option<bool>,
     /// Keep the digest of the leader's decisions, for comparisons with an offline replay.
     ///
     /// true or false. A digest costs time in each lookup, load and store. replay records decisions in the leader that it
@@ -258,6 +266,7 @@ impl Config {
                         .then_some(ms)
                 },
             )?,
+            page_index: settings.get("page_index", "true or false", Some)?,
             record_decisions: settings.get("record_decisions", "true or false", Some)?,
             log: settings.get("log", "a filter such as \"info,kvferry=debug\"", Some)?,
         })

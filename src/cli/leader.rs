@@ -58,6 +58,7 @@ impl Arguments {
             settings.host_tier = !self.no_tiers;
             let depot_bytes = config.g2.0 / u64::from(config.kv_shards.shards());
             settings.depot_bytes = PerTier::host(depot_bytes);
+            settings.page_index = config.page_index;
             settings.record_decisions = config.record_decisions;
             let server = Server::new(
                 listener,

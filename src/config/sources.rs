@@ -81,7 +81,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 15] = [
+pub(super) const KEYS: [Key; 16] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -95,6 +95,7 @@ pub(super) const KEYS: [Key; 15] = [
     text("store_bytes_per_s", Fallback::Text("0")),
     text("gpu_copy", Fallback::Text("async")),
     number("heartbeat_ms", 1_000),
+    switch("page_index", false),
     switch("record_decisions", false),
     text("log", Fallback::Text("info")),
 ];

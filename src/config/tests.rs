@@ -53,6 +53,7 @@ fn defaults_are_those_of_the_docs() {
         store_bytes_per_s: ByteSize(0),
         gpu_copy: GpuCopy::Async,
         heartbeat_ms: 1_000,
+        page_index: false,
         record_decisions: false,
         log: "info".to_owned(),
     };
@@ -107,6 +108,7 @@ fn every_key_can_be_given_by_every_source() {
         store_bytes_per_s: ByteSize(2 << 30),
         gpu_copy: GpuCopy::Batch,
         heartbeat_ms: 50,
+        page_index: true,
         record_decisions: true,
         log: "1".to_owned(),
     };
@@ -114,7 +116,7 @@ fn every_key_can_be_given_by_every_source() {
         "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
          g2_numa = '1,0'\ng2_policy = 'pieces=0'\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
          gpu_copy = 'batch'\n\
-         heartbeat_ms = 50\nrecord_decisions = true\nlog = '1'",
+         heartbeat_ms = 50\npage_index = true\nrecord_decisions = true\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
     let variables = [
@@ -131,6 +133,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_STORE_BYTES_PER_S", "2GiB"),
         ("KVFERRY_GPU_COPY", "batch"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
+        ("KVFERRY_PAGE_INDEX", "true"),
         ("KVFERRY_RECORD_DECISIONS", "true"),
         ("KVFERRY_LOG", "1"),
     ];
@@ -149,6 +152,7 @@ fn every_key_can_be_given_by_every_source() {
         store_bytes_per_s: Some(ByteSize(2 << 30)),
         gpu_copy: Some(GpuCopy::Batch),
         heartbeat_ms: Some(50),
+        page_index: Some(true),
         record_decisions: Some(true),
         log: Some("1".to_owned()),
     };
@@ -177,7 +181,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
         g2_lock, g2_numa, g2_policy, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, \
-        record_decisions, log"
+        page_index, record_decisions, log"
         ),
         "{error}"
     );
