@@ -8,6 +8,8 @@
 )]
 
 mod support;
+#[path = "reference/tails.rs"]
+mod tails;
 
 use serde_json::Value;
 
