@@ -35,6 +35,7 @@ impl SimWorld {
                 settings.tiers.clone_from(&env.setup.tiers);
                 settings.moves.clone_from(&env.setup.moves);
                 settings.tier_policies.clone_from(&env.setup.policies);
+                settings.page_index = env.setup.page_index(self.epoch);
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;

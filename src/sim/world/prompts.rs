@@ -1,5 +1,5 @@
 //! Page sequences of prompts: each family has a trunk from which its branches leave at random pages. A sequence is
-//! drawn repeatedly, with different lengths.
+//! drawn repeatedly, with different lengths, in some worlds also from the middle on.
 
 use std::hash::Hasher;
 
@@ -22,7 +22,11 @@ pub(super) fn draw(env: &mut SimContext) -> (u8, PageHashes) {
         _ => u32::try_from(number(family, branch, 0) % 24).unwrap_or(0),
     };
     let mut bytes = Vec::with_capacity(pages as usize * 16);
-    for page in 0..pages {
+    let first = match env.setup.tails && env.rng.bool() {
+        true => env.rng.u32(0..pages),
+        false => 0,
+    };
+    for page in first..pages {
         let branch = if page < leaves { 0 } else { branch };
         bytes.extend_from_slice(&hash(family, branch, page.into()));
     }

@@ -33,6 +33,8 @@ const TIMES: u64 = 0x7469_6d65_7321;
 const TIERS: u64 = 0x7469_6572_7321;
 /// Like [`LARGE`], for the groups of layers of models.
 const GROUPS: u64 = 0x6772_6f75_7073;
+/// Like [`LARGE`], for the index of pages and for prompts that are tails.
+const TAILS: u64 = 0x7461_696c_7321;
 /// Bytes of one cell of memory.
 pub(super) const CELL_BYTES: u64 = 1024;
 
@@ -106,6 +108,11 @@ pub struct Setup {
     pub families: u64,
     /// Longest sequence in pages.
     pub longest: u32,
+    /// Some prompts begin in the middle of a sequence.
+    pub tails: bool,
+    /// The leader of every second epoch, and the others, find pages inside blocks: a restarted leader may have another
+    /// setting than the one before.
+    pub page_index: [bool; 2],
     /// Most prompts that an engine runs at one time.
     pub concurrency: usize,
     /// Most open requests of one engine at a leader: one limit for each leader in turn, because a restarted leader may
@@ -183,6 +190,7 @@ impl Setup {
         let mut tiers = Rng::with_seed(rng.clone().u64(..) ^ TIERS);
         let mut groups = Rng::with_seed(rng.clone().u64(..) ^ GROUPS);
         let mut granule = Rng::with_seed(rng.clone().u64(..) ^ GRANULE);
+        let mut tails = Rng::with_seed(rng.clone().u64(..) ^ TAILS);
         let mut limits = Rng::with_seed(rng.clone().u64(..) ^ LIMITS);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
@@ -225,6 +233,8 @@ impl Setup {
                 rng.u64(1..=6)
             },
             longest: rng.u32(2..=device_pages.min(48)),
+            tails: false,
+            page_index: [false; 2],
             concurrency: rng.usize(1..=6),
             open_requests_limits: vec![*pick(rng, &[2, 4, 16, 1024])],
             favourite,
@@ -281,6 +291,11 @@ impl Setup {
         setup.choose_policies(&mut tiers);
         setup.granule = *pick(&mut granule, &[1, 1, 8, usize::MAX]);
         setup.leader_dies_in_copy = *pick(&mut granule, &[0, 0, 2_000, 20_000]);
+        setup.tails = tails.bool();
+        setup.page_index = *pick(
+            &mut tails,
+            &[[false; 2], [true; 2], [true; 2], [false, true]],
+        );
         if limits.bool() {
             let next = *pick(&mut limits, &[1, 2, 4, 1024]);
             setup.open_requests_limits.push(next);
@@ -293,6 +308,11 @@ impl Setup {
         let limits = &self.open_requests_limits;
         // The first leader's epoch is 1.
         limits[(epoch.0 as usize - 1) % limits.len()]
+    }
+
+    /// True if the leader of this epoch finds pages inside blocks.
+    pub fn page_index(&self, epoch: Epoch) -> bool {
+        self.page_index[epoch.0 as usize % 2]
     }
 
     /// Time until an operator ends a process that the leader cannot end; zero where the leader sees processes.

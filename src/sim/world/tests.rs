@@ -49,8 +49,7 @@ type Share = fn(&Counts) -> (&'static str, u64);
 
 /// Bounds for the work of the thousand worlds, about a quarter from what they do today. No invariant is violated when
 /// resets are never confirmed, or when the ends of copies are never reported and their workers restart, so the counts
-/// are checked, too. Few worlds recover pages, so that count depends on the seeds most of all: it is 277 to 598 in
-/// each thousand of the first 6,000 seeds.
+/// are checked, too. Few worlds recover pages or move pages up, so that these counts depend on the seeds most of all.
 const WORK: [(Share, u64, u64); 11] = [
     (
         |of| ("prompts served, per cent", of.served * 100 / of.prompts),
