@@ -14,7 +14,7 @@ use kvferry::cli::bench::rig::{HASH_BYTES, hashes};
 
 /// Bytes that are written before a cold lookup to empty the caches: several times the largest last-level cache of one
 /// core.
-const EVICT_BYTES: usize = 128 << 20;
+pub(super) const EVICT_BYTES: usize = 128 << 20;
 const LINE_WORDS: usize = 8;
 
 #[derive(Debug, clap::Args)]
@@ -125,6 +125,7 @@ impl Arguments {
                 prompt_pages: self.prompt_pages,
                 free_pages: 0,
                 below,
+                page_index: false,
             })
         };
         let (mut empty, mut half) = (tiered(Below::Empty)?, tiered(Below::Half)?);
@@ -186,7 +187,7 @@ impl Arguments {
 }
 
 /// Writes to every cache line of a buffer that is larger than the caches.
-fn evict(caches: &mut [u64]) {
+pub(super) fn evict(caches: &mut [u64]) {
     for word in caches.iter_mut().step_by(LINE_WORDS) {
         *word += 1;
     }

@@ -10,6 +10,7 @@ mod reset;
 mod rpc;
 mod rpc_hit;
 mod store;
+mod tails;
 
 use clap::Subcommand;
 
@@ -19,6 +20,8 @@ use kvferry::error::CommandError;
 pub(super) enum Command {
     /// Lookups in a leader that holds many pages, beside plain probes and compares.
     Lookup(lookup::Arguments),
+    /// Lookups that name only the tail of a prompt, and of whole prompts, with and without an index of pages.
+    Tails(tails::Arguments),
     /// Stores of one page each in sequences that grow, in a leader that holds many pages.
     Store(store::Arguments),
     /// Recovery of a pool from the inventories of its shards, part by part.
@@ -40,6 +43,7 @@ impl Command {
     pub(super) fn run(self) -> Result<(), CommandError> {
         match self {
             Self::Lookup(arguments) => arguments.run(),
+            Self::Tails(arguments) => arguments.run(),
             Self::Store(arguments) => arguments.run(),
             Self::Recovery(arguments) => arguments.run(),
             Self::Codec(arguments) => arguments.run(),

@@ -39,6 +39,8 @@ pub(super) struct Preload {
     /// Further pages of host memory, which stay free.
     pub(super) free_pages: u32,
     pub(super) below: Below,
+    /// The leader finds pages inside blocks.
+    pub(super) page_index: bool,
 }
 
 /// The tier below host memory.
@@ -66,10 +68,12 @@ pub(super) fn geometry() -> GroupGeometry {
     }
 }
 
-/// An encoded lookup of a whole prompt.
+/// An encoded lookup of a prompt, or of its tail.
 pub(super) struct Encoded {
     header: [u8; HEADER_BYTES],
     body: Vec<u8>,
+    /// Pages that it names.
+    pages: u32,
 }
 
 /// Latency of a lookup.
@@ -102,6 +106,7 @@ impl PreloadedLeader {
             prompt_pages,
             free_pages: 0,
             below: Below::None,
+            page_index: false,
         })
     }
 
@@ -111,9 +116,11 @@ impl PreloadedLeader {
             prompt_pages,
             free_pages,
             below,
+            page_index,
         } = preload;
         let ratio = Ratio::default();
         let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new(KEY));
+        settings.page_index = page_index;
         if below != Below::None {
             settings.tiers.push(TierId::Disk);
         }
@@ -397,12 +404,21 @@ impl PreloadedLeader {
     }
 
     pub(super) fn encoded(&mut self, prompt: u64) -> Result<Encoded, CommandError> {
+        self.encoded_tail(prompt, 0)
+    }
+
+    /// A lookup that names a prompt from page `first` on.
+    pub(super) fn encoded_tail(
+        &mut self,
+        prompt: u64,
+        first: u32,
+    ) -> Result<Encoded, CommandError> {
         self.requests += 1;
         let lookup = Lookup {
             slot: prompt,
             namespace: Vec::new(),
             hash_bytes: HASH_BYTES as u8,
-            hashes: hashes(prompt, self.prompt_pages),
+            hashes: hashes(prompt, self.prompt_pages).split_off(first as usize * HASH_BYTES),
             device_pages: 0,
             limit_pages: None,
         };
@@ -414,10 +430,15 @@ impl PreloadedLeader {
             message: Message::Lookup(lookup),
         };
         let (header, body) = encode(&envelope).map_err(CommandError::failed)?;
-        Ok(Encoded { header, body })
+        let pages = self.prompt_pages - first;
+        Ok(Encoded {
+            header,
+            body,
+            pages,
+        })
     }
 
-    /// Decodes and executes a lookup, up to the answer to be sent. Fails unless the whole prompt is found.
+    /// Decodes and executes a lookup, up to the answer to be sent. Fails unless all pages are found.
     pub(super) fn lookup(&mut self, encoded: &Encoded) -> Result<Took, CommandError> {
         let begun = Instant::now();
         let header = Header::from_bytes(&encoded.header).map_err(CommandError::failed)?;
@@ -436,7 +457,7 @@ impl PreloadedLeader {
         let whole = begun.elapsed();
         let step = whole - decoded;
         match self.answer()? {
-            Answer::Lookup(LookupAnswer { hit_pages, .. }) if hit_pages == self.prompt_pages => {
+            Answer::Lookup(LookupAnswer { hit_pages, .. }) if hit_pages == encoded.pages => {
                 Ok(Took { whole, step })
             }
             other => Err(CommandError::Failed(format!("found {other:?}"))),

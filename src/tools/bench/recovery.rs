@@ -34,6 +34,9 @@ pub(crate) struct Arguments {
     /// Recoveries.
     #[arg(long, default_value = "5", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
+    /// The leader finds pages inside blocks.
+    #[arg(long)]
+    page_index: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -112,7 +115,9 @@ impl Arguments {
     fn recover(&self) -> Result<(Steps, Leader), CommandError> {
         let ratio = Ratio::new(self.block_pages).map_err(CommandError::failed)?;
         let key = AnchorKey::new([5; 32]);
-        let mut leader = Leader::new(LeaderSettings::new(Epoch(2), self.shards, ratio, key));
+        let mut settings = LeaderSettings::new(Epoch(2), self.shards, ratio, key);
+        settings.page_index = self.page_index;
+        let mut leader = Leader::new(settings);
         let mut effects = Vec::new();
         let mut events = VecDeque::from([LeaderEvent::EngineOpened(ENGINE)]);
         events.extend((0..self.shards).map(|rank| LeaderEvent::Attach(self.attached(rank))));

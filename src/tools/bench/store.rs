@@ -28,6 +28,9 @@ pub(crate) struct Arguments {
     /// Stores of each kind.
     #[arg(long, default_value = "32768", value_parser = clap::value_parser!(u32).range(100..=10_000_000))]
     stores: u32,
+    /// The leader finds pages inside blocks.
+    #[arg(long)]
+    page_index: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -96,6 +99,7 @@ impl Arguments {
             prompt_pages: PROMPT_PAGES,
             free_pages: free_pages.sum(),
             below: Below::None,
+            page_index: self.page_index,
         })?;
         let mut sequence = SEQUENCES_FROM;
         let mut times = vec![(Vec::new(), Vec::new()); self.sequence_pages.len()];
