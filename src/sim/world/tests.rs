@@ -56,18 +56,18 @@ const WORK: [(Share, u64, u64); 11] = [
         90,
         100,
     ),
-    (|of| ("requests given up", of.given_up), 0, 7_100),
+    (|of| ("requests given up", of.given_up), 0, 7_400),
     (|of| ("resets confirmed", of.resets), 113, u64::MAX),
     (|of| ("copies started", of.copies), 23_800, u64::MAX),
-    (|of| ("pages loaded", of.hit_pages), 4_350, u64::MAX),
+    (|of| ("pages loaded", of.hit_pages), 3_950, u64::MAX),
     (
         |of| ("pages of several groups loaded", of.group_hit_pages),
-        1_050,
+        960,
         u64::MAX,
     ),
     (|of| ("pages recovered", of.recovered_pages), 270, u64::MAX),
     (|of| ("pages moved down", of.pages_down), 9_000, u64::MAX),
-    (|of| ("pages moved up", of.pages_up), 260, u64::MAX),
+    (|of| ("pages moved up", of.pages_up), 230, u64::MAX),
     (|of| ("workers fenced", of.fenced), 0, 346),
     (
         |of| {
