@@ -116,7 +116,7 @@ proptest! {
     #[test]
     fn pairs_survive_both_versions(pairs in prop::collection::vec(pair(), 1..30)) {
         let transfers = vec![TransferBody { id: 9, pairs: pairs.clone().into(), record: None }];
-        let transfer = TransferOrder { from: 1, to: 2, engine: Some([1; 16]), request: 3, after: 3, group: 2, transfers };
+        let transfer = TransferOrder { from: 1, to: 2, engine: Some([1; 16]), request: 3, after: 3, group: 2, page_bytes: 4096, transfers };
         let page_by_page = |pairs: &[FragmentPair]| -> Vec<(u32, u32)> {
             pairs.iter().flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages())).collect()
         };
@@ -322,6 +322,7 @@ fn a_struct_is_a_map_and_no_list() {
     };
     let order = Message::Transfer(TransferOrder {
         group: 0,
+        page_bytes: 4096,
         from: 1,
         to: 2,
         engine: Some([1; 16]),

@@ -405,6 +405,7 @@ mod tests {
                 id: TransferId(7),
                 edge: Edge::STORE,
                 device: None,
+                page_bytes: PAGE_BYTES,
                 pairs: vec![FragmentPair {
                     src: PageList::run(0, 2),
                     dst: PageList::run(0, 2),
@@ -443,6 +444,7 @@ mod tests {
                 id: TransferId(1),
                 edge: Edge::STORE,
                 device: None,
+                page_bytes: PAGE_BYTES,
                 pairs: vec![pages(0, 2), pages(2, 1), pages(last, 2)],
                 record: None,
                 deadline: Time::NEVER,

@@ -295,6 +295,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 request: 11,
                 after: 11,
                 group: 0,
+                page_bytes: 65_536,
                 transfers: vec![
                     TransferBody {
                         id: 40,

@@ -55,7 +55,8 @@ impl TransferOrder {
     /// of its own, which cannot be encoded.
     pub fn all_of(transfers: &[&Transfer]) -> Vec<(Time, Self)> {
         let alike = |one: &&Transfer, other: &&Transfer| {
-            (one.edge, one.device, one.deadline) == (other.edge, other.device, other.deadline)
+            (one.edge, one.device, one.page_bytes, one.deadline)
+                == (other.edge, other.device, other.page_bytes, other.deadline)
         };
         let mut orders = Vec::new();
         for mut rest in transfers.chunk_by(alike) {
@@ -87,6 +88,7 @@ impl TransferOrder {
             request: device.map_or(0, |device| device.request.0),
             after: device.map_or(0, |device| device.after.0),
             group: device.map_or(0, |device| device.group.0),
+            page_bytes: first.page_bytes,
             transfers: bodies.collect(),
         }
     }
@@ -154,6 +156,7 @@ impl TransferOrder {
             id: TransferId(transfer.id),
             edge,
             device,
+            page_bytes: self.page_bytes,
             pairs: transfer.pairs.list,
             record: transfer.record.map(|record| record.into_record(epoch)),
             deadline,
@@ -202,6 +205,7 @@ mod tests {
             id: TransferId(u64::MAX / 2 + id),
             edge: Edge::STORE,
             device: Some(device),
+            page_bytes: u64::MAX,
             pairs: vec![pair],
             record: Some(record),
             deadline: Time(5),

@@ -66,7 +66,7 @@ pub(super) fn write(
     transfer: &TransferOrder,
     out: &mut Vec<u8>,
 ) -> Result<(), rmp_serde::encode::Error> {
-    write_map_len(out, 7)?;
+    write_map_len(out, 8)?;
     write_str(out, "from")?;
     write_uint(out, transfer.from.into())?;
     write_str(out, "to")?;
@@ -82,6 +82,8 @@ pub(super) fn write(
     write_uint(out, transfer.after)?;
     write_str(out, "group")?;
     write_uint(out, transfer.group.into())?;
+    write_str(out, "page_bytes")?;
+    write_uint(out, transfer.page_bytes)?;
     write_str(out, "transfers")?;
     write_array_len(out, length(transfer.transfers.len()))?;
     for copy in &transfer.transfers {
@@ -141,7 +143,7 @@ fn write_page(page: u32, out: &mut Vec<u8>) {
 pub(super) fn read(body: &[u8]) -> Option<TransferOrder> {
     let mut rest = body;
     let from = &mut rest;
-    (read_map_len(from).ok()? == 7).then_some(())?;
+    (read_map_len(from).ok()? == 8).then_some(())?;
     key(from, "from")?;
     let from_tier = read_int(from).ok()?;
     key(from, "to")?;
@@ -154,6 +156,8 @@ pub(super) fn read(body: &[u8]) -> Option<TransferOrder> {
     let after = read_int(from).ok()?;
     key(from, "group")?;
     let group = read_int(from).ok()?;
+    key(from, "page_bytes")?;
+    let page_bytes = read_int(from).ok()?;
     key(from, "transfers")?;
     let expected = read_array_len(from).ok()? as usize;
     let mut transfers = Vec::with_capacity(expected.min(EXPECTED_MAX));
@@ -167,6 +171,7 @@ pub(super) fn read(body: &[u8]) -> Option<TransferOrder> {
         request,
         after,
         group,
+        page_bytes,
         transfers,
     };
     rest.is_empty().then_some(transfer)
@@ -361,9 +366,10 @@ mod tests {
             request: u64,
             after: u64,
             group: u8,
+            page_bytes: u64,
             transfers in prop::collection::vec(copy(), 0..20),
         ) -> TransferOrder {
-            TransferOrder { from, to, engine, request, after, group, transfers }
+            TransferOrder { from, to, engine, request, after, group, page_bytes, transfers }
         }
     }
 
@@ -399,6 +405,7 @@ mod tests {
     fn with_lists(lists: &[u8]) -> Vec<u8> {
         let transfer = TransferOrder {
             group: 0,
+            page_bytes: 4096,
             from: 2,
             to: 1,
             engine: Some([1; 16]),
@@ -461,6 +468,7 @@ mod tests {
             };
             let transfer = TransferOrder {
                 group: 0,
+                page_bytes: 4096,
                 from: 1,
                 to: 2,
                 engine: Some([1; 16]),
@@ -504,6 +512,7 @@ mod tests {
             }];
             written(&TransferOrder {
                 group: 0,
+                page_bytes: 4096,
                 from: 2,
                 to: 3,
                 engine: None,

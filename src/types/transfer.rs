@@ -116,6 +116,8 @@ pub struct Transfer {
     pub edge: Edge,
     /// The engine's memory; `None` if neither tier is the device.
     pub device: Option<DeviceEnd>,
+    /// Bytes of one page of the tiers below the device: of a page of the engine's largest group.
+    pub page_bytes: u64,
     /// The pages: device pages on the engine's side, arena pages on that of any other tier.
     pub pairs: Vec<FragmentPair>,
     /// The record that is added to the inventory of the written tier after the last byte; `None` for a load.

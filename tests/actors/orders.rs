@@ -128,7 +128,7 @@ async fn orders_to_a_worker_that_is_not_admitted_are_answered() {
     };
     assert_eq!(error.code(), ErrorCode::NotReady, "{}", error.message);
     let copies = vec![(1, store(0, 0, 1))];
-    order(&leader, requested.peer, 8, transfer(copies));
+    order(&leader, requested.peer, 8, transfer(4096, copies));
     let (_, ended) = answer(&mut leader, &[8]).await;
     assert_eq!(not_whole(ended), [1]);
     let cancel = Message::Cancel(Cancel {
@@ -171,7 +171,7 @@ fn store(src: u32, block: u32, count: u32) -> (FragmentPair, Option<RecordBody>)
     (pair, Some(record))
 }
 
-fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
+fn transfer(page_bytes: u64, copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
     let transfers = copies.into_iter().map(|(id, (pair, record))| TransferBody {
         id,
         pairs: vec![pair].into(),
@@ -179,6 +179,7 @@ fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
     });
     Message::Transfer(TransferOrder {
         group: 0,
+        page_bytes,
         from: 1,
         to: 2,
         engine: Some([1; 16]),
@@ -218,7 +219,7 @@ async fn orders_that_name_missing_pages_are_refused_and_the_worker_continues() {
     let said = rank.request(Message::Written(written), WITHIN).await;
     assert!(said.is_ok(), "{said:?}");
 
-    let beyond = registered.arena_pages;
+    let (beyond, page_bytes) = (registered.arena_pages, registered.page_bytes);
     let with = |first: u16, (pair, record): (FragmentPair, Option<RecordBody>)| {
         let record = record.map(|record| RecordBody { first, ..record });
         (pair, record)
@@ -240,9 +241,12 @@ async fn orders_that_name_missing_pages_are_refused_and_the_worker_continues() {
         moved(u32::MAX, store(0, 0, 1)),
         with(u16::MAX, store(0, 0, 2)),
     ];
-    for (id, copy) in (1..).zip(hostile) {
-        let shown = format!("{copy:?}");
-        order(&leader, peer, id, transfer(vec![(id, copy)]));
+    let other_size = (40, transfer(page_bytes / 2, vec![(40, store(0, 0, 1))]));
+    let hostile = (1..).zip(hostile);
+    let hostile = hostile.map(|(id, copy)| (id, transfer(page_bytes, vec![(id, copy)])));
+    for (id, hostile) in hostile.chain([other_size]) {
+        let shown = format!("{hostile:?}");
+        order(&leader, peer, id, hostile);
         let (_, ended) = answer(&mut leader, &[id]).await;
         assert_eq!(not_whole(ended), [id], "{shown}");
     }
@@ -268,7 +272,12 @@ async fn orders_that_name_missing_pages_are_refused_and_the_worker_continues() {
     order(&leader, peer, 99, Message::ReadInventory(read));
     let (_, inventory) = answer(&mut leader, &[99]).await;
     assert!(matches!(inventory, Message::Inventory(_)), "{inventory:?}");
-    order(&leader, peer, 100, transfer(vec![(100, store(0, 0, 2))]));
+    order(
+        &leader,
+        peer,
+        100,
+        transfer(page_bytes, vec![(100, store(0, 0, 2))]),
+    );
     let (_, ended) = answer(&mut leader, &[100]).await;
     let Message::Ended(ended) = ended else {
         panic!("{ended:?}")

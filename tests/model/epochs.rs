@@ -30,7 +30,6 @@ fn bounds() -> MemoryBounds {
     };
     MemoryBounds {
         groups: vec![group],
-        arena_pages: PerTier::host(10_000),
     }
 }
 
@@ -215,6 +214,7 @@ fn copy((epoch, transfer): CopyId) -> Transfer {
         id: transfer,
         edge: Edge::STORE,
         device: Some(device),
+        page_bytes: 4096,
         pairs: vec![pair],
         record: None,
         deadline: Time(1),
@@ -343,6 +343,7 @@ impl State {
                     epoch,
                     batch,
                     transfers: vec![copy(order)],
+                    arena_pages: PerTier::host(10_000),
                 };
                 self.step(rule, rank, event);
                 let place = &mut self.places[at(rank)];

@@ -93,6 +93,7 @@ pub(super) async fn measure(
             id: TransferId(u64::from(round)),
             edge: Edge::LOAD,
             device: Some(DeviceEnd::default()),
+            page_bytes: job.layout.slot_bytes,
             pairs: job.pairs.clone(),
             record: None,
             deadline: Time(u64::MAX),

@@ -582,6 +582,7 @@ impl Leader {
             id,
             edge: Edge::LOAD,
             device: Some(device),
+            page_bytes: load.sequence.model().page_bytes(),
             pairs,
             record: None,
             deadline,

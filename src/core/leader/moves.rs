@@ -267,6 +267,7 @@ impl Leader {
             return;
         };
         let shards = self.roster.shard_set();
+        let page_bytes = self.tiers.key(edge.to).map_or(0, |key| key.page_bytes);
         for reserved in reserved {
             let Reserved {
                 transfer: id,
@@ -304,6 +305,7 @@ impl Leader {
                 id,
                 edge,
                 device: None,
+                page_bytes,
                 pairs: vec![pair],
                 record: to.record(id, self.settings.epoch),
                 deadline: terms.deadline,

@@ -423,6 +423,7 @@ impl Leader {
                 id,
                 edge: Edge::STORE,
                 device: Some(device),
+                page_bytes: offer.page_bytes,
                 pairs: vec![pair],
                 record: pool.record(id, epoch),
                 deadline: reply_to.deadline,

@@ -11,47 +11,60 @@ pub struct GroupBounds {
     pub page_bytes: u64,
 }
 
-/// Bounds for the pages that copies may name, and the bytes of a page.
+/// The registered memory of an engine: bounds for the device pages that copies may name, and the bytes of a page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBounds {
-    /// The engine's registered memory, by group.
+    /// The groups of the memory.
     pub groups: Vec<GroupBounds>,
-    /// Pages of the largest of these sizes in the depot of each tier.
-    pub arena_pages: PerTier<u32>,
 }
 
 impl MemoryBounds {
     /// The bounds of an engine's memory.
-    pub fn new(geometry: &MemoryGeometry, arena_pages: PerTier<u32>) -> Self {
+    pub fn new(geometry: &MemoryGeometry) -> Self {
         let groups = geometry.groups.iter().map(|group| GroupBounds {
             device_pages: group.device_pages,
             page_bytes: group.page_bytes,
         });
         Self {
             groups: groups.collect(),
-            arena_pages,
         }
     }
 
-    /// Bytes that a copy moves. Between two tiers, pages of every group are moved with the room of the largest.
+    /// Bytes of a page of the tiers below the device: each has room for a page of the largest group.
+    pub(super) fn page_bytes(&self) -> u64 {
+        let groups = self.groups.iter();
+        groups.map(|group| group.page_bytes).max().unwrap_or(0)
+    }
+
+    fn group(&self, group: GroupId) -> Option<&GroupBounds> {
+        self.groups.get(usize::from(group.0))
+    }
+}
+
+/// Bounds for the pages of one order.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OrderBounds<'a> {
+    /// The engine's memory; `None` if neither tier is the device.
+    pub(super) memory: Option<&'a MemoryBounds>,
+    /// Pages of the size that the order names in the depot of each tier that the worker reaches.
+    pub(super) arena_pages: &'a PerTier<u32>,
+}
+
+impl OrderBounds<'_> {
+    /// Bytes that a transfer moves. Between two tiers, pages of every group are moved with the room of the largest.
     pub(super) fn bytes_of(&self, transfer: &Transfer) -> u64 {
         let pages: u64 = transfer.pairs.iter().map(|pair| pair.src.pages()).sum();
-        let largest = self.groups.iter().map(|group| group.page_bytes).max();
-        let page_bytes = match transfer.device {
-            Some(device) => {
-                let group = self.groups.get(usize::from(device.group.0));
-                group.map(|group| group.page_bytes)
-            }
-            None => largest,
-        };
-        pages.saturating_mul(page_bytes.unwrap_or(0))
+        let group = transfer.device.map(|device| device.group);
+        let group = group.and_then(|group| self.memory?.group(group));
+        let page_bytes = group.map_or(transfer.page_bytes, |group| group.page_bytes);
+        pages.saturating_mul(page_bytes)
     }
 
     /// The name of a tier's memory and its pages, of a group on the device; `None` if the worker does not reach the tier.
     fn of(&self, tier: TierId, group: Option<GroupId>) -> Option<(String, u32)> {
         match tier {
             TierId::Device => {
-                let group = self.groups.get(usize::from(group?.0));
+                let group = self.memory?.group(group?);
                 let pages = group.map_or(0, |group| group.device_pages);
                 Some(("device".to_owned(), pages))
             }
@@ -83,9 +96,9 @@ fn invalid<T>(
     })
 }
 
-/// Checks that every page lies within its memory, that both sides of each pair have the same number of pages, and that
-/// the record lists the pages that are written to a tier.
-pub(super) fn check(transfer: &Transfer, bounds: &MemoryBounds) -> Result<(), Invalid> {
+/// Checks that every page lies within its memory and has the size of the memory's pages, that both sides of each pair
+/// have the same number of pages, and that the record lists the pages that are written to a tier.
+pub(super) fn check(transfer: &Transfer, bounds: OrderBounds<'_>) -> Result<(), Invalid> {
     let edge = transfer.edge;
     let names_engine = transfer.device.is_some() == edge.touches(TierId::Device);
     let group = transfer.device.map(|device| device.group);
@@ -94,6 +107,12 @@ pub(super) fn check(transfer: &Transfer, bounds: &MemoryBounds) -> Result<(), In
         let remedy = "name two tiers of this worker, and the engine if one is the device";
         return invalid("from, to", edge.to_string(), remedy);
     };
+    let registered = bounds.memory.map(MemoryBounds::page_bytes);
+    let registered = registered.unwrap_or(transfer.page_bytes);
+    if transfer.page_bytes != registered {
+        let remedy = format!("the engine's pages have {registered} bytes");
+        return invalid("page_bytes", transfer.page_bytes.to_string(), remedy);
+    }
     if transfer.pairs.is_empty() {
         return invalid("pairs", "empty", "name at least one");
     }
@@ -173,6 +192,7 @@ mod tests {
                 id: TransferId(1),
                 edge: Edge::STORE,
                 device: None,
+                page_bytes: 1,
                 pairs: vec![FragmentPair { src, dst }],
                 record: None,
                 deadline: Time(0),

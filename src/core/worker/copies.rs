@@ -306,6 +306,7 @@ mod tests {
             id: TransferId(id),
             edge,
             device: Some(device),
+            page_bytes: 1,
             pairs: vec![FragmentPair {
                 src: PageList::run(0, 1),
                 dst: PageList::run(0, 1),

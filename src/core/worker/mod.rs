@@ -20,8 +20,8 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use kvferry_types::{
-    AttachId, Edge, EndedCopy, EngineId, Epoch, PageRun, Record, RequestId, ResetId, Scope, Stored,
-    TierId, Time, Transfer, TransferId,
+    AttachId, Edge, EndedCopy, EngineId, Epoch, PageRun, PerTier, Record, RequestId, ResetId,
+    Scope, Stored, TierId, Time, Transfer, TransferId,
 };
 
 use crate::Contradiction;
@@ -97,7 +97,7 @@ pub enum WorkerEvent {
         engine: EngineId,
         /// Requests up to this one are over: nothing is copied for them.
         after: RequestId,
-        /// Bounds for the pages of its copies.
+        /// Bounds for the device pages of its copies.
         bounds: MemoryBounds,
     },
     /// The memory of this engine is about to go away: its copies must stop.
@@ -110,6 +110,8 @@ pub enum WorkerEvent {
         batch: BatchId,
         /// The transfers.
         transfers: Vec<Transfer>,
+        /// Pages of the size that the order names in the depot of each tier.
+        arena_pages: PerTier<u32>,
     },
     /// The leader cancels copies and requests the results of those that have ended.
     Cancel {
@@ -283,7 +285,10 @@ impl Worker {
                 epoch,
                 batch,
                 transfers,
-            } if self.leader.is_of_leader(epoch) => self.ordered(now, batch, transfers, effects),
+                arena_pages,
+            } if self.leader.is_of_leader(epoch) => {
+                self.ordered(now, batch, (transfers, &arena_pages), effects);
+            }
             WorkerEvent::Cancel {
                 epoch,
                 batch,

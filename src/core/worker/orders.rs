@@ -12,11 +12,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_types::{EndedCopy, Epoch, TierId, Time, Transfer, TransferId};
+use kvferry_types::{
+    DeviceEnd, EndedCopy, Epoch, PerTier, RequestId, TierId, Time, Transfer, TransferId,
+};
 
 use crate::Contradiction;
 
-use super::check::check;
+use super::check::{OrderBounds, check};
+use super::memory::Memory;
 use super::{BatchId, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect};
 
 /// Reasons for refusing an order. A refusal implies nothing about any copy.
@@ -123,7 +126,7 @@ impl Worker {
         &mut self,
         now: Time,
         batch: BatchId,
-        transfers: Vec<Transfer>,
+        (transfers, arena_pages): (Vec<Transfer>, &PerTier<u32>),
         effects: &mut Vec<WorkerEffect>,
     ) {
         if self.orders.batches.contains_key(&batch) {
@@ -145,7 +148,7 @@ impl Worker {
             let id = transfer.id;
             if let Some(ended) = self.orders.ended.get(&id).copied() {
                 effects.extend(self.orders.report(batch, ended));
-            } else if !self.begin(now, batch, transfer, effects) {
+            } else if !self.begin(now, batch, (transfer, arena_pages), effects) {
                 self.orders.remember(refused(id));
                 effects.extend(self.orders.report(batch, refused(id)));
             }
@@ -157,24 +160,22 @@ impl Worker {
         &mut self,
         now: Time,
         batch: BatchId,
-        transfer: Transfer,
+        (transfer, arena_pages): (Transfer, &PerTier<u32>),
         effects: &mut Vec<WorkerEffect>,
     ) -> bool {
         let id = transfer.id;
         let full = self.copies.len() >= WORKER_COPIES_MAX;
         let carried_out = self.leader.is_admitted() && !full && id > self.orders.floor;
         let device = transfer.device;
-        // The bounds of all pages are those of the registered memory, also for a transfer between two tiers.
-        let memory = self.memory.as_ref().filter(|_| carried_out);
-        let Some(memory) = memory.filter(|memory| {
-            device.is_none_or(|device| {
-                memory.engine() == device.engine
-                    && memory.may_copy_for(device.request, &self.abandoned)
-            })
-        }) else {
+        if !carried_out || device.is_some_and(|device| !self.may_copy(device)) {
             return false;
+        }
+        let memory = self.memory.as_ref().filter(|_| device.is_some());
+        let bounds = OrderBounds {
+            memory: memory.map(Memory::bounds),
+            arena_pages,
         };
-        if let Err(problem) = check(&transfer, memory.bounds()) {
+        if let Err(problem) = check(&transfer, bounds) {
             let problem = problem.to_string();
             effects.push(WorkerEffect::Invalid {
                 transfer: id,
@@ -182,9 +183,10 @@ impl Worker {
             });
             return false;
         }
-        let unwritten = device.filter(|device| device.after > memory.written());
+        let bytes = bounds.bytes_of(&transfer);
+        let through = memory.map_or(RequestId(0), Memory::written);
+        let unwritten = device.filter(|device| device.after > through);
         let written = unwritten.is_none();
-        let bytes = memory.bounds().bytes_of(&transfer);
         if let Some(device) = unwritten
             && transfer.edge.to == TierId::Device
         {
@@ -195,6 +197,13 @@ impl Worker {
         }
         self.copies.begin(now, batch, transfer, bytes, written);
         true
+    }
+
+    /// True when the registered memory is that of this engine, and the request may still be copied for.
+    fn may_copy(&self, device: DeviceEnd) -> bool {
+        self.memory.as_ref().is_some_and(|memory| {
+            memory.engine() == device.engine && memory.may_copy_for(device.request, &self.abandoned)
+        })
     }
 
     /// Stops the open copies and reports how the others ended. A copy that the worker has never seen is marked as

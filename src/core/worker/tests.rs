@@ -13,8 +13,12 @@ fn bounds() -> MemoryBounds {
     };
     MemoryBounds {
         groups: vec![group],
-        arena_pages: PerTier::host(32),
     }
+}
+
+/// Pages of the depots that the worker reaches.
+fn arena_pages() -> PerTier<u32> {
+    PerTier::host(32)
 }
 
 const FENCE_NS: u64 = 10_000_000_000;
@@ -38,6 +42,7 @@ fn copy(id: u64, direction: Direction, request: u64) -> Transfer {
         id: TransferId(id),
         edge,
         device: Some(device),
+        page_bytes: PAGE_BYTES,
         pairs: vec![pair],
         record: None,
         deadline: Time(100),
@@ -130,6 +135,7 @@ fn order(
             epoch,
             batch,
             transfers,
+            arena_pages: arena_pages(),
         },
     )
 }

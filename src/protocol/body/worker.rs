@@ -104,6 +104,10 @@ pub struct TransferOrder {
     /// The group of layers whose pages are copied, if `from` or `to` is 1.
     #[serde(default)]
     pub group: u8,
+    /// Bytes of one page of the tiers below the engine's memory. A worker carries out no transfer of pages of another size
+    /// than it knows.
+    #[serde(default)]
+    pub page_bytes: u64,
     /// The transfers. They may end in any order.
     pub transfers: Vec<TransferBody>,
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Fatal, WorkerHost, WorkerShell};
 use kvferry_core::{BatchId, OrderRefusal, WorkerEvent};
 use kvferry_protocol::{Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
-use kvferry_types::{Epoch, LinkId, RequestId, ResetId, TransferId};
+use kvferry_types::{Epoch, LinkId, PerTier, RequestId, ResetId, TransferId};
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Handles an order that the leader sends over this connection.
@@ -31,17 +31,21 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let batch = BatchId(correlation.0);
         let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
         let event = match message {
-            Message::Transfer(order) => match order.into_transfers(epoch, deadline) {
-                Ok(transfers) => WorkerEvent::Ordered {
-                    epoch,
-                    batch,
-                    transfers,
-                },
-                Err(error) => {
-                    self.answer(host, correlation, Message::Error(error));
-                    return Ok(());
+            Message::Transfer(order) => {
+                let arena_pages = arena_pages(host, order.page_bytes);
+                match order.into_transfers(epoch, deadline) {
+                    Ok(transfers) => WorkerEvent::Ordered {
+                        epoch,
+                        batch,
+                        transfers,
+                        arena_pages,
+                    },
+                    Err(error) => {
+                        self.answer(host, correlation, Message::Error(error));
+                        return Ok(());
+                    }
                 }
-            },
+            }
             Message::Cancel(cancel) => WorkerEvent::Cancel {
                 epoch,
                 batch,
@@ -122,4 +126,13 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let error = ErrorBody::new(code, refusal.to_string());
         self.answer(host, order, Message::Error(error));
     }
+}
+
+/// Number of pages of this size in the depot of each tier.
+pub(super) fn arena_pages<H: WorkerHost>(host: &H, page_bytes: u64) -> PerTier<u32> {
+    let depots = host.depots();
+    let tiers = depots.tiers();
+    tiers
+        .map(|tier| (tier, host.arena_pages(tier, page_bytes)))
+        .collect()
 }

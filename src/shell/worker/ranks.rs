@@ -438,11 +438,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         let geometry = host.geometry(&memory);
-        let depots = host.depots();
-        let tiers = depots.tiers();
-        let page_bytes = geometry.page_bytes();
-        let arena_pages = tiers.map(|tier| (tier, host.arena_pages(tier, page_bytes)));
-        let bounds = MemoryBounds::new(&geometry, arena_pages.collect());
+        let bounds = MemoryBounds::new(&geometry);
         let before = ranks.mapped.replace(Mapped {
             number,
             engine,

@@ -75,7 +75,6 @@ impl Bench {
         };
         let bounds = MemoryBounds {
             groups: vec![group],
-            arena_pages: PerTier::host(PAGES_MAX),
         };
         let (attach, through) = (AttachId(1), RequestId(1));
         for event in [
@@ -114,6 +113,7 @@ impl Bench {
             id,
             edge,
             device: Some(device),
+            page_bytes: PAGE_BYTES,
             pairs: vec![pair],
             record: None,
             deadline: Time::NEVER,
@@ -129,6 +129,7 @@ impl Bench {
             epoch: Epoch(1),
             batch: BatchId(id.0),
             transfers: vec![transfer],
+            arena_pages: PerTier::host(PAGES_MAX),
         });
     }
 

@@ -83,6 +83,8 @@ pub struct Timed {
     workers: Vec<Worker>,
     engine: TimedEngine,
     copies: TimedCopies,
+    /// Pages of the depot of each rank.
+    arena_pages: u32,
     agenda: Agenda<TimedEvent>,
     now: Time,
     batches: u64,
@@ -111,7 +113,7 @@ impl Timed {
             its.bytes_per_s = rate.map(|rate| (Edge::STORE, rate)).into_iter().collect();
             let mut worker = Worker::new(its);
             let (engine, after) = (ENGINE, RequestId(0));
-            let bounds = MemoryBounds::new(geometry, PerTier::host(arena_pages));
+            let bounds = MemoryBounds::new(geometry);
             let admitted = WorkerEvent::Admitted {
                 attach: AttachId(1),
                 after: Some(TransferId(0)),
@@ -138,6 +140,7 @@ impl Timed {
             leader,
             engine: TimedEngine::new(scheduler, &settings, geometry.hash_tokens),
             copies: copies?,
+            arena_pages,
             agenda: Agenda::new(),
             now: Time(0),
             batches: 0,
@@ -263,6 +266,7 @@ impl Timed {
                         epoch,
                         batch,
                         transfers: copies,
+                        arena_pages: PerTier::host(self.arena_pages),
                     },
                 );
             }

@@ -76,6 +76,7 @@ impl Arguments {
         let numbers = numbers(&pairs);
         let transfer = TransferOrder {
             group: 0,
+            page_bytes: 2 << 20,
             from: 2,
             to: 1,
             engine: Some([7; 16]),

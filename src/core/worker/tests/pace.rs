@@ -43,6 +43,7 @@ fn order_at(worker: &mut Worker, now: u64, transfers: Vec<Transfer>) -> Vec<u64>
         epoch,
         batch,
         transfers,
+        arena_pages: arena_pages(),
     };
     starts(&step(worker, now, ordered))
 }

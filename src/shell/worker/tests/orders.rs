@@ -97,6 +97,7 @@ fn an_order_that_cannot_be_carried_out_is_answered_with_an_error() {
     let mut world = World::attached();
     let order = kvferry_protocol::TransferOrder {
         group: 0,
+        page_bytes: PAGE_BYTES,
         from: 1,
         to: 2,
         engine: Some([1; 16]),

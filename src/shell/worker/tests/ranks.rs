@@ -26,6 +26,7 @@ impl World {
         };
         let order = TransferOrder {
             group: 0,
+            page_bytes: PAGE_BYTES,
             from: 2,
             to: 1,
             engine: Some([engine; 16]),
