@@ -2,8 +2,8 @@
 
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, PageRecord, PerTier,
-    Request, RequestId, ResetId, Scope, TierId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, MemoryId, PageRecord,
+    PerTier, Request, RequestId, ResetId, Scope, TierId, Time, Transfer, TransferId, WorkerId,
 };
 use smallvec::SmallVec;
 
@@ -20,8 +20,10 @@ pub enum LeaderEvent {
     EngineOpened(EngineId),
     /// The connection of an engine broke. Its slots and holds stay for the grace time, its parked requests are dropped.
     EngineClosed(EngineId),
-    /// A worker has its depot, and the memory of its engine if one is registered. All its earlier copies have ended.
+    /// A worker has its depots. All its earlier copies have ended.
     Attach(AttachRequest),
+    /// An attached worker states its engine's memory, or that it has none. All copies of other memory have ended.
+    Memory(MemoryStatement),
     /// The connection of a worker broke, or a new one replaced it. Its copies may continue.
     WorkerLost(WorkerId),
     /// The process of a worker is dead: it does not write any longer.
@@ -87,8 +89,30 @@ pub struct AttachRequest {
     pub attach: AttachId,
     /// The depot of the worker's shard in each tier that the worker reaches.
     pub depots: PerTier<AttachedDepot>,
-    /// The memory of the worker's engine; `None` until the engine has registered it.
+}
+
+/// What a worker states about its engine's memory: after each attach, and whenever that changes.
+#[derive(Debug, Clone)]
+pub struct MemoryStatement {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Sequence number of the statements on one connection. A repeated number is a retry.
+    pub number: MemoryId,
+    /// The memory of the worker's engine; `None` without one.
     pub memory: Option<WorkerMemory>,
+}
+
+impl LeaderEvent {
+    /// The attach request of a worker, and then the statement of its memory under the same number: the events of a worker
+    /// that arrives with its engine.
+    pub fn arrival(attached: AttachRequest, memory: WorkerMemory) -> [Self; 2] {
+        let stated = MemoryStatement {
+            worker: attached.worker,
+            number: MemoryId(attached.attach.0),
+            memory: Some(memory),
+        };
+        [Self::Attach(attached), Self::Memory(stated)]
+    }
 }
 
 /// The pages of one shard in one tier, as a worker that reaches them describes them.
@@ -138,6 +162,16 @@ pub enum LeaderEffect {
         attach: AttachId,
         /// Ok: the number of the last order before this admission; the worker carries out no order up to it. Err: a
         /// refusal that names the field.
+        verdict: Result<TransferId, Refusal>,
+    },
+    /// Answer a statement of a worker's memory.
+    AdmitMemory {
+        /// The worker whose memory it is.
+        worker: WorkerId,
+        /// The statement that is answered.
+        number: MemoryId,
+        /// Ok: the number of the last order before this answer; the worker carries out no order for an engine's memory up
+        /// to it. Err: a refusal that names the field. The worker then counts as one without memory.
         verdict: Result<TransferId, Refusal>,
     },
     /// Order a transfer.

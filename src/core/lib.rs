@@ -59,7 +59,8 @@ pub use change::Change;
 pub use contradiction::Contradiction;
 pub use decision::NOT_RECORDED;
 pub use event::{
-    AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory, Workers,
+    AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, MemoryStatement,
+    WorkerMemory, Workers,
 };
 pub use eviction::{EvictionPolicy, PRIORITIES, PRIORITY_DEFAULT, REMEMBERED_PAGES_MAX};
 pub use group::{

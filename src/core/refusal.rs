@@ -32,6 +32,12 @@ pub enum Refusal {
     /// The leader is reading the inventories of the depots, or waits to do so, and serves no pages before that.
     #[error("not ready: the inventories of the depots are being read; retry later")]
     Reading,
+    /// A worker states its memory before it has attached.
+    #[error("{worker} has not attached: attach first, then state the memory again")]
+    NotAttached {
+        /// The worker that is refused.
+        worker: WorkerId,
+    },
     /// A rank describes other memory than a rank that attached before.
     #[error(
         "{worker} disagrees with {other}: {field} is {value}, {other} has {other_value}; start every \
@@ -144,7 +150,7 @@ pub enum Refusal {
     },
     /// A worker reports more pages than the depot of a shard has room for.
     #[error(
-        "attach.depots.arena_pages of {worker} is {arena_pages}, and G2 has room for {most_pages} pages of {page_bytes} \
+        "memory.arena_pages of {worker} is {arena_pages}, and G2 has room for {most_pages} pages of {page_bytes} \
          bytes: start leader and workers with the same g2 and kv_shards"
     )]
     DepotTooLarge {

@@ -2,8 +2,9 @@
 
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Finish, Hello, Invalidate,
-    Invalidated, Inventory, Load, Lookup, ReadInventory, Readiness, Register, Registered, Reset,
-    Status, StatusAnswer, Store, TransferOrder as Transfer, Unregister, Welcome, Written,
+    Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer, ReadInventory, Readiness, Register,
+    Registered, Reset, Status, StatusAnswer, Store, TransferOrder as Transfer, Unregister, Welcome,
+    Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;
@@ -66,6 +67,7 @@ calls! {
     Abandon => AbandonAnswer(Empty);
     Unregister => Unregistered(Empty);
     Attach => Attached(Attached);
+    Memory => MemoryAnswer(MemoryAnswer);
     Transfer => Ended(Ended);
     Cancel => Ended(Ended);
     Invalidate => Invalidated(Invalidated);

@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Hello,
-    Invalidate, Invalidated, Inventory, Load, Lookup, PartBody, ReadInventory, Readiness, Register,
-    Registered, Reset, Status, StatusAnswer, Store, TransferOrder, Unregister, Welcome, Written,
+    Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer, PartBody,
+    ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
+    TransferOrder, Unregister, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -134,6 +135,10 @@ messages! {
     Readiness(Readiness);
     /// Answer to [`Readiness`].
     ReadinessAnswer(Empty);
+    /// See [`Memory`].
+    Memory(Memory);
+    /// See [`MemoryAnswer`].
+    MemoryAnswer(MemoryAnswer);
     /// See [`MessageKind::Status`].
     Status(Status);
     /// See [`MessageKind::StatusAnswer`].

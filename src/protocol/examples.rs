@@ -1,10 +1,11 @@
 //! Example messages of every kind: the source of the golden vectors.
 
 use crate::body::{
-    Abandon, Attach, AttachDepot, Attached, AttachedMemory, Cancel, CancelStores, Empty, Ended,
-    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset,
-    Status, StatusAnswer, Store, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
+    FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
+    MemoryAnswer, PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered,
+    Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TransferBody, TransferOrder,
+    Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -260,9 +261,21 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                     tier: 2,
                     depot: [8; 16],
                     epoch: 6,
-                    arena_pages: 4096,
                 }],
-                memory: Some(AttachedMemory {
+            }),
+        ),
+        (
+            "attached",
+            Message::Attached(Attached {
+                attach: 2,
+                after: 39,
+            }),
+        ),
+        (
+            "memory",
+            Message::Memory(Memory {
+                number: 3,
+                memory: Some(StatedMemory {
                     engine: [1; 16],
                     geometry: GroupGeometry {
                         group: GroupId(0),
@@ -275,15 +288,25 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                         ..GroupGeometry::default()
                     }
                     .into(),
+                    arena_pages: vec![TierPages {
+                        tier: 2,
+                        pages: 4096,
+                    }],
                 }),
             }),
         ),
         (
-            "attached",
-            Message::Attached(Attached {
-                attach: 2,
+            "memory_without",
+            Message::Memory(Memory {
+                number: 4,
+                memory: None,
+            }),
+        ),
+        (
+            "memory_answer",
+            Message::MemoryAnswer(MemoryAnswer {
+                number: 3,
                 after: 39,
-                attached_ranks: 2,
             }),
         ),
         (

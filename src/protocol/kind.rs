@@ -76,7 +76,7 @@ kinds! {
     CancelStoresAnswer = 27, "cancel_stores_answer";
     /// Engine rank to worker: describes and hands over the rank's KV memory.
     Register = 32, "register";
-    /// Answer to `register`, after the worker has mapped the memory and the leader has admitted the worker.
+    /// Answer to `register`, after the worker has mapped the memory and the leader has admitted it.
     Registered = 33, "registered";
     /// Engine rank to worker: everything up to this request is written, pages that stores read as well as work that
     /// loads wait for.
@@ -91,7 +91,7 @@ kinds! {
     Unregister = 38, "unregister";
     /// Answer to `unregister`, after the worker has closed the memory.
     Unregistered = 39, "unregistered";
-    /// Worker to leader: its depot and, if a rank has registered, its engine memory are ready.
+    /// Worker to leader: its depots are ready, and no earlier order is in flight.
     Attach = 48, "attach";
     /// Answer to `attach`.
     Attached = 49, "attached";
@@ -113,6 +113,10 @@ kinds! {
     Readiness = 58, "readiness";
     /// Answer to `readiness`.
     ReadinessAnswer = 59, "readiness_answer";
+    /// Worker to leader: the engine memory that it has from now on, or that it has none.
+    Memory = 60, "memory";
+    /// Answer to `memory`: it is in use.
+    MemoryAnswer = 61, "memory_answer";
     /// Any client to leader: requests its state.
     Status = 64, "status";
     /// Answer to `status`.
@@ -157,6 +161,7 @@ impl MessageKind {
             Self::Reset => matches!(role, Role::Engine | Role::Admin),
             Self::Register | Self::Written | Self::Abandon | Self::Unregister => role == Role::Rank,
             Self::Attach
+            | Self::Memory
             | Self::Readiness
             | Self::Ended
             | Self::Invalidated

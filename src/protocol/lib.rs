@@ -22,10 +22,11 @@ mod role;
 mod transfer;
 
 pub use body::{
-    Abandon, Attach, AttachDepot, Attached, AttachedMemory, Cancel, CancelStores, Empty, Ended,
-    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset,
-    Status, StatusAnswer, Store, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
+    FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
+    MemoryAnswer, PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered,
+    Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TransferBody, TransferOrder,
+    Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -34,17 +34,23 @@ pub(super) fn attach(
                 depot: DepotId(leader.sharding().of(rank).0.into()),
                 epoch: Epoch(0),
             }),
-            memory: Some(WorkerMemory {
-                engine: ENGINE,
-                geometry: geometry.clone(),
-                arena_pages: PerTier::host(arena_pages),
-            }),
         };
-        leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
+        let memory = WorkerMemory {
+            engine: ENGINE,
+            geometry: geometry.clone(),
+            arena_pages: PerTier::host(arena_pages),
+        };
+        for event in LeaderEvent::arrival(attached, memory) {
+            leader.step(Time(0), event, &mut effects);
+        }
     }
     for effect in effects {
         match effect {
             LeaderEffect::Admit {
+                verdict: Err(refusal),
+                ..
+            }
+            | LeaderEffect::AdmitMemory {
                 verdict: Err(refusal),
                 ..
             } => return Err(refusal.into()),
@@ -199,6 +205,7 @@ impl Sequential {
                     }
                 }
                 LeaderEffect::Admit { .. }
+                | LeaderEffect::AdmitMemory { .. }
                 | LeaderEffect::Cancel { .. }
                 | LeaderEffect::Invalidate { .. }
                 | LeaderEffect::ReadInventory { .. }

@@ -40,6 +40,10 @@ number_id!(
     AttachId(u64), "attach "
 );
 number_id!(
+    /// Sequence number of a worker's statements of its engine's memory on one connection. A repeated number is a retry.
+    MemoryId(u64), "memory "
+);
+number_id!(
     /// A slice of a group's KV. Ranks with equal KV hold the same shard.
     Shard(u16), "shard "
 );

@@ -30,8 +30,8 @@ pub use hash::{
     Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashView, HashesDiffer, PageHashes,
 };
 pub use ids::{
-    AttachId, DepotId, DomainId, EngineId, Epoch, GroupId, LinkId, NamespaceId, PeerId, Rank,
-    Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,
+    AttachId, DepotId, DomainId, EngineId, Epoch, GroupId, LinkId, MemoryId, NamespaceId, PeerId,
+    Rank, Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,
 };
 pub use log_limit::LogLimit;
 pub use numa::{NumaNodes, ParseNumaNodesError};

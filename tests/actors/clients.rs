@@ -21,7 +21,7 @@ use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::time::Instant;
 
 use super::unregister::Memory;
-use super::workers::{agree, attaching, ranks, worker};
+use super::workers::{accept_all, ranks, worker};
 use super::world::{Engine, Puppet, Received, address, leader, puppets, seconds, server, soon};
 
 pub(super) const PAGES: u32 = 4;
@@ -452,12 +452,7 @@ async fn a_rank_registers_reports_abandons_and_unregisters() {
     let (process, _folder) = worker(&transport).await;
     let memory = Arc::new(Memory::new());
     let rank = session(&transport, &memory, Duration::MAX);
-    let agreeing = tokio::spawn(async move {
-        loop {
-            let requested = attaching(&mut leader).await;
-            agree(&leader, requested);
-        }
-    });
+    let agreeing = tokio::spawn(async move { accept_all(&mut leader).await });
     soon("a registration", rank.registered())
         .await
         .expect("registered");

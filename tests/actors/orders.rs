@@ -3,14 +3,16 @@
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Attached, Cancel, Ended, ErrorCode, Invalidate, Message, ReadInventory, RecordBody,
-    TransferBody, TransferOrder,
+    Cancel, Ended, ErrorCode, Invalidate, Message, ReadInventory, RecordBody, TransferBody,
+    TransferOrder,
 };
 use kvferry_transport::{Limits, MemoryTransport, PeerId, Server, ServerEvent};
 use kvferry_types::{FragmentPair, PageList, PageRun, RequestId};
 
 use super::unregister::{Memory, register};
-use super::workers::{Attaching, attaching, rank, worker, worker_with_room};
+use super::workers::{
+    Statement, accept, agree, attaching, rank, settle, statement, worker, worker_with_room,
+};
 use super::world::{server, soon};
 
 const WITHIN: Duration = Duration::from_secs(60);
@@ -22,7 +24,10 @@ async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
             for event in leader.next().await.expect("the leader receives") {
                 if let ServerEvent::Message { envelope, .. } = event
                     && orders.contains(&envelope.correlation.0)
-                    && !matches!(envelope.message, Message::Attach(_) | Message::Readiness(_))
+                    && !matches!(
+                        envelope.message,
+                        Message::Attach(_) | Message::Memory(_) | Message::Readiness(_)
+                    )
                 {
                     return (envelope.correlation.0, envelope.message);
                 }
@@ -30,17 +35,6 @@ async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
         }
     };
     soon("an answer of the worker", wait).await
-}
-
-fn attached(leader: &Server, requested: Attaching, after: u64) {
-    let answer = Message::Attached(Attached {
-        attach: requested.attach,
-        after,
-        attached_ranks: 0,
-    });
-    leader
-        .replier()
-        .reply(requested.peer, requested.requested, answer);
 }
 
 fn order(leader: &Server, peer: PeerId, id: u64, message: Message) {
@@ -67,7 +61,7 @@ async fn an_order_sent_with_the_welcome_reaches_an_admitted_worker() {
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
     let requested = attaching(&mut leader).await;
-    attached(&leader, requested, 0);
+    agree(&leader, requested);
     order(&leader, requested.peer, 7, invalidate());
     let (_, invalidated) = answer(&mut leader, &[7]).await;
     assert!(
@@ -85,7 +79,7 @@ async fn pages_of_a_reset_whose_deadline_has_passed_are_not_all_invalidated() {
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker_with_room(&transport, 64 << 20).await;
     let requested = attaching(&mut leader).await;
-    attached(&leader, requested, 0);
+    settle(&mut leader, requested).await;
     let divide = ReadInventory {
         depot: requested.depot,
         page_bytes: 64,
@@ -199,9 +193,11 @@ async fn orders_that_name_missing_pages_are_refused_and_the_worker_continues() {
     let mut peer = None;
     let agreeing = async {
         loop {
-            let requested = attaching(&mut leader).await;
-            attached(&leader, requested, 0);
-            peer = Some((requested.peer, requested.depot));
+            let stated = statement(&mut leader).await;
+            accept(&leader, stated);
+            if let Statement::Attach(attaching) = stated {
+                peer = Some((attaching.peer, attaching.depot));
+            }
         }
     };
     let registered = tokio::select! {

@@ -13,7 +13,7 @@ use kvferry_transport::{Client, Failure, Limits, MemoryTransport};
 use kvferry_types::{Epoch, Ratio, RequestId, WorkerId};
 
 use super::unregister::{Memory, register, registered};
-use super::workers::{agree, attaching, rank, worker};
+use super::workers::{accept_all, rank, worker};
 use super::world::{
     Answered, Engine, HEARTBEAT, Puppet, Received, TEST_TIMEOUT, client, hello, leader, lookup,
     puppets, server, soon,
@@ -275,12 +275,7 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
 
     // The engine has ended, and the next one gets its seat.
     first.end();
-    let agreeing = async {
-        loop {
-            let requested = attaching(&mut leader).await;
-            agree(&leader, requested);
-        }
-    };
+    let agreeing = accept_all(&mut leader);
     let answer = tokio::select! {
         answer = register(&stranger, &other, 2) => answer,
         () = agreeing => unreachable!("it goes on"),

@@ -12,7 +12,7 @@ use kvferry_types::{
     Registration, TensorRole, TensorView,
 };
 
-use super::workers::{agree, attaching, rank, ranks, worker};
+use super::workers::{accept_all, rank, ranks, stating, worker};
 use super::world::{Answered, TEST_TIMEOUT, hello, server, soon};
 
 const PAGES: u32 = 4;
@@ -125,12 +125,7 @@ async fn unregister_at_last(rank: &Client) -> Answered<Empty> {
 
 /// Registers memory and lets the leader accept it.
 pub async fn registered(leader: &mut Server, rank: &Client, memory: &Memory, engine: u8) {
-    let agreeing = async {
-        loop {
-            let requested = attaching(leader).await;
-            agree(leader, requested);
-        }
-    };
+    let agreeing = accept_all(leader);
     let answer = tokio::select! {
         answer = register(rank, memory, engine) => answer,
         () = agreeing => unreachable!("it goes on"),
@@ -190,15 +185,7 @@ async fn a_rank_whose_memory_the_next_leader_refuses_is_disconnected() {
     registered(&mut leader, &rank, &memory, 1).await;
     leader.close().await;
     let mut leader = server(&transport, 2, Limits::default()).await;
-    let requested = soon("an attach with memory", async {
-        loop {
-            let requested = attaching(&mut leader).await;
-            if requested.memory {
-                return requested;
-            }
-        }
-    });
-    let requested = requested.await;
+    let requested = stating(&mut leader).await;
     let refused = ErrorBody::new(ErrorCode::RankDisagrees, "another engine has the place");
     leader
         .replier()
@@ -208,16 +195,11 @@ async fn a_rank_whose_memory_the_next_leader_refuses_is_disconnected() {
     // The rank registers again and receives the reason while the refusal lasts.
     let refusing = async {
         loop {
-            let requested = attaching(&mut leader).await;
-            match requested.memory {
-                true => {
-                    let refused = ErrorBody::new(ErrorCode::RankDisagrees, "still there");
-                    leader
-                        .replier()
-                        .refuse(requested.peer, requested.requested, refused);
-                }
-                false => agree(&leader, requested),
-            }
+            let requested = stating(&mut leader).await;
+            let refused = ErrorBody::new(ErrorCode::RankDisagrees, "still there");
+            leader
+                .replier()
+                .refuse(requested.peer, requested.requested, refused);
         }
     };
     let answer = tokio::select! {
@@ -238,7 +220,7 @@ async fn a_registration_that_is_withdrawn_meanwhile_is_answered() {
     let (worker, _directory) = worker(&transport).await;
     let (rank, memory) = (rank(&transport), Memory::new());
     let taken_back = async {
-        while !attaching(&mut leader).await.memory {}
+        stating(&mut leader).await;
         assert!(
             memory.is_open(),
             "the leader is asked, and it is open nowhere"

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvferry_actors::{DepotSettings, ProcessHandle, WorkerArguments, run_worker};
 use kvferry_memory::DEPOT_HEADER_BYTES;
-use kvferry_protocol::{Attached, Message, Role};
+use kvferry_protocol::{Attached, MemoryAnswer, Message, Role};
 use kvferry_transport::{
     Address, Client, ClientSettings, FdReceiver, Incoming, Limits, MemoryTransport, PeerId, Server,
     ServerEvent, ServerSettings, Transport,
@@ -109,31 +109,101 @@ pub struct Attaching {
     pub requested: RequestId,
     /// Number of the attach request.
     pub attach: u64,
-    /// Whether the worker attaches with an engine's memory.
-    pub memory: bool,
     pub depot: [u8; 16],
 }
 
-/// Waits for the next attach request of a worker.
-pub async fn attaching(server: &mut Server) -> Attaching {
+/// A worker's statement of its memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Stating {
+    pub peer: PeerId,
+    pub requested: RequestId,
+    /// Number of the statement.
+    pub number: u64,
+    /// Whether the worker has an engine's memory.
+    pub memory: bool,
+}
+
+/// What a worker says of itself.
+#[derive(Debug, Clone, Copy)]
+pub enum Statement {
+    Attach(Attaching),
+    Memory(Stating),
+}
+
+/// Waits for the next attach request of a worker, or statement of its memory.
+pub async fn statement(server: &mut Server) -> Statement {
     let wait = async {
         loop {
             for event in server.next().await.expect("the server receives") {
-                if let ServerEvent::Message { peer, envelope } = event
-                    && let Message::Attach(attach) = envelope.message
-                {
-                    return Attaching {
-                        peer,
-                        requested: envelope.correlation,
-                        attach: attach.attach,
-                        memory: attach.memory.is_some(),
-                        depot: attach.depots[0].depot,
-                    };
+                let ServerEvent::Message { peer, envelope } = event else {
+                    continue;
+                };
+                let requested = envelope.correlation;
+                match envelope.message {
+                    Message::Attach(attach) => {
+                        return Statement::Attach(Attaching {
+                            peer,
+                            requested,
+                            attach: attach.attach,
+                            depot: attach.depots[0].depot,
+                        });
+                    }
+                    Message::Memory(memory) => {
+                        return Statement::Memory(Stating {
+                            peer,
+                            requested,
+                            number: memory.number,
+                            memory: memory.memory.is_some(),
+                        });
+                    }
+                    _ => {}
                 }
             }
         }
     };
-    soon("an attach", wait).await
+    soon("a statement", wait).await
+}
+
+/// Waits for the next attach request of a worker.
+pub async fn attaching(server: &mut Server) -> Attaching {
+    loop {
+        if let Statement::Attach(attaching) = statement(server).await {
+            return attaching;
+        }
+    }
+}
+
+/// Accepts attach requests, and statements that there is no memory, until a worker states its memory.
+pub async fn stating(server: &mut Server) -> Stating {
+    loop {
+        match statement(server).await {
+            Statement::Memory(stating) if stating.memory => return stating,
+            other => accept(server, other),
+        }
+    }
+}
+
+/// Accepts a statement.
+pub fn accept(server: &Server, statement: Statement) {
+    match statement {
+        Statement::Attach(attaching) => agree(server, attaching),
+        Statement::Memory(stating) => {
+            let answer = Message::MemoryAnswer(MemoryAnswer {
+                number: stating.number,
+                after: 0,
+            });
+            let (peer, requested) = (stating.peer, stating.requested);
+            server.replier().reply(peer, requested, answer);
+        }
+    }
+}
+
+/// Accepts every statement.
+pub async fn accept_all(server: &mut Server) {
+    loop {
+        let statement = statement(server).await;
+        accept(server, statement);
+    }
 }
 
 /// Accepts an attach request.
@@ -141,16 +211,27 @@ pub fn agree(server: &Server, attaching: Attaching) {
     let answer = Message::Attached(Attached {
         attach: attaching.attach,
         after: 0,
-        attached_ranks: 0,
     });
     server
         .replier()
         .reply(attaching.peer, attaching.requested, answer);
 }
 
-/// Accepts an attach request, and checks that the worker sends nothing further for half a heartbeat.
+/// Accepts an attach request and the statement that there is no memory, and checks that the worker sends nothing further
+/// for half a heartbeat.
 pub async fn admit(server: &mut Server, attaching: Attaching) {
-    agree(server, attaching);
+    settle(server, attaching).await;
     let quiet = tokio::time::timeout(HEARTBEAT / 2, server.next()).await;
     assert!(quiet.is_err(), "{quiet:?}");
+}
+
+/// Accepts an attach request and the statement that there is no memory.
+pub async fn settle(server: &mut Server, attaching: Attaching) {
+    agree(server, attaching);
+    let stated = statement(server).await;
+    assert!(
+        matches!(stated, Statement::Memory(Stating { memory: false, .. })),
+        "{stated:?}"
+    );
+    accept(server, stated);
 }

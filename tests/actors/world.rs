@@ -6,9 +6,10 @@ use std::time::Duration;
 use kvferry_actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_protocol::{
-    Attach, AttachDepot, Attached, AttachedMemory, Call, Ended, Envelope, ErrorCode, Header, Hello,
-    Invalidated, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Message, PartBody, Role,
-    Status, StatusAnswer, Store, StoreAnswer, TransferOrder, VERSION, decode, encode,
+    Attach, AttachDepot, Attached, Call, Ended, Envelope, ErrorCode, Header, Hello, Invalidated,
+    Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Memory, Message, PartBody, Role,
+    StatedMemory, Status, StatusAnswer, Store, StoreAnswer, TierPages, TransferOrder, VERSION,
+    decode, encode,
 };
 use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
@@ -302,15 +303,16 @@ impl Puppet {
         }
     }
 
-    /// Attaches without running copies, with the memory of engine 1. The leader must accept.
+    /// Attaches without running copies, and states the memory of engine 1. The leader must accept both.
     pub async fn attach(&mut self) {
         let attached = self.request_attach().await;
         assert!(attached.is_ok(), "{attached:?} to {}", self.rank);
+        let memory = self.memory();
+        let admitted = self.client.call(memory, TEST_TIMEOUT).await;
+        assert!(admitted.is_ok(), "{admitted:?} to {}", self.rank);
     }
 
-    /// Sends the attach request of [`Self::attach`] and returns the answer, which may be a refusal.
-    pub async fn request_attach(&mut self) -> Answered<Attached> {
-        self.attaches += 1;
+    fn memory(&self) -> Memory {
         let geometry = GroupGeometry {
             group: GroupId(0),
             engine_page_tokens: 16,
@@ -321,10 +323,22 @@ impl Puppet {
             layout_fingerprint: [1; 16],
             ..GroupGeometry::default()
         };
-        let memory = AttachedMemory {
-            engine: [1; 16],
-            geometry: geometry.into(),
-        };
+        Memory {
+            number: self.attaches,
+            memory: Some(StatedMemory {
+                engine: [1; 16],
+                geometry: geometry.into(),
+                arena_pages: vec![TierPages {
+                    tier: 2,
+                    pages: self.pages,
+                }],
+            }),
+        }
+    }
+
+    /// Sends the attach request of [`Self::attach`] and returns the answer, which may be a refusal.
+    pub async fn request_attach(&mut self) -> Answered<Attached> {
+        self.attaches += 1;
         let attach = Attach {
             replica: 0,
             rank: self.rank,
@@ -335,9 +349,7 @@ impl Puppet {
                 tier: 2,
                 depot: [self.rank as u8; 16],
                 epoch: self.depot_epoch,
-                arena_pages: self.pages,
             }],
-            memory: Some(memory),
         };
         self.client.call(attach, TEST_TIMEOUT).await
     }

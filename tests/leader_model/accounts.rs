@@ -179,7 +179,6 @@ fn a_repeated_attach_gets_the_same_answer_and_an_older_one_gets_none() {
                 depot: DepotId(0),
                 epoch: Epoch(0),
             }),
-            memory: None,
         };
         let mut effects = Vec::new();
         leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
@@ -283,7 +282,6 @@ fn a_rank_out_of_range_is_refused() {
                 depot: DepotId(0),
                 epoch: Epoch(0),
             }),
-            memory: None,
         };
         let mut effects = Vec::new();
         leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);

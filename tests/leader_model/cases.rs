@@ -235,7 +235,6 @@ fn workers_that_are_silent_within_the_fence_of_a_new_leader_are_fenced() {
             depot: DepotId(0),
             epoch: Epoch(0),
         }),
-        memory: None,
     };
     leader.step(at(1), LeaderEvent::Attach(spoke), &mut effects);
     let fenced = |effects: &mut Vec<LeaderEffect>| -> Vec<WorkerId> {
@@ -485,30 +484,28 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<Trans
         page_bytes,
         ..geometry()
     };
-    let attached = AttachRequest {
-        worker: worker(0, 2),
-        ranks: RANKS,
-        shards: RANKS,
-        attach: AttachId(world.attaches),
-        depots: PerTier::host(AttachedDepot {
-            depot: DepotId(2),
-            epoch: Epoch(0),
-        }),
-        memory: Some(WorkerMemory {
+    let attached = LeaderEvent::arrival(
+        AttachRequest {
+            worker: worker(0, 2),
+            ranks: RANKS,
+            shards: RANKS,
+            attach: AttachId(world.attaches),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(2),
+                epoch: Epoch(0),
+            }),
+        },
+        WorkerMemory {
             engine: engine_id(0),
             geometry: geometry.into(),
             arena_pages: PerTier::host(arena_pages),
-        }),
-    };
+        },
+    );
     let mut effects = Vec::new();
-    world
-        .leader
-        .step(world.now, LeaderEvent::Attach(attached), &mut effects);
-    let verdict = effects.into_iter().find_map(|effect| match effect {
-        LeaderEffect::Admit { verdict, .. } => Some(verdict),
-        _ => None,
-    });
-    verdict.expect("a verdict")
+    for event in attached {
+        world.leader.step(world.now, event, &mut effects);
+    }
+    admission(&effects)
 }
 
 #[test]
@@ -589,21 +586,26 @@ fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
     }
     for engine in 0..2 {
         world.attaches += 1;
-        world.event(LeaderEvent::Attach(AttachRequest {
-            worker: worker(engine, 1),
-            ranks: RANKS,
-            shards: RANKS,
-            attach: AttachId(world.attaches),
-            depots: PerTier::host(AttachedDepot {
-                depot: DepotId(70),
-                epoch: Epoch(0),
-            }),
-            memory: Some(WorkerMemory {
+        let arrival = LeaderEvent::arrival(
+            AttachRequest {
+                worker: worker(engine, 1),
+                ranks: RANKS,
+                shards: RANKS,
+                attach: AttachId(world.attaches),
+                depots: PerTier::host(AttachedDepot {
+                    depot: DepotId(70),
+                    epoch: Epoch(0),
+                }),
+            },
+            WorkerMemory {
                 engine: engine_id(engine),
                 geometry: geometry().into(),
                 arena_pages: PerTier::host(60),
-            }),
-        }));
+            },
+        );
+        for event in arrival {
+            world.event(event);
+        }
     }
     assert_eq!(found(&mut world, 7), 0);
 }
@@ -613,16 +615,18 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
     let mut world = World::without_workers();
     let mut attach = |engine: u8, rank: u16, device_pages: u32| {
         world.attaches += 1;
-        let attached = AttachRequest {
-            worker: worker(engine, rank),
-            ranks: RANKS,
-            shards: RANKS,
-            attach: AttachId(world.attaches),
-            depots: PerTier::host(AttachedDepot {
-                depot: DepotId(rank.into()),
-                epoch: Epoch(0),
-            }),
-            memory: Some(WorkerMemory {
+        let attached = LeaderEvent::arrival(
+            AttachRequest {
+                worker: worker(engine, rank),
+                ranks: RANKS,
+                shards: RANKS,
+                attach: AttachId(world.attaches),
+                depots: PerTier::host(AttachedDepot {
+                    depot: DepotId(rank.into()),
+                    epoch: Epoch(0),
+                }),
+            },
+            WorkerMemory {
                 engine: engine_id(engine),
                 geometry: GroupGeometry {
                     device_pages,
@@ -630,17 +634,13 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
                 }
                 .into(),
                 arena_pages: PerTier::host(60),
-            }),
-        };
+            },
+        );
         let mut effects = Vec::new();
-        world
-            .leader
-            .step(world.now, LeaderEvent::Attach(attached), &mut effects);
-        let refused = effects.into_iter().find_map(|effect| match effect {
-            LeaderEffect::Admit { verdict, .. } => verdict.err(),
-            _ => None,
-        });
-        refused.map(|refusal| match refusal {
+        for event in attached {
+            world.leader.step(world.now, event, &mut effects);
+        }
+        admission(&effects).err().map(|refusal| match refusal {
             Refusal::RankDisagrees { field, value, .. } => (field, value),
             other => unreachable!("{other:?}"),
         })
@@ -660,21 +660,26 @@ fn another_engine(world: &mut World, content: u8) {
     }
     for (engine, rank) in places {
         world.attaches += 1;
-        world.event(LeaderEvent::Attach(AttachRequest {
-            worker: worker(engine, rank),
-            ranks: RANKS,
-            shards: RANKS,
-            attach: AttachId(world.attaches),
-            depots: PerTier::host(AttachedDepot {
-                depot: DepotId(rank.into()),
-                epoch: Epoch(0),
-            }),
-            memory: Some(WorkerMemory {
+        let arrival = LeaderEvent::arrival(
+            AttachRequest {
+                worker: worker(engine, rank),
+                ranks: RANKS,
+                shards: RANKS,
+                attach: AttachId(world.attaches),
+                depots: PerTier::host(AttachedDepot {
+                    depot: DepotId(rank.into()),
+                    epoch: Epoch(0),
+                }),
+            },
+            WorkerMemory {
                 engine: engine_id(engine),
                 geometry: of_content(content).into(),
                 arena_pages: PerTier::host(60),
-            }),
-        }));
+            },
+        );
+        for event in arrival {
+            world.event(event);
+        }
     }
 }
 
@@ -705,29 +710,29 @@ fn ranks_of_other_content_are_refused_by_that_field() {
     another_engine(&mut world, 1);
     world.event(LeaderEvent::WorkerDead(worker(1, 2)));
     world.attaches += 1;
-    let attached = AttachRequest {
-        worker: worker(1, 2),
-        ranks: RANKS,
-        shards: RANKS,
-        attach: AttachId(world.attaches),
-        depots: PerTier::host(AttachedDepot {
-            depot: DepotId(2),
-            epoch: Epoch(0),
-        }),
-        memory: Some(WorkerMemory {
+    let attached = LeaderEvent::arrival(
+        AttachRequest {
+            worker: worker(1, 2),
+            ranks: RANKS,
+            shards: RANKS,
+            attach: AttachId(world.attaches),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(2),
+                epoch: Epoch(0),
+            }),
+        },
+        WorkerMemory {
             engine: engine_id(1),
             geometry: of_content(2).into(),
             arena_pages: PerTier::host(60),
-        }),
-    };
+        },
+    );
     let mut effects = Vec::new();
-    let attached = LeaderEvent::Attach(attached);
-    world.leader.step(world.now, attached, &mut effects);
-    let refused = effects.into_iter().find_map(|effect| match effect {
-        LeaderEffect::Admit { verdict, .. } => verdict.err(),
-        _ => None,
-    });
-    let Some(Refusal::RankDisagrees { field, .. }) = refused else {
+    for event in attached {
+        world.leader.step(world.now, event, &mut effects);
+    }
+    let refused = admission(&effects);
+    let Err(Refusal::RankDisagrees { field, .. }) = refused else {
         unreachable!("{refused:?}");
     };
     assert_eq!(field, "content");

@@ -333,7 +333,6 @@ fn a_refusal_names_the_missing_workers() {
             depot: DepotId(2),
             epoch: Epoch(0),
         }),
-        memory: None,
     }));
     assert_eq!(reader.leader.attached_workers(), 0);
     assert_eq!(not_ready(&mut reader, 0, 2), waiting(6));
@@ -368,7 +367,6 @@ fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Res
             depot: DepotId(depot),
             epoch: Epoch(0),
         }),
-        memory: None,
     }));
     let verdict = effects.into_iter().find_map(|effect| match effect {
         LeaderEffect::Admit { verdict, .. } => Some(verdict),

@@ -106,21 +106,27 @@ impl Reader {
         arena_pages: u32,
     ) -> Vec<ReadRequest> {
         self.attaches += 1;
-        self.reads_requested(LeaderEvent::Attach(AttachRequest {
-            worker: worker(engine, rank),
-            ranks: RANKS,
-            shards: RANKS,
-            attach: AttachId(self.attaches),
-            depots: PerTier::host(AttachedDepot {
-                depot: DepotId(rank.into()),
-                epoch: Epoch(0),
-            }),
-            memory: Some(WorkerMemory {
+        let arrival = LeaderEvent::arrival(
+            AttachRequest {
+                worker: worker(engine, rank),
+                ranks: RANKS,
+                shards: RANKS,
+                attach: AttachId(self.attaches),
+                depots: PerTier::host(AttachedDepot {
+                    depot: DepotId(rank.into()),
+                    epoch: Epoch(0),
+                }),
+            },
+            WorkerMemory {
                 engine: engine_id(engine),
                 geometry: geometry().into(),
                 arena_pages: PerTier::host(arena_pages),
-            }),
-        }))
+            },
+        );
+        arrival
+            .into_iter()
+            .flat_map(|event| self.reads_requested(event))
+            .collect()
     }
 
     /// Attaches all workers. Returns the inventory requests.
@@ -296,11 +302,9 @@ fn no_other_worker_reads_a_depot_that_a_lost_worker_may_still_divide() {
         }
         assert_eq!(reader.tick_at(Time(0) + FENCE / 2), []);
         assert_eq!(reader.recovered(), None);
-        // The debt ends when the worker attaches again, which means that nothing runs, or when it is dead.
-        let next = match attaches {
-            true => (0, 1),
-            false => (1, 1),
-        };
+        // The debt ends when the worker attaches again, which means that nothing runs, or when it is dead. A worker that
+        // has not stated its memory yet is not asked.
+        let next = (1, 1);
         let requested = match attaches {
             true => reader.attach(0, 1),
             false => reader.reads_requested(LeaderEvent::WorkerDead(worker(0, 1))),
@@ -434,22 +438,27 @@ fn another_depot_is_read_from_its_first_page() {
         reader.step(LeaderEvent::WorkerDead(worker(engine, 1)));
     }
     reader.attaches += 1;
-    let attached = AttachRequest {
-        worker: worker(0, 1),
-        ranks: RANKS,
-        shards: RANKS,
-        attach: AttachId(reader.attaches),
-        depots: PerTier::host(AttachedDepot {
-            depot: DepotId(500),
-            epoch: Epoch(0),
-        }),
-        memory: Some(WorkerMemory {
+    let attached = LeaderEvent::arrival(
+        AttachRequest {
+            worker: worker(0, 1),
+            ranks: RANKS,
+            shards: RANKS,
+            attach: AttachId(reader.attaches),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(500),
+                epoch: Epoch(0),
+            }),
+        },
+        WorkerMemory {
             engine: engine_id(0),
             geometry: geometry().into(),
             arena_pages: PerTier::host(ARENA_PAGES),
-        }),
-    };
-    let effects = reader.step(LeaderEvent::Attach(attached));
+        },
+    );
+    let effects: Vec<LeaderEffect> = attached
+        .into_iter()
+        .flat_map(|event| reader.step(event))
+        .collect();
     let requested = effects.iter().filter_map(|effect| match effect {
         LeaderEffect::ReadInventory { depot, from, .. } => Some((depot.0, *from)),
         _ => None,

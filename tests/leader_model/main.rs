@@ -10,6 +10,7 @@ mod edges;
 mod groups;
 mod inventory;
 mod late;
+mod memories;
 mod moves;
 mod resets;
 mod settings;
@@ -21,13 +22,13 @@ use std::time::Duration;
 
 use kvferry_core::{
     AnchorKey, AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
-    OPEN_REQUESTS_MAX, Refusal, WorkerMemory,
+    MemoryStatement, OPEN_REQUESTS_MAX, Refusal, WorkerMemory,
 };
 use kvferry_types::{
     Answer, AttachId, CancelStoresAnswer, DepotId, Direction, EndedCopy, EngineId, Epoch,
-    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes, PageList, Part, PerTier, Rank,
-    Ratio, Replica, Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time,
-    TransferId, WorkerId,
+    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, MemoryId, PageHashes, PageList, Part,
+    PerTier, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetScope, SlotId,
+    StoreAnswer, Time, TransferId, WorkerId,
 };
 use proptest::prelude::*;
 
@@ -139,6 +140,18 @@ fn geometry() -> GroupGeometry {
     }
 }
 
+/// The verdict about a worker that arrived, or that stated its memory: the first refusal, else the last admission.
+fn admission(effects: &[LeaderEffect]) -> Result<TransferId, Refusal> {
+    let verdicts = effects.iter().filter_map(|effect| match effect {
+        LeaderEffect::Admit { verdict, .. } | LeaderEffect::AdmitMemory { verdict, .. } => {
+            Some(verdict.clone())
+        }
+        _ => None,
+    });
+    let verdict = verdicts.reduce(|first, second| first.and(second));
+    verdict.expect("a verdict")
+}
+
 fn settings() -> LeaderSettings {
     let ratio = Ratio::new(8).expect("in bounds");
     let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey::new([3; 32]));
@@ -191,21 +204,26 @@ impl World {
     fn attach(&mut self, engine: u8, rank: u16) {
         let geometry = geometry();
         self.attaches += 1;
-        self.event(LeaderEvent::Attach(AttachRequest {
-            worker: worker(engine, rank),
-            ranks: RANKS,
-            shards: RANKS,
-            attach: AttachId(self.attaches),
-            depots: PerTier::host(AttachedDepot {
-                depot: DepotId(rank.into()),
-                epoch: Epoch(0),
-            }),
-            memory: Some(WorkerMemory {
+        let arrival = LeaderEvent::arrival(
+            AttachRequest {
+                worker: worker(engine, rank),
+                ranks: RANKS,
+                shards: RANKS,
+                attach: AttachId(self.attaches),
+                depots: PerTier::host(AttachedDepot {
+                    depot: DepotId(rank.into()),
+                    epoch: Epoch(0),
+                }),
+            },
+            WorkerMemory {
                 engine: engine_id(engine),
                 geometry: geometry.into(),
                 arena_pages: PerTier::host(60),
-            }),
-        }));
+            },
+        );
+        for event in arrival {
+            self.event(event);
+        }
     }
 
     fn request(&mut self, engine: u8, request: Request) {
@@ -265,7 +283,9 @@ impl World {
                         self.cancelled.insert(transfer);
                     }
                 }
-                LeaderEffect::Admit { verdict, .. } => assert!(verdict.is_ok()),
+                LeaderEffect::Admit { verdict, .. } | LeaderEffect::AdmitMemory { verdict, .. } => {
+                    assert!(verdict.is_ok());
+                }
                 LeaderEffect::ReadInventory {
                     worker,
                     depot,

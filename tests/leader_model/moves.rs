@@ -5,29 +5,31 @@ use kvferry_types::{Edge, MemoryGeometry, Part, PerTier, TierId, Transfer};
 
 use super::*;
 
-const DOWN: Edge = Edge {
+pub(super) const DOWN: Edge = Edge {
     from: TierId::Host,
     to: TierId::Disk,
 };
-const UP: Edge = Edge {
+pub(super) const UP: Edge = Edge {
     from: TierId::Disk,
     to: TierId::Host,
 };
-const RATIO: u32 = 8;
+pub(super) const RATIO: u32 = 8;
 
 /// A leader with the ranks of one engine, each with a shard of its own, whose transfers are ended one by one.
 pub(super) struct Tiered {
-    leader: Leader,
-    geometry: MemoryGeometry,
+    pub(super) leader: Leader,
+    pub(super) geometry: MemoryGeometry,
     now: Time,
     last_request: u64,
     open: Vec<Transfer>,
     answers: BTreeMap<RequestId, Reply>,
+    /// Answers to statements of memories: the worker, the number, and whether the memory is used.
+    pub(super) admitted: Vec<(WorkerId, MemoryId, bool)>,
 }
 
 impl Tiered {
     /// `host` pages of host memory, and 64 pages on the disk. With `moves`, pages are moved over these edges.
-    fn new(host: u32, moves: &[Edge]) -> Self {
+    pub(super) fn new(host: u32, moves: &[Edge]) -> Self {
         Self::of(geometry().into(), host, moves, false)
     }
 
@@ -57,6 +59,7 @@ impl Tiered {
             last_request: 0,
             open: Vec::new(),
             answers: BTreeMap::new(),
+            admitted: Vec::new(),
         };
         (0..RANKS).for_each(|rank| tiered.attach(rank, host, 0));
         assert!(
@@ -73,24 +76,34 @@ impl Tiered {
             epoch: Epoch(0),
         };
         let depots = [(TierId::Host, depot(10)), (TierId::Disk, depot(20 + disk))];
-        let pages = [(TierId::Host, host), (TierId::Disk, 64)];
         self.last_request += 1;
-        self.step(LeaderEvent::Attach(AttachRequest {
-            worker: worker(0, rank),
-            ranks: RANKS,
-            shards: RANKS,
-            attach: AttachId(self.last_request),
-            depots: depots.into_iter().collect(),
-            memory: Some(WorkerMemory {
-                engine: engine_id(1),
-                geometry: self.geometry.clone(),
-                arena_pages: pages.into_iter().collect::<PerTier<u32>>(),
-            }),
-        }));
+        let arrival = LeaderEvent::arrival(
+            AttachRequest {
+                worker: worker(0, rank),
+                ranks: RANKS,
+                shards: RANKS,
+                attach: AttachId(self.last_request),
+                depots: depots.into_iter().collect(),
+            },
+            self.memory(host),
+        );
+        for event in arrival {
+            self.step(event);
+        }
+    }
+
+    /// The engine's memory, beside a depot of `host` pages in host memory.
+    pub(super) fn memory(&self, host: u32) -> WorkerMemory {
+        let pages = [(TierId::Host, host), (TierId::Disk, 64)];
+        WorkerMemory {
+            engine: engine_id(1),
+            geometry: self.geometry.clone(),
+            arena_pages: pages.into_iter().collect::<PerTier<u32>>(),
+        }
     }
 
     /// Handles an event; inventories are empty, and transfers stay open.
-    fn step(&mut self, event: LeaderEvent) {
+    pub(super) fn step(&mut self, event: LeaderEvent) {
         let mut events = vec![event];
         while let Some(event) = events.pop() {
             let mut effects = Vec::new();
@@ -109,6 +122,11 @@ impl Tiered {
                     LeaderEffect::Answer { id, answer, .. } => {
                         self.answers.insert(id, answer);
                     }
+                    LeaderEffect::AdmitMemory {
+                        worker,
+                        number,
+                        verdict,
+                    } => self.admitted.push((worker, number, verdict.is_ok())),
                     LeaderEffect::ReadInventory {
                         worker,
                         depot,
@@ -141,7 +159,7 @@ impl Tiered {
         self.answers.get(&id).cloned()
     }
 
-    fn lookup(&mut self, name: u8) -> u32 {
+    pub(super) fn lookup(&mut self, name: u8) -> u32 {
         let answer = self.request(Request::Lookup {
             slot: SlotId(name.into()),
             namespace: vec![7],
@@ -156,7 +174,7 @@ impl Tiered {
     }
 
     /// Stores a block of a sequence, and ends its copy.
-    fn stored(&mut self, name: u8) {
+    pub(super) fn stored(&mut self, name: u8) {
         self.lookup(name);
         let answer = self.request(Request::Store {
             slot: SlotId(name.into()),
@@ -168,12 +186,17 @@ impl Tiered {
         copies.iter().for_each(|copy| self.end(copy, RATIO, false));
     }
 
+    /// The answer to a request.
+    pub(super) fn answered(&self, id: RequestId) -> Option<Reply> {
+        self.answers.get(&id).cloned()
+    }
+
     /// The answer to the last request.
     pub(super) fn answer(&self) -> Option<Reply> {
         self.answers.get(&RequestId(self.last_request)).cloned()
     }
 
-    fn load(&mut self, name: u8) -> RequestId {
+    pub(super) fn load(&mut self, name: u8) -> RequestId {
         let answer = self.request(Request::Load {
             slot: SlotId(name.into()),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, RATIO))],
@@ -201,7 +224,14 @@ impl Tiered {
         }
     }
 
-    fn report(&mut self, rank: u16, transfer: &Transfer, complete: bool, pages: u32, bad: bool) {
+    pub(super) fn report(
+        &mut self,
+        rank: u16,
+        transfer: &Transfer,
+        complete: bool,
+        pages: u32,
+        bad: bool,
+    ) {
         let ended = EndedCopy {
             transfer: transfer.id,
             complete,
@@ -218,7 +248,7 @@ impl Tiered {
     }
 
     /// Ends the open transfers of an edge completely. Returns their number.
-    fn end_all(&mut self, edge: Edge) -> usize {
+    pub(super) fn end_all(&mut self, edge: Edge) -> usize {
         let transfers = self.take(edge);
         transfers
             .iter()
@@ -227,7 +257,7 @@ impl Tiered {
     }
 
     /// Stores `name`, writes it to the disk, and evicts it from host memory by storing others.
-    fn on_disk_only(&mut self, name: u8) {
+    pub(super) fn on_disk_only(&mut self, name: u8) {
         self.stored(name);
         assert_eq!(self.end_all(DOWN), 1);
         for other in [20, 22] {

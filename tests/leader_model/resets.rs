@@ -117,7 +117,6 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
             depot: DepotId(1),
             epoch: Epoch(0),
         }),
-        memory: None,
     };
     for copy in 0..2 {
         let effects = reader.step(LeaderEvent::Attach(attached.clone()));

@@ -29,33 +29,29 @@ fn attach_depot(
     (ranks, shards): (u16, u16),
     depot_epoch: Epoch,
 ) -> Vec<LeaderEffect> {
-    let attached = AttachRequest {
-        worker: worker(0, rank),
-        ranks,
-        shards,
-        attach: AttachId(depot_epoch.0 + 1),
-        depots: PerTier::host(AttachedDepot {
-            depot: DepotId(rank.into()),
-            epoch: depot_epoch,
-        }),
-        memory: Some(WorkerMemory {
+    let attached = LeaderEvent::arrival(
+        AttachRequest {
+            worker: worker(0, rank),
+            ranks,
+            shards,
+            attach: AttachId(depot_epoch.0 + 1),
+            depots: PerTier::host(AttachedDepot {
+                depot: DepotId(rank.into()),
+                epoch: depot_epoch,
+            }),
+        },
+        WorkerMemory {
             engine: engine_id(0),
             geometry: geometry().into(),
             arena_pages: PerTier::host(60),
-        }),
-    };
+        },
+    );
     let mut effects = Vec::new();
-    leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
-    leader.check().expect("the second count agrees");
+    for event in attached {
+        leader.step(Time(0), event, &mut effects);
+        leader.check().expect("the second count agrees");
+    }
     effects
-}
-
-fn verdict(effects: &[LeaderEffect]) -> Result<TransferId, Refusal> {
-    let verdict = effects.iter().find_map(|effect| match effect {
-        LeaderEffect::Admit { verdict, .. } => Some(verdict.clone()),
-        _ => None,
-    });
-    verdict.expect("a verdict")
 }
 
 /// If the worker of rank 0 were admitted, the replica would be complete for the leader, and loads would be answered
@@ -73,7 +69,7 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_is_refused() {
         };
         let reads = |effect: &LeaderEffect| matches!(effect, LeaderEffect::ReadInventory { .. });
         assert!(!effects.iter().any(reads), "{effects:?}");
-        assert_eq!(verdict(&effects), Err(expected));
+        assert_eq!(admission(&effects), Err(expected));
     }
     assert!(!leader.is_ready());
     assert_eq!(leader.attached_workers(), 0);
@@ -111,7 +107,7 @@ fn a_worker_with_other_settings_is_refused_and_one_with_the_same_is_admitted() {
     for own in all {
         for theirs in all.into_iter().chain([(0, 0), (4, 0), (0, 1)]) {
             let mut leader = leader(own.0, own.1);
-            let reported = verdict(&attach(&mut leader, 0, theirs));
+            let reported = admission(&attach(&mut leader, 0, theirs));
             let differs = |setting, value, expected| {
                 let worker = worker(0, 0);
                 Err(Refusal::SettingDiffers {
@@ -147,12 +143,13 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_refused(
             depot_epoch: seen,
             epoch: EPOCH,
         };
-        assert_eq!(verdict(&effects), Err(used));
+        assert_eq!(admission(&effects), Err(used));
     }
     let mut leader = leader(1, 1);
     let effects = attach_depot(&mut leader, 0, (1, 1), Epoch(EPOCH.0 - 1));
     let [
         LeaderEffect::Admit { .. },
+        LeaderEffect::AdmitMemory { .. },
         LeaderEffect::ReadInventory {
             read_id: reading, ..
         },
@@ -174,5 +171,5 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_refused(
     );
     assert!(leader.is_ready());
     let again = attach_depot(&mut leader, 0, (1, 1), EPOCH);
-    assert!(verdict(&again).is_ok(), "it was this leader who read it");
+    assert!(admission(&again).is_ok(), "it was this leader who read it");
 }

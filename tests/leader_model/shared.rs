@@ -74,21 +74,27 @@ impl Shared {
 
     fn attach(&mut self, rank: u16, depot: DepotId) -> Vec<LeaderEffect> {
         self.last_request += 1;
-        self.step(LeaderEvent::Attach(AttachRequest {
-            worker: place(rank),
-            ranks: 4,
-            shards: 2,
-            attach: AttachId(self.last_request),
-            depots: PerTier::host(AttachedDepot {
-                depot,
-                epoch: Epoch(0),
-            }),
-            memory: Some(WorkerMemory {
+        let arrival = LeaderEvent::arrival(
+            AttachRequest {
+                worker: place(rank),
+                ranks: 4,
+                shards: 2,
+                attach: AttachId(self.last_request),
+                depots: PerTier::host(AttachedDepot {
+                    depot,
+                    epoch: Epoch(0),
+                }),
+            },
+            WorkerMemory {
                 engine: engine_id(0),
                 geometry: geometry().into(),
                 arena_pages: PerTier::host(60),
-            }),
-        }))
+            },
+        );
+        arrival
+            .into_iter()
+            .flat_map(|event| self.step(event))
+            .collect()
     }
 
     fn request(&mut self, request: Request) -> Vec<LeaderEffect> {
@@ -182,15 +188,12 @@ fn ranks_of_a_shard_share_its_depot() {
     let mut shared = Shared::new();
     shared.attach(0, DepotId(1));
     let refused = shared.attach(1, DepotId(2));
-    let verdict = refused.into_iter().find_map(|effect| match effect {
-        LeaderEffect::Admit { verdict, .. } => Some(verdict),
-        _ => None,
-    });
+    let verdict = admission(&refused);
     let not_shared = Refusal::DepotNotShared {
         worker: place(1),
         other: place(0),
     };
-    assert_eq!(verdict, Some(Err(not_shared)));
+    assert_eq!(verdict, Err(not_shared));
 }
 
 #[test]
@@ -198,15 +201,12 @@ fn a_depot_is_of_one_shard() {
     let mut shared = Shared::new();
     shared.attach(0, DepotId(1));
     let refused = shared.attach(2, DepotId(1));
-    let verdict = refused.into_iter().find_map(|effect| match effect {
-        LeaderEffect::Admit { verdict, .. } => Some(verdict),
-        _ => None,
-    });
+    let verdict = admission(&refused);
     let of_two = Refusal::DepotOfTwoShards {
         worker: place(2),
         shard: 0,
     };
-    assert_eq!(verdict, Some(Err(of_two)));
+    assert_eq!(verdict, Err(of_two));
 }
 
 #[test]

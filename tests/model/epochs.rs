@@ -12,8 +12,8 @@ use kvferry_core::{
     BatchId, GroupBounds, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings,
 };
 use kvferry_types::{
-    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, GroupId, PageList,
-    PerTier, Rank, RequestId, Time, Transfer, TransferId,
+    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, GroupId, MemoryId,
+    PageList, PerTier, Rank, RequestId, Time, Transfer, TransferId,
 };
 use stateright::{Model, Property};
 
@@ -53,6 +53,8 @@ enum Rule {
     AttachEarly,
     /// An attach request of one connection is sent again over the next.
     AttachAgain,
+    /// A worker states its memory while copies of other memory run.
+    StateEarly,
 }
 
 struct Epochs {
@@ -71,6 +73,10 @@ enum Message {
     Attach(Rank, AttachId),
     /// Bound to one connection.
     Admit(Rank, AttachId, TransferId),
+    /// Bound to one connection.
+    Memory(Rank, MemoryId),
+    /// Bound to one connection.
+    AdmitMemory(Rank, MemoryId, TransferId),
     Order(Rank, CopyId),
     Cancel(Rank, CopyId),
     Ack(Rank, CopyId, bool),
@@ -108,6 +114,8 @@ struct Seat {
     connected: bool,
     /// The last attach that the leader received over this connection.
     attached: Option<AttachId>,
+    /// The last statement of the memory that the leader received after that.
+    memory: Option<MemoryId>,
     /// Whether the worker's depot is not the one that the leader knows.
     other_depot: bool,
     /// Running copies, which write.
@@ -152,6 +160,7 @@ impl Seat {
             link: None,
             connected: false,
             attached: None,
+            memory: None,
             other_depot: false,
             running: Vec::new(),
             wrote: None,
@@ -279,6 +288,7 @@ impl State {
         self.fail_copies_of(rank);
         let place = &mut self.places[at(rank)];
         place.attached = Some(attach);
+        place.memory = None;
         if std::mem::take(&mut place.other_depot) {
             self.ready = None;
             // A running fill is discarded when it ends.
@@ -288,14 +298,30 @@ impl State {
         true
     }
 
+    /// Handles a statement of a worker's memory in the leader. Returns whether it was new to the leader.
+    fn memory(&mut self, rank: Rank, number: MemoryId) -> bool {
+        let place = &self.places[at(rank)];
+        if place.attached.is_none() || Some(number) <= place.memory {
+            return false;
+        }
+        self.fail_copies_of(rank);
+        self.places[at(rank)].memory = Some(number);
+        self.network
+            .send(Message::AdmitMemory(rank, number, self.last));
+        true
+    }
+
     /// Removes the leader's side of a connection, with the messages that the connection carried.
     fn cut(&mut self, rule: Rule, rank: Rank) {
         let place = &mut self.places[at(rank)];
         place.connected = false;
         place.attached = None;
+        place.memory = None;
         self.network.cut(|message| match message {
             Message::Attach(who, _) => *who == rank && rule != Rule::AttachAgain,
-            Message::Admit(who, ..) => *who == rank,
+            Message::Admit(who, ..) | Message::Memory(who, _) | Message::AdmitMemory(who, ..) => {
+                *who == rank
+            }
             _ => false,
         });
     }
@@ -305,8 +331,11 @@ impl State {
         let place = &mut self.places[at(rank)];
         for effect in place.step(event) {
             match effect {
-                WorkerEffect::Attach { attach, .. } => {
+                WorkerEffect::Attach { attach } => {
                     self.network.send(Message::Attach(rank, attach));
+                }
+                WorkerEffect::StateMemory { number } => {
+                    self.network.send(Message::Memory(rank, number));
                 }
                 WorkerEffect::Start(copies) => {
                     for copy in copies.iter().map(id) {
@@ -327,6 +356,9 @@ impl State {
         }
         if rule == Rule::AttachEarly && place.link.is_some() && place.attached.is_none() {
             self.network.send(Message::Attach(rank, AttachId(1)));
+        }
+        if rule == Rule::StateEarly && place.attached.is_some() && !place.running.is_empty() {
+            self.network.send(Message::Memory(rank, MemoryId(9)));
         }
     }
 
@@ -377,6 +409,7 @@ impl State {
     fn arrive(&mut self, rule: Rule, message: Message) -> bool {
         match message {
             Message::Attach(rank, attach) => self.attach(rank, attach),
+            Message::Memory(rank, number) => self.memory(rank, number),
             Message::Ack(rank, (epoch, transfer), complete) => {
                 (epoch == self.epoch || rule == Rule::AnyAck)
                     && self.ended(transfer, rank, complete)
@@ -385,6 +418,13 @@ impl State {
                 let after = Some(after);
                 self.changed(rank, |state| {
                     state.step(rule, rank, WorkerEvent::Admitted { attach, after });
+                })
+            }
+            Message::AdmitMemory(rank, number, after) => {
+                let after = Some(after);
+                self.changed(rank, |state| {
+                    let admitted = WorkerEvent::MemoryAdmitted { number, after };
+                    state.step(rule, rank, admitted);
                 })
             }
             Message::Order(rank, _) | Message::Cancel(rank, _) => {
@@ -441,7 +481,7 @@ impl State {
     }
 
     fn all_attached(&self) -> bool {
-        self.places.iter().all(|place| place.attached.is_some())
+        self.places.iter().all(|place| place.memory.is_some())
     }
 }
 
@@ -685,4 +725,10 @@ fn a_worker_that_attaches_too_early_writes_pages_that_no_leader_awaits() {
 fn a_repeated_attach_over_the_next_connection_writes_pages_that_no_leader_awaits() {
     let model = || Epochs::one_leader(Rule::AttachAgain, 1, 0, 0);
     breaks("epochs: attach again", model, AWAITED);
+}
+
+#[test]
+fn a_worker_that_states_its_memory_too_early_writes_pages_that_no_leader_awaits() {
+    let model = || Epochs::one_leader(Rule::StateEarly, 0, 1, 0);
+    breaks("epochs: early statement", model, AWAITED);
 }

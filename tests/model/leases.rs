@@ -14,7 +14,7 @@ use kvferry_types::{
 use stateright::{Model, Property};
 
 use super::harness::{Missing, Past, breaks, holds, ranks};
-use beside::{attached, sequence, time, worker};
+use beside::{arrival, sequence, time, worker};
 
 const PAGES: usize = 2;
 const NAMES: usize = 3;
@@ -345,7 +345,9 @@ impl State {
         self.closing = !self.transfers.is_empty();
         let worker = worker(rank);
         self.step(LeaderEvent::WorkerDead(worker));
-        self.step(LeaderEvent::Attach(attached(worker, 2)));
+        for event in arrival(worker, 2) {
+            self.step(event);
+        }
     }
 
     /// Every block that a slot holds or a load reads, once for each holder.

@@ -242,9 +242,14 @@ impl WorkerHost for Host {
         }
     }
 
-    fn start(&mut self, copies: Vec<(Transfer, Time)>, memory: &EngineSide) -> Result<(), Fatal> {
-        let Some(depot) = &self.depot else {
-            return Err("copies started without a depot".into());
+    fn start(
+        &mut self,
+        copies: Vec<(Transfer, Time)>,
+        memory: Option<&EngineSide>,
+    ) -> Result<(), Fatal> {
+        // This worker reaches host memory alone: there is no other tier to move pages to.
+        let (Some(depot), Some(memory)) = (&self.depot, memory) else {
+            return Err("copies started without a depot or without an engine's memory".into());
         };
         let (memory, depot) = (memory.clone(), Arc::clone(depot));
         let loads = copies

@@ -7,9 +7,9 @@ use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{
-    Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupId, LookupAnswer,
-    PageHashes, PageList, PageRecord, Part, PerTier, Rank, Replica, Request, ResetAnswer,
-    ResetScope, StoreAnswer, Stored, TierId,
+    Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry, GroupId,
+    LookupAnswer, PageHashes, PageList, PageRecord, Part, PerTier, Rank, Replica, Request,
+    ResetAnswer, ResetScope, StoreAnswer, Stored, TierId,
 };
 
 const RATIO: u32 = 4;
@@ -250,8 +250,9 @@ fn a_worker_receives_a_repeated_invalidation_over_another_connection_only() {
     );
     let lost = step(&mut leader, Time(1), LeaderEvent::WorkerLost(WORKER));
     assert_eq!(invalidations(&lost), 0, "nobody is there");
-    let again = LeaderEvent::Attach(attached(AttachId(1), 32));
-    assert_eq!(invalidations(&step(&mut leader, Time(2), again)), 1);
+    let again = arrival(AttachId(1), 32, 64);
+    let again = again.map(|event| invalidations(&step(&mut leader, Time(2), event)));
+    assert_eq!(again, [1, 0]);
     assert_eq!(
         answers(&invalidated(&mut leader, Time(3))),
         [Ok(Answer::Reset(ResetAnswer { pages: 0 }))]
@@ -282,8 +283,9 @@ fn open_resets_are_bounded_in_number_and_in_named_pages() {
 
     let mut leader = serving();
     step(&mut leader, Time(0), LeaderEvent::WorkerLost(WORKER));
-    let again = LeaderEvent::Attach(attached(AttachId(1), 32));
-    step(&mut leader, Time(0), again);
+    for event in arrival(AttachId(1), 32, 64) {
+        step(&mut leader, Time(0), event);
+    }
     let named = 131_072;
     for id in 1..=(RESET_PAGES_OPEN_MAX / named) as u64 + 1 {
         let scope = ResetScope::Pages(vec![1], sequence(named as u32, 1));
@@ -318,9 +320,9 @@ fn a_deadline_of_weeks_is_cut() {
     );
 }
 
-/// The attach request of the worker; with another page size than [`serving`] has, it would be refused.
-fn attached(attach: AttachId, arena_pages: u32) -> AttachRequest {
-    AttachRequest {
+/// The arrival of the worker; with another page size than [`serving`] has, its memory would be refused.
+fn arrival(attach: AttachId, arena_pages: u32, page_bytes: u64) -> [LeaderEvent; 2] {
+    let attached = AttachRequest {
         worker: WORKER,
         ranks: 1,
         shards: 1,
@@ -329,12 +331,17 @@ fn attached(attach: AttachId, arena_pages: u32) -> AttachRequest {
             depot: DepotId(1),
             epoch: Epoch(0),
         }),
-        memory: Some(WorkerMemory {
-            engine: ENGINE,
-            geometry: geometry().into(),
-            arena_pages: PerTier::host(arena_pages),
-        }),
-    }
+    };
+    let geometry = GroupGeometry {
+        page_bytes,
+        ..geometry()
+    };
+    let memory = WorkerMemory {
+        engine: ENGINE,
+        geometry: geometry.into(),
+        arena_pages: PerTier::host(arena_pages),
+    };
+    LeaderEvent::arrival(attached, memory)
 }
 
 #[test]
@@ -345,15 +352,15 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
     settings.depot_bytes = PerTier::host(1000 * (64 + 80));
     let mut leader = Leader::new(settings);
     let verdict = |leader: &mut Leader, attach, arena_pages, page_bytes| {
-        let mut attached = attached(AttachId(attach), arena_pages);
-        if let Some(memory) = &mut attached.memory {
-            memory.geometry.groups[0].page_bytes = page_bytes;
-        }
-        let effects = step(leader, Time(0), LeaderEvent::Attach(attached));
-        let admit = effects.into_iter().find_map(|effect| match effect {
-            LeaderEffect::Admit { verdict, .. } => Some(verdict),
-            _ => None,
-        });
+        let arrival = arrival(AttachId(attach), arena_pages, page_bytes);
+        let effects = arrival.map(|event| step(leader, Time(0), event));
+        let admit = effects
+            .into_iter()
+            .flatten()
+            .find_map(|effect| match effect {
+                LeaderEffect::AdmitMemory { verdict, .. } => Some(verdict),
+                _ => None,
+            });
         admit.expect("a verdict").map(|_| ())
     };
     let too_large = |arena_pages, page_bytes, most_pages| {

@@ -440,7 +440,7 @@ impl Leader {
     ) -> bool {
         let (first, end) = (load.stretches[index].first, load.stretches[index].end());
         let ratio = self.settings.ratio.pages();
-        let workers = self.roster.moving(self.tiers.wanted_key());
+        let workers = self.roster.moving();
         // A reset in progress does not know blocks that are created now: pages that it removes are not promoted.
         let source = self.tiers.serving(below.tier);
         let movable = source.is_some_and(|pool| pool.movable(below.block).is_some());

@@ -1,13 +1,13 @@
-//! The memory with which workers attach, and in which fields two of them differ.
+//! The memory that workers state, and in which fields two of them differ.
 
 use std::sync::Arc;
 
-use crate::event::AttachRequest;
+use crate::event::MemoryStatement;
 use crate::model::Model;
 use crate::refusal::Refusal;
 use kvferry_types::{EngineId, GroupGeometry, MemoryGeometry, PerTier, TierId};
 
-/// The memory with which a worker attached.
+/// The memory of an attached worker.
 #[derive(Debug, Clone)]
 pub(super) struct SeatMemory {
     pub(super) engine: EngineId,
@@ -16,13 +16,13 @@ pub(super) struct SeatMemory {
 }
 
 impl SeatMemory {
-    /// Checks the groups of the memory that a worker attaches with.
-    pub(super) fn of(attached: &AttachRequest) -> Result<Option<Self>, Refusal> {
-        let Some(memory) = &attached.memory else {
+    /// Checks the groups of the memory that a worker states.
+    pub(super) fn of(stated: &MemoryStatement) -> Result<Option<Self>, Refusal> {
+        let Some(memory) = &stated.memory else {
             return Ok(None);
         };
         let model = Model::new(memory.geometry.clone()).map_err(|error| Refusal::Groups {
-            worker: attached.worker,
+            worker: stated.worker,
             error,
         })?;
         Ok(Some(Self {

@@ -4,6 +4,7 @@
 //! clock, draws no random numbers and does not block: it appends effects, and its caller carries them out. The live
 //! leader and a replay in virtual time run the same code.
 
+mod attach;
 mod cancel;
 mod counters;
 mod load;
@@ -205,6 +206,7 @@ impl Leader {
             LeaderEvent::EngineOpened(engine) => self.engine_opened(engine),
             LeaderEvent::EngineClosed(engine) => self.engine_closed(now, engine),
             LeaderEvent::Attach(attached) => self.attached(now, attached, effects),
+            LeaderEvent::Memory(stated) => self.memory_stated(now, stated, effects),
             LeaderEvent::WorkerLost(worker) => self.worker_lost(now, worker, effects),
             LeaderEvent::WorkerDead(worker) => self.worker_dead(now, worker, effects),
             LeaderEvent::Inventory {

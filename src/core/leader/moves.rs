@@ -158,7 +158,7 @@ impl Leader {
             return;
         }
         // Blocks wait while a shard has no worker that could move them.
-        if self.roster.moving(self.tiers.wanted_key()).is_none() {
+        if self.roster.moving().is_none() {
             return;
         }
         for index in 0..self.settings.moves.len() {
@@ -263,7 +263,7 @@ impl Leader {
         terms: MoveTerms,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        let Some(workers) = self.roster.moving(self.tiers.wanted_key()) else {
+        let Some(workers) = self.roster.moving() else {
             return;
         };
         let shards = self.roster.shard_set();

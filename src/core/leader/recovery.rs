@@ -91,7 +91,7 @@ impl Tier {
 
     /// The next request of each shard that has none open, which counts as sent. A shard of which many records
     /// wait for other shards gets none, so that what is kept does not grow with the inventory. Where a worker owes an answer for the depot, only
-    /// that worker receives the request, and none is sent while that worker is not attached.
+    /// that worker receives the request, and none is sent while that worker may not read.
     fn next_parts(&mut self, id: TierId, roster: &Roster) -> Vec<PartRequest> {
         let TierState::Reading(scan) = &mut self.state else {
             return Vec::new();
@@ -111,7 +111,7 @@ impl Tier {
             }
             let mut reader = self.unanswered.iter();
             let worker = match reader.find(|(_, open_read)| open_read.depot == depot) {
-                Some((reader, _)) => Some(*reader).filter(|reader| roster.is_attached(*reader)),
+                Some((reader, _)) => Some(*reader).filter(|reader| roster.may_read(*reader)),
                 None => worker,
             };
             let Some(worker) = worker else {
@@ -444,7 +444,7 @@ mod tests {
     use crate::anchor::AnchorKey;
     use crate::event::LeaderEvent;
     use crate::leader::LeaderSettings;
-    use crate::leader::tests::{ENGINE, attached_rank};
+    use crate::leader::tests::{ENGINE, arrival};
     use crate::recover::UNMERGED_MAX;
     use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Rank, Ratio, Replica, Stored};
 
@@ -484,9 +484,9 @@ mod tests {
             records: pages.map(record).collect(),
         };
         step(LeaderEvent::EngineOpened(ENGINE));
-        let attach = |rank| LeaderEvent::Attach(attached_rank(rank, 2, pages));
-        assert_eq!(step(attach(0)), []);
-        assert_eq!(step(attach(1)), [(0, 0, 1), (1, 0, 1)]);
+        let mut arrive = |rank| arrival(1, (rank, 2), pages).map(&mut step);
+        assert_eq!(arrive(0), [vec![], vec![]]);
+        assert_eq!(arrive(1), [vec![], vec![(0, 0, 1), (1, 0, 1)]]);
         let few = UNMERGED_MAX as u32 - 1;
         assert_eq!(step(part(0, 0..few, 1)), [(0, few, 2)]);
         assert_eq!(step(part(0, few..few + 1, 2)), []);

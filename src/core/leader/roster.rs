@@ -1,7 +1,7 @@
 //! The roster of workers: which are attached, with which memory and depot, and whether they agree.
 //!
 //! A worker *attaches* when no copy or other order of an older leader, or of an older connection, is in flight any
-//! longer. Until every seat has attached or is known to be dead, an old order may still read or write engine memory and
+//! longer, and then states its engine's *memory*, or that it has none, whenever that changes. Until every seat has attached or is known to be dead, an old order may still read or write engine memory and
 //! depots. Before that the leader reads no inventory, and refuses no request that names engine pages.
 
 use std::cmp::Ordering;
@@ -11,16 +11,15 @@ use std::time::Duration;
 
 use crate::Contradiction;
 use crate::arena::ARENA_PAGES_MAX;
-use crate::event::{AttachRequest, LeaderEffect, Workers};
+use crate::event::{AttachRequest, Workers};
 use crate::model::Model;
 use crate::refusal::Refusal;
 use crate::shard_set::{SHARDS_MAX, ShardSet};
 use kvferry_types::{
-    AttachId, DepotId, EngineId, INVENTORY_ENTRY_BYTES, PerTier, Rank, Replica, Shard, Sharding,
-    TierId, Time, TransferId, WorkerId,
+    AttachId, DepotId, EngineId, MemoryId, PerTier, Rank, Replica, Shard, Sharding, TierId, Time,
+    TransferId, WorkerId,
 };
 
-use super::Leader;
 use super::memory::{SeatMemory, difference};
 use super::tier::TierKey;
 use super::timers::{Timer, Timers};
@@ -37,11 +36,25 @@ struct Seat {
     clear: bool,
     memory: Option<SeatMemory>,
     /// The last attach request, and its answer.
-    last: Option<(AttachId, AttachVerdict)>,
+    last_attach: Option<(AttachId, SeatVerdict)>,
+    /// The last statement of the memory since then, and its answer.
+    last_memory: Option<(MemoryId, SeatVerdict)>,
 }
 
-/// Answer to an attach request: the highest number of an order that the worker may have carried out before.
-type AttachVerdict = Result<TransferId, Refusal>;
+/// Answer to an attach request, or to a statement of the memory: the highest number of an order that the worker may have
+/// carried out before.
+pub(super) type SeatVerdict = Result<TransferId, Refusal>;
+
+/// The answer to a numbered request that is not new: `Some(None)` for one that is older than the last, `Some` with the
+/// verdict for the last one again.
+fn answered<I: Ord>(last: Option<&(I, SeatVerdict)>, number: &I) -> Option<Option<SeatVerdict>> {
+    let (last, verdict) = last?;
+    match number.cmp(last) {
+        Ordering::Less => Some(None),
+        Ordering::Equal => Some(Some(verdict.clone())),
+        Ordering::Greater => None,
+    }
+}
 
 /// The seats of all workers.
 #[derive(Debug)]
@@ -140,7 +153,7 @@ impl Roster {
     pub(super) fn lost(&mut self, worker: WorkerId) {
         if let Some(seat) = self.seat(worker) {
             seat.attached = false;
-            seat.last = None;
+            seat.last_attach = None;
         }
     }
 
@@ -200,15 +213,10 @@ impl Roster {
         ranks.map(|rank| WorkerId { replica, rank }).collect()
     }
 
-    /// One worker of each shard that can move pages of this key between tiers: it has an engine's memory of that page size
-    /// and layout. `None` while a shard has none.
-    pub(super) fn moving(&self, key: Option<&TierKey>) -> Option<Workers> {
-        let key = key?;
-        let fits = |seat: &Seat| {
-            let memory = seat.memory.as_ref();
-            memory.is_some_and(|memory| key.is_for(&memory.model))
-        };
-        self.first_of_each_shard(fits).into_iter().collect()
+    /// One attached worker of each shard, which can move pages between tiers, with an engine's memory or without. `None`
+    /// while a shard has none.
+    pub(super) fn moving(&self) -> Option<Workers> {
+        self.first_of_each_shard(|_| true).into_iter().collect()
     }
 
     /// The shards of an engine's KV.
@@ -279,8 +287,15 @@ impl Roster {
     pub(super) fn reader_of_each_shard(&self, page_bytes: u64) -> Vec<Option<WorkerId>> {
         self.first_of_each_shard(|seat| {
             let memory = seat.memory.as_ref();
-            memory.is_none_or(|memory| memory.model.page_bytes() == page_bytes)
+            let fits = memory.is_none_or(|memory| memory.model.page_bytes() == page_bytes);
+            fits && seat.last_memory.is_some()
         })
+    }
+
+    /// True when this worker may read inventories: it has attached, and has said which memory it has.
+    pub(super) fn may_read(&self, worker: WorkerId) -> bool {
+        let mut all = self.all();
+        all.any(|(id, seat)| id == worker && seat.attached && seat.last_memory.is_some())
     }
 
     fn first_of_each_shard(&self, fits: impl Fn(&Seat) -> bool) -> Vec<Option<WorkerId>> {
@@ -322,32 +337,63 @@ impl Roster {
         }
     }
 
-    /// The answer to an attach request that is not new: `Some(None)` for one that is older than the last, `Some` with
-    /// the verdict for the last one again.
-    fn answered(&mut self, worker: WorkerId, attach: AttachId) -> Option<Option<AttachVerdict>> {
-        let (last, verdict) = self.seat(worker)?.last.clone()?;
-        match attach.cmp(&last) {
-            Ordering::Less => Some(None),
-            Ordering::Equal => Some(Some(verdict)),
-            Ordering::Greater => None,
-        }
+    /// The answer to an attach request that is not new; see [`answered`].
+    pub(super) fn answered_attach(
+        &mut self,
+        worker: WorkerId,
+        attach: AttachId,
+    ) -> Option<Option<SeatVerdict>> {
+        answered(self.seat(worker)?.last_attach.as_ref(), &attach)
     }
 
-    /// All earlier orders of a worker have ended, and its attach request is about to be checked.
-    fn begin_attach(&mut self, worker: WorkerId) {
+    /// The answer to a statement of the memory that is not new; see [`answered`].
+    pub(super) fn answered_memory(
+        &mut self,
+        worker: WorkerId,
+        number: MemoryId,
+    ) -> Option<Option<SeatVerdict>> {
+        answered(self.seat(worker)?.last_memory.as_ref(), &number)
+    }
+
+    /// All earlier orders of a worker have ended, and its attach request is about to be checked. It has no memory before
+    /// it states one.
+    pub(super) fn begin_attach(&mut self, worker: WorkerId) {
+        self.begin_memory(worker);
         if let Some(seat) = self.seat(worker) {
             seat.attached = false;
             seat.clear = true;
+            seat.last_memory = None;
         }
     }
 
-    /// Gives a worker its seat, or notes why not.
-    fn end_attach(
+    /// All copies of a worker's earlier memory have ended, and what it states is about to be checked.
+    pub(super) fn begin_memory(&mut self, worker: WorkerId) {
+        if let Some(seat) = self.seat(worker) {
+            seat.memory = None;
+        }
+    }
+
+    /// Notes the memory of a worker, or why it is not used.
+    pub(super) fn end_memory(
         &mut self,
-        attached: &AttachRequest,
-        memory: Option<SeatMemory>,
-        verdict: &AttachVerdict,
-    ) {
+        worker: WorkerId,
+        number: MemoryId,
+        verdict: Result<(Option<SeatMemory>, TransferId), Refusal>,
+    ) -> SeatVerdict {
+        self.last_rejection = verdict.clone().err();
+        let (memory, verdict) = match verdict {
+            Ok((memory, after)) => (memory, Ok(after)),
+            Err(refusal) => (None, Err(refusal)),
+        };
+        if let Some(seat) = self.seat(worker) {
+            seat.memory = memory;
+            seat.last_memory = Some((number, verdict.clone()));
+        }
+        verdict
+    }
+
+    /// Gives a worker its seat, or notes why not.
+    pub(super) fn end_attach(&mut self, attached: &AttachRequest, verdict: &SeatVerdict) {
         self.last_rejection = verdict.clone().err();
         let worker = attached.worker;
         if verdict.is_ok() {
@@ -358,8 +404,7 @@ impl Roster {
         }
         if let Some(seat) = self.seat(worker) {
             seat.attached = verdict.is_ok();
-            seat.memory = memory;
-            seat.last = Some((attached.attach, verdict.clone()));
+            seat.last_attach = Some((attached.attach, verdict.clone()));
         }
     }
 
@@ -390,7 +435,7 @@ impl Roster {
     }
 
     /// Every worker is clear: no check for silent ones is needed.
-    fn stop_overdue_checks(&mut self, timers: &mut Timers) {
+    pub(super) fn stop_overdue_checks(&mut self, timers: &mut Timers) {
         if let Some(at) = self.overdue_check_at {
             timers.clear(at, Timer::AttachOverdue);
         }
@@ -423,13 +468,8 @@ impl Roster {
         Ok(())
     }
 
-    fn validate(
-        &self,
-        attached: &AttachRequest,
-        memory: Option<&SeatMemory>,
-        least_pages: &PerTier<u32>,
-        key: Option<&TierKey>,
-    ) -> Result<(), Refusal> {
+    /// Checks an attach request against the settings and against the depots of the other workers.
+    pub(super) fn validate(&self, attached: &AttachRequest) -> Result<(), Refusal> {
         let worker = attached.worker;
         self.same_settings(attached)?;
         if self.index(worker).is_none() {
@@ -460,9 +500,18 @@ impl Roster {
                 });
             }
         }
-        let Some(memory) = memory else {
-            return Ok(());
-        };
+        Ok(())
+    }
+
+    /// Checks the memory of a worker against the depots, of which each must have `least_pages`, and against the memory of
+    /// the other workers.
+    pub(super) fn validate_memory(
+        &self,
+        worker: WorkerId,
+        memory: &SeatMemory,
+        least_pages: &PerTier<u32>,
+        key: Option<&TierKey>,
+    ) -> Result<(), Refusal> {
         for (tier, least_pages) in least_pages.iter() {
             let (arena_pages, least_pages) = (memory.pages_of(tier), *least_pages);
             if arena_pages < least_pages {
@@ -477,7 +526,7 @@ impl Roster {
             let same_replica = other.replica == worker.replica;
             if let Some((field, value, other_value)) =
                 difference(&memory.model, &theirs.model, same_replica)
-                && (same_replica || self.yields(attached, memory, (other, theirs), key))
+                && (same_replica || self.yields((worker, memory), (other, theirs), key))
             {
                 return Err(Refusal::RankDisagrees {
                     worker,
@@ -527,13 +576,12 @@ impl Roster {
         }
     }
 
-    /// True when the attaching worker makes room for a worker of another replica that differs from it. The replica that
+    /// True when the worker that states its memory makes room for a worker of another replica that differs from it. The replica that
     /// makes room is the one that the pool is not for, else the one that is not complete, else the higher one. Without
     /// this rule two engines that register at the same time could each keep the other one from becoming complete.
     fn yields(
         &self,
-        attached: &AttachRequest,
-        memory: &SeatMemory,
+        (worker, memory): (WorkerId, &SeatMemory),
         (other, theirs): (WorkerId, &SeatMemory),
         key: Option<&TierKey>,
     ) -> bool {
@@ -542,155 +590,7 @@ impl Roster {
             return is_for(&theirs.model);
         }
         let complete = self.complete().any(|(replica, _)| replica == other.replica);
-        complete || other.replica < attached.worker.replica
-    }
-}
-
-impl Leader {
-    /// Handles an attach request: all earlier orders of the worker have ended. A repeated request gets the same answer.
-    pub(super) fn attached(
-        &mut self,
-        now: Time,
-        attached: AttachRequest,
-        effects: &mut Vec<LeaderEffect>,
-    ) {
-        let (worker, attach) = (attached.worker, attached.attach);
-        if let Some(answered) = self.roster.answered(worker, attach) {
-            if let Some(verdict) = answered {
-                effects.push(LeaderEffect::Admit {
-                    worker,
-                    attach,
-                    verdict,
-                });
-                // The earlier answer may have arrived late, so that the worker refused the invalidations that followed:
-                // send them again.
-                self.resets.request_again(worker);
-            }
-            return;
-        }
-        self.fail_copies_of(worker, effects);
-        self.resets.request_again(worker);
-        self.settle_reads(worker);
-        self.roster.begin_attach(worker);
-        let memory = SeatMemory::of(&attached);
-        let verdict = memory.and_then(|memory| {
-            self.validate(&attached, memory.as_ref())?;
-            Ok(memory)
-        });
-        let (memory, verdict) = match verdict {
-            Ok(memory) => (memory, Ok(TransferId(self.next_id))),
-            Err(refusal) => (None, Err(refusal)),
-        };
-        self.roster.end_attach(&attached, memory, &verdict);
-        self.close_unfit_tiers();
-        effects.push(LeaderEffect::Admit {
-            worker,
-            attach,
-            verdict,
-        });
-        self.reader_lost(now, worker, effects);
-        self.roster_changed(now, effects);
-    }
-
-    /// Checks a worker against the settings and the pool in use, and then against the other workers.
-    fn validate(
-        &self,
-        attached: &AttachRequest,
-        memory: Option<&SeatMemory>,
-    ) -> Result<(), Refusal> {
-        let epoch = self.settings.epoch;
-        for (_, named) in attached.depots.iter() {
-            let depot_epoch = named.epoch;
-            // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch
-            // of this leader.
-            if depot_epoch > epoch || (depot_epoch == epoch && self.next_id == 0) {
-                return Err(Refusal::EpochUsed {
-                    worker: attached.worker,
-                    depot_epoch,
-                    epoch,
-                });
-            }
-        }
-        if let Some(memory) = memory {
-            let page_bytes = memory.model.page_bytes();
-            for (tier, depot_bytes) in self.settings.depot_bytes.iter() {
-                let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_ENTRY_BYTES);
-                let arena_pages = memory.pages_of(tier);
-                if page_bytes == 0 || u64::from(arena_pages) > most_pages {
-                    return Err(Refusal::DepotTooLarge {
-                        worker: attached.worker,
-                        arena_pages,
-                        page_bytes,
-                        most_pages,
-                    });
-                }
-            }
-        }
-        let least_pages = self.tiers.ids().into_iter();
-        let least_pages = least_pages.map(|tier| (tier, self.least_pages(tier, attached, memory)));
-        let (least_pages, key) = (least_pages.collect(), self.tiers.wanted_key());
-        self.roster.validate(attached, memory, &least_pages, key)
-    }
-
-    /// The pages that a worker's depot of a tier must have room for: those of a block, and those of a pool that is in
-    /// use and does not close for this worker.
-    fn least_pages(
-        &self,
-        tier: TierId,
-        attached: &AttachRequest,
-        memory: Option<&SeatMemory>,
-    ) -> u32 {
-        let block = match self.settings.host_tier {
-            true => self.settings.ratio.pages(),
-            false => 0,
-        };
-        let in_use = self.tiers.serving(tier);
-        let in_use = in_use.filter(|pool| pool.pins() > 0 || !self.transfers.is_empty());
-        // A pool that closes for this memory, or for its depot, needs no room.
-        let stays = self.tiers.key(tier).filter(|key| {
-            let shard = usize::from(self.roster.shard_of(attached.worker).0);
-            let depot = attached.depots.get(tier).map(|named| named.depot);
-            key.depots.get(shard).copied() == depot
-                && memory.is_some_and(|memory| key.is_for(&memory.model))
-        });
-        in_use.and(stays).map_or(0, |key| key.pages).max(block)
-    }
-
-    /// The connection of a worker broke.
-    pub(super) fn worker_lost(
-        &mut self,
-        now: Time,
-        worker: WorkerId,
-        effects: &mut Vec<LeaderEffect>,
-    ) {
-        self.roster.lost(worker);
-        self.resets.request_again(worker);
-        self.reader_lost(now, worker, effects);
-    }
-
-    /// The process of a worker is dead: no order of it runs any longer.
-    pub(super) fn worker_dead(
-        &mut self,
-        now: Time,
-        worker: WorkerId,
-        effects: &mut Vec<LeaderEffect>,
-    ) {
-        self.roster.dead(worker);
-        self.resets.request_again(worker);
-        self.settle_reads(worker);
-        self.reader_lost(now, worker, effects);
-        self.fail_copies_of(worker, effects);
-        self.roster_changed(now, effects);
-    }
-
-    /// Continues operations that waited for workers to attach or to die.
-    fn roster_changed(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
-        if self.roster.all_clear() {
-            self.roster.stop_overdue_checks(&mut self.timers);
-            self.refuse_parked(effects);
-        }
-        self.open_pools(now, effects);
-        self.request_all_parts(now, effects);
+        complete || other.replica < worker.replica
     }
 }
 

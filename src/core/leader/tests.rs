@@ -99,11 +99,9 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
         next: None,
         records: Vec::new(),
     };
-    for event in [
-        LeaderEvent::EngineOpened(ENGINE),
-        attached(arena_pages),
-        inventory,
-    ] {
+    let opened = LeaderEvent::EngineOpened(ENGINE);
+    let arrival = arrival(1, (0, 1), arena_pages);
+    for event in [opened].into_iter().chain(arrival).chain([inventory]) {
         leader.step(Time(0), event, &mut Vec::new());
     }
     assert!(leader.is_ready());
@@ -115,13 +113,12 @@ const WORKER: WorkerId = WorkerId {
     rank: Rank(0),
 };
 
-/// The worker has the engine's memory, and `arena_pages` pages in its depot.
-fn attached(arena_pages: u32) -> LeaderEvent {
-    LeaderEvent::Attach(attached_rank(0, 1, arena_pages))
-}
-
-/// Like [`attached`], of one of several ranks, each with a shard of its own.
-pub(super) fn attached_rank(rank: u16, ranks: u16, arena_pages: u32) -> AttachRequest {
+/// The arrival of one of several ranks, each with a shard of its own and `arena_pages` pages in its depot.
+pub(super) fn arrival(
+    attach: u64,
+    (rank, ranks): (u16, u16),
+    arena_pages: u32,
+) -> [LeaderEvent; 2] {
     let memory = WorkerMemory {
         engine: ENGINE,
         geometry: GroupGeometry {
@@ -131,20 +128,20 @@ pub(super) fn attached_rank(rank: u16, ranks: u16, arena_pages: u32) -> AttachRe
         .into(),
         arena_pages: PerTier::host(arena_pages),
     };
-    AttachRequest {
+    let attached = AttachRequest {
         worker: WorkerId {
             rank: Rank(rank),
             ..WORKER
         },
         ranks,
         shards: ranks,
-        attach: AttachId(1),
+        attach: AttachId(attach),
         depots: PerTier::host(AttachedDepot {
             depot: DepotId(u128::from(rank) + 1),
             epoch: Epoch(0),
         }),
-        memory: Some(memory),
-    }
+    };
+    LeaderEvent::arrival(attached, memory)
 }
 
 /// Sends a request; returns the answer if the leader gives one in the same step.
@@ -250,7 +247,9 @@ fn a_reset_without_a_pool_names_the_reason() {
         matches!(refused, Some(Err(Refusal::NotReady { waiting_for: 1, .. }))),
         "{refused:?}"
     );
-    leader.step(Time(0), attached(32), &mut Vec::new());
+    for event in arrival(1, (0, 1), 32) {
+        leader.step(Time(0), event, &mut Vec::new());
+    }
     assert_eq!(
         request(&mut leader, 2, reset()),
         Some(Err(Refusal::Reading))
@@ -498,11 +497,9 @@ fn a_slot_forgets_the_blocks_of_its_sequence_when_their_pool_closes() {
             .map_or(0, Trail::len)
     };
     assert_ne!(trail(&mut leader), 0);
-    let attach = AttachRequest {
-        attach: AttachId(2),
-        ..attached_rank(0, 1, 16)
-    };
-    leader.step(Time(0), LeaderEvent::Attach(attach), &mut Vec::new());
+    for event in arrival(2, (0, 1), 16) {
+        leader.step(Time(0), event, &mut Vec::new());
+    }
     assert!(leader.pool().is_none());
     assert_eq!(trail(&mut leader), 0);
 }

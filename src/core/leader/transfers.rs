@@ -280,9 +280,27 @@ impl Leader {
 
     /// Ends all copies that a worker owes, none of them complete: its process is dead, or has reported that they ended.
     pub(super) fn fail_copies_of(&mut self, worker: WorkerId, effects: &mut Vec<LeaderEffect>) {
-        let ids: Vec<TransferId> = self
-            .transfers
-            .awaited_from(worker)
+        self.fail_copies(worker, |_| true, effects);
+    }
+
+    /// Like [`Self::fail_copies_of`], for the copies that touch an engine's memory.
+    pub(super) fn fail_device_copies_of(
+        &mut self,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        self.fail_copies(worker, |edge| edge.touches(TierId::Device), effects);
+    }
+
+    fn fail_copies(
+        &mut self,
+        worker: WorkerId,
+        fails: impl Fn(Edge) -> bool,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let awaited = self.transfers.awaited_from(worker);
+        let ids: Vec<TransferId> = awaited
+            .filter(|(_, edge)| fails(*edge))
             .map(|(id, _)| id)
             .collect();
         for id in ids {

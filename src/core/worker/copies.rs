@@ -115,6 +115,13 @@ impl Copies {
         self.open.keys().copied().collect()
     }
 
+    /// The numbers of the open copies that touch an engine's memory, in ascending order.
+    pub(super) fn ids_of_device(&self) -> Vec<TransferId> {
+        let open = self.open.iter();
+        let of_device = open.filter(|(_, task)| task.transfer.device.is_some());
+        of_device.map(|(id, _)| *id).collect()
+    }
+
     /// The open copies for a request of an engine.
     pub(super) fn of_request(&self, engine: EngineId, request: RequestId) -> Vec<TransferId> {
         let range = (request, TransferId(0))..=(request, TransferId(u64::MAX));

@@ -1,45 +1,93 @@
-//! The worker's link to the leader: found, attached, lost.
+//! The worker's link to the leader: found, attached, lost; and what the leader knows of the engine's memory.
+//!
+//! Two statements follow one another. The worker *attaches* once no copy of an older leader, or of an older connection,
+//! is open. From then on the leader may order moves between tiers. The worker then states which engine *memory* it has,
+//! or that it has none, and again each time that this changes, once no copy of the earlier memory is open. Moves go on
+//! meanwhile, because they touch no engine's memory.
 
 use std::time::Duration;
 
-use kvferry_types::{AttachId, EngineId, Epoch, Time, TransferId};
+use kvferry_types::{AttachId, EngineId, Epoch, MemoryId, Time, TransferId};
 
 use super::memory::Memory;
 use super::{OrderRefusal, Worker, WorkerEffect};
+
+/// A statement to the leader, which is repeated until it is answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Statement {
+    /// Must be sent.
+    Due,
+    /// Was sent under this number, and is sent again at `again`.
+    Open { number: u64, again: Time },
+    /// The leader accepted it.
+    Accepted,
+    /// The leader refused it.
+    Refused,
+}
+
+impl Statement {
+    /// The number under which the statement is sent now; `last` is the number of the last one.
+    fn next(&mut self, now: Time, every: Duration, last: &mut u64) -> Option<u64> {
+        let number = match *self {
+            Self::Due => {
+                *last += 1;
+                *last
+            }
+            Self::Open { number, again } if again <= now => number,
+            _ => return None,
+        };
+        let again = now + every;
+        *self = Self::Open { number, again };
+        Some(number)
+    }
+
+    /// Notes an answer. Returns false if it is not the answer to the last statement.
+    fn answered(&mut self, number: u64, accepted: bool) -> bool {
+        let open = matches!(self, Self::Open { number: open, .. } if *open == number);
+        if open {
+            *self = match accepted {
+                true => Self::Accepted,
+                false => Self::Refused,
+            };
+        }
+        open
+    }
+
+    fn again(self) -> Option<Time> {
+        match self {
+            Self::Open { again, .. } => Some(again),
+            _ => None,
+        }
+    }
+}
 
 /// The leader that was found last.
 #[derive(Debug)]
 struct FoundLeader {
     epoch: Epoch,
-    /// The unanswered attach request. `None` before the first one and after an answer.
-    open_attach: Option<OpenAttach>,
-    /// An attach request must be sent: at first, and after the registered memory changed.
-    needs_attach: bool,
-    admitted: bool,
+    attach: Statement,
+    memory: Statement,
     /// Number of the last inventory read that was accepted.
     read: u64,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct OpenAttach {
-    attach: AttachId,
-    engine: Option<EngineId>,
-    again: Time,
-}
-
-/// The connection to the leader, and the attach requests over it.
+/// The connection to the leader, and the statements over it.
 #[derive(Debug, Default)]
 pub(super) struct LeaderLink {
     link: Option<FoundLeader>,
+    /// Number of the last attach request.
     last_attach: u64,
+    /// Number of the last statement of the memory.
+    last_memory: u64,
     /// The depot is mapped: the worker may attach.
     depot: bool,
 }
 
 impl LeaderLink {
     pub(super) fn next_timeout(&self) -> Option<Time> {
-        let requested = self.link.as_ref().and_then(|link| link.open_attach);
-        requested.map(|requested| requested.again)
+        let link = self.link.as_ref()?;
+        let again = [link.attach.again(), link.memory.again()];
+        again.into_iter().flatten().min()
     }
 
     pub(super) fn depot_ready(&mut self) {
@@ -56,90 +104,55 @@ impl LeaderLink {
         self.link.as_ref().is_some_and(|link| link.epoch == epoch)
     }
 
-    /// True if the leader that was found last has admitted the worker with its current memory.
-    pub(super) fn is_admitted(&self) -> bool {
-        self.link.as_ref().is_some_and(|link| link.admitted)
+    /// True if the leader that was found last has admitted the worker.
+    pub(super) fn is_attached(&self) -> bool {
+        let link = self.link.as_ref();
+        link.is_some_and(|link| link.attach == Statement::Accepted)
     }
 
-    /// True if the leader that was found last has this epoch and has admitted the worker with its current memory.
-    pub(super) fn is_admitted_by(&self, epoch: Epoch) -> bool {
-        self.is_of_leader(epoch) && self.is_admitted()
+    /// True if the leader that was found last has this epoch and has admitted the worker.
+    pub(super) fn is_attached_to(&self, epoch: Epoch) -> bool {
+        self.is_of_leader(epoch) && self.is_attached()
+    }
+
+    /// True if that leader also knows the engine's memory as it is now, or that there is none.
+    pub(super) fn knows_memory(&self) -> bool {
+        let link = self.link.as_ref().filter(|_| self.is_attached());
+        link.is_some_and(|link| matches!(link.memory, Statement::Accepted | Statement::Refused))
     }
 
     fn found(&mut self, epoch: Epoch) {
         self.link = Some(FoundLeader {
             epoch,
-            open_attach: None,
-            needs_attach: true,
-            admitted: false,
+            attach: Statement::Due,
+            memory: Statement::Due,
             read: 0,
         });
     }
 
-    /// The registered memory is not the one that the leader knows: a new attach is required.
+    /// The registered memory is not the one that the leader knows: it must be stated. A worker that the leader refused
+    /// attaches again, so that a rank that registers learns whether and why that is still so.
     fn changed(&mut self) {
         if let Some(link) = &mut self.link {
-            link.needs_attach = true;
-            link.admitted = false;
-            link.open_attach = None;
+            link.memory = Statement::Due;
+            if link.attach == Statement::Refused {
+                link.attach = Statement::Due;
+            }
         }
     }
 
-    /// The attach request that is due. `idle`: no copy is open; `engine`: the one whose memory is registered.
-    fn next_attach(
-        &mut self,
-        now: Time,
-        idle: bool,
-        engine: Option<EngineId>,
-        every: Duration,
-    ) -> Option<WorkerEffect> {
-        let link = self.link.as_mut().filter(|_| self.depot && idle)?;
-        if link.needs_attach {
-            link.needs_attach = false;
-            self.last_attach += 1;
-            link.open_attach = Some(OpenAttach {
-                attach: AttachId(self.last_attach),
-                engine,
-                again: now,
-            });
-        }
-        let requested = link
-            .open_attach
-            .as_mut()
-            .filter(|requested| requested.again <= now)?;
-        requested.again = now + every;
-        Some(WorkerEffect::Attach {
-            attach: requested.attach,
-            engine: requested.engine,
-        })
-    }
-
-    /// Notes the answer to an attach request. Returns false if it is not the answer to the last one. `rejected`: the
-    /// leader rejected the memory of an engine, so that the worker attaches again without an engine.
-    fn answered(&mut self, attach: AttachId, admitted: bool, rejected: bool) -> bool {
-        let requested = |link: &&mut FoundLeader| {
-            link.open_attach
-                .is_some_and(|requested| requested.attach == attach)
-        };
-        let Some(link) = self.link.as_mut().filter(requested) else {
-            return false;
-        };
-        link.open_attach = None;
-        link.admitted = admitted;
-        link.needs_attach |= rejected;
-        true
-    }
-
-    /// Accepts or refuses a request to read the inventory; `floor` is the number of the last attach.
+    /// Accepts or refuses a request to read the inventory; `floor` is the number of the last order before the worker was
+    /// admitted with its present memory.
     fn take_read(&mut self, epoch: Epoch, number: u64, floor: u64) -> Result<(), OrderRefusal> {
         let followed = self.followed();
+        let knows_memory = self.knows_memory();
         let link = self.link.as_mut().filter(|link| link.epoch == epoch);
         let stale = OrderRefusal::StaleEpoch {
             order: epoch,
             followed,
         };
         let link = link.ok_or(stale)?;
-        if !link.admitted {
+        if !knows_memory {
             return Err(OrderRefusal::NotAttached);
         }
         let last = link.read.max(floor);
@@ -152,10 +165,10 @@ impl LeaderLink {
 }
 
 impl Worker {
-    /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request or a new
-    /// attach settles all earlier requests, so an earlier one must not be carried out after that.
+    /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request, a new attach
+    /// or a statement of other memory settles all earlier requests, so an earlier one must not be carried out after that.
     pub fn take_read(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
-        let floor = self.orders.floor().0;
+        let floor = self.orders.device_floor().0;
         self.leader.take_read(epoch, number, floor)
     }
 
@@ -174,7 +187,7 @@ impl Worker {
         self.leader.link = None;
         self.orders.clear();
         self.copies.orphan_all();
-        self.stop_all(now, effects);
+        self.stop_all(now, self.copies.ids(), effects);
     }
 
     pub(super) fn registered(
@@ -202,38 +215,83 @@ impl Worker {
         }
     }
 
-    /// Stops all copies and requires a new attach, because the registered memory is not the one that the leader knows.
+    /// Stops the copies that touch an engine's memory, and requires a new statement, because the registered memory is
+    /// not the one that the leader knows.
     fn changed(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        self.stop_all(now, effects);
+        self.stop_all(now, self.copies.ids_of_device(), effects);
         self.leader.changed();
     }
 
-    /// Sends an attach request once no copy is open, and repeats it until the leader answers.
+    /// Sends an attach request once no copy is open, then states the memory once no copy of other memory is open, and
+    /// repeats each until the leader answers.
     pub(super) fn attach(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         let idle = self.copies.is_empty();
-        let engine = self.memory.as_ref().map(Memory::engine);
+        let device_idle = self.copies.ids_of_device().is_empty();
         let every = self.settings.attach_every;
-        effects.extend(self.leader.next_attach(now, idle, engine, every));
+        let LeaderLink {
+            link,
+            last_attach,
+            last_memory,
+            depot,
+        } = &mut self.leader;
+        let Some(link) = link.as_mut().filter(|_| *depot) else {
+            return;
+        };
+        if idle && let Some(number) = link.attach.next(now, every, last_attach) {
+            let attach = AttachId(number);
+            effects.push(WorkerEffect::Attach { attach });
+        }
+        if link.attach == Statement::Accepted
+            && device_idle
+            && let Some(number) = link.memory.next(now, every, last_memory)
+        {
+            let number = MemoryId(number);
+            effects.push(WorkerEffect::StateMemory { number });
+        }
     }
 
+    /// Handles the answer to an attach request. A refusal concerns a rank that has registered memory, too.
     pub(super) fn admitted(
         &mut self,
         attach: AttachId,
         after: Option<TransferId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
-        let admitted = after.is_some();
-        let engine = self.memory.as_ref().map(Memory::engine);
-        let rejected = !admitted && engine.is_some();
-        if !self.leader.answered(attach, admitted, rejected) {
+        let link = self.leader.link.as_mut();
+        if !link.is_some_and(|link| link.attach.answered(attach.0, after.is_some())) {
             return;
         }
-        self.orders.raise_floor(after.unwrap_or_default());
-        if rejected {
-            // The leader rejected this engine's memory: attach again as a worker without an engine.
-            self.memory = None;
+        match after {
+            Some(after) => self.orders.raise_floor(after),
+            None => self.memory_refused(effects),
         }
-        if let Some(engine) = engine {
+    }
+
+    /// Handles the answer to a statement of the memory.
+    pub(super) fn memory_admitted(
+        &mut self,
+        number: MemoryId,
+        after: Option<TransferId>,
+        effects: &mut Vec<WorkerEffect>,
+    ) {
+        let link = self.leader.link.as_mut();
+        if !link.is_some_and(|link| link.memory.answered(number.0, after.is_some())) {
+            return;
+        }
+        let Some(after) = after else {
+            return self.memory_refused(effects);
+        };
+        self.orders.raise_device_floor(after);
+        if let Some(engine) = self.memory.as_ref().map(Memory::engine) {
+            let admitted = true;
+            effects.push(WorkerEffect::Registered { engine, admitted });
+        }
+    }
+
+    /// The leader refused this worker or its memory: goes on without an engine's memory.
+    fn memory_refused(&mut self, effects: &mut Vec<WorkerEffect>) {
+        if let Some(memory) = self.memory.take() {
+            let (engine, admitted) = (memory.engine(), false);
             effects.push(WorkerEffect::Registered { engine, admitted });
         }
     }

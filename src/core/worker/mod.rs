@@ -5,7 +5,8 @@
 //! reads or writes memory. Loads and stores have separate queues, limits and rates. An order that is repeated, late, or received after its own cancellation is not carried
 //! out: the worker remembers how the last [`WORKER_ENDED_MAX`] copies ended and refuses older ones. Every order is
 //! answered; see [`orders`] for the answers. Copies that an older leader ordered are stopped and never reported to a
-//! newer one. The worker attaches to the newer leader only when none of those copies is left.
+//! newer one. The worker attaches to the newer leader only when none of those copies is left, and states an engine's
+//! memory only when no copy of other memory is left; see [`link`].
 
 mod check;
 mod copies;
@@ -20,8 +21,8 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use kvferry_types::{
-    AttachId, Edge, EndedCopy, EngineId, Epoch, PageRun, PerTier, Record, RequestId, ResetId,
-    Scope, Stored, TierId, Time, Transfer, TransferId,
+    AttachId, Edge, EndedCopy, EngineId, Epoch, MemoryId, PageRun, PerTier, Record, RequestId,
+    ResetId, Scope, Stored, TierId, Time, Transfer, TransferId,
 };
 
 use crate::Contradiction;
@@ -89,6 +90,13 @@ pub enum WorkerEvent {
         /// The attach request that is answered.
         attach: AttachId,
         /// Orders up to this one are not for this worker. `None` if the worker is rejected.
+        after: Option<TransferId>,
+    },
+    /// The leader answered a statement of the memory: the memory is in use or rejected.
+    MemoryAdmitted {
+        /// The statement that is answered.
+        number: MemoryId,
+        /// Orders for an engine's memory up to this one are not for this memory. `None` if the memory is rejected.
         after: Option<TransferId>,
     },
     /// An engine has registered its memory, which replaces that of any other engine.
@@ -161,12 +169,15 @@ pub enum WorkerEvent {
 /// An action that the worker's shell carries out. Effects are carried out in the order in which they are appended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WorkerEffect {
-    /// Send the leader an attach request: no copy is open, and this engine's memory is registered.
+    /// Send the leader an attach request: no copy is open.
     Attach {
         /// Number of the request. A retry has the same number.
         attach: AttachId,
-        /// The engine that has registered, or `None`.
-        engine: Option<EngineId>,
+    },
+    /// State the registered memory to the leader, or that there is none: no copy of other memory is open.
+    StateMemory {
+        /// Number of the statement. A retry has the same number.
+        number: MemoryId,
     },
     /// Report to an engine that its memory is in use from now on, or that the leader rejected it.
     Registered {
@@ -275,6 +286,9 @@ impl Worker {
             WorkerEvent::LeaderLost => self.leader_lost(now, effects),
             WorkerEvent::DepotReady => self.leader.depot_ready(),
             WorkerEvent::Admitted { attach, after } => self.admitted(attach, after, effects),
+            WorkerEvent::MemoryAdmitted { number, after } => {
+                self.memory_admitted(number, after, effects);
+            }
             WorkerEvent::Registered {
                 engine,
                 after,
@@ -302,7 +316,7 @@ impl Worker {
                 scope,
                 through: transfer,
                 deadline,
-            } if self.leader.is_admitted_by(epoch) => {
+            } if self.leader.is_attached_to(epoch) => {
                 let through = Stored { epoch, transfer };
                 effects.push(WorkerEffect::Invalidate {
                     id,
@@ -403,8 +417,8 @@ impl Worker {
         }
     }
 
-    fn stop_all(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        for transfer in self.copies.ids() {
+    fn stop_all(&mut self, now: Time, transfers: Vec<TransferId>, effects: &mut Vec<WorkerEffect>) {
+        for transfer in transfers {
             self.stop(now, transfer, effects);
         }
     }

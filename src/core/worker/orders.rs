@@ -4,7 +4,7 @@
 //!
 //! * an order of the leader that the worker follows is answered with one result for each of its copies, once they have
 //!   ended. A copy that is not carried out (too old, cancelled before, for other memory, out of bounds, or ordered
-//!   while the leader does not know this worker's memory) is reported as not complete: it has not begun, and the worker
+//!   while the leader does not know this worker or its memory) is reported as not complete: it has not begun, and the worker
 //!   remembers the refusal, so that a repeated order does not begin the copy either;
 //! * a copy that is open already is left out of the answer to any other order that names it. Its end is reported with
 //!   the order that began it, because the answer to a repeated order must never mark a running copy as ended;
@@ -33,8 +33,10 @@ pub enum OrderRefusal {
         /// Epoch of the leader that was found last; 0 without one.
         followed: Epoch,
     },
-    /// The leader has not admitted the worker with its current memory.
-    #[error("this worker is not attached as it is now: order again after its next attach")]
+    /// The leader has not admitted the worker, or does not know its current memory.
+    #[error(
+        "the leader does not know this worker as it is now: order again after its next attach or memory statement"
+    )]
     NotAttached,
     /// A request to read the inventory whose number is not above that of a later request or of the last attach.
     #[error(
@@ -64,12 +66,28 @@ pub(super) struct Orders {
     ended: BTreeMap<TransferId, EndedCopy>,
     /// Copies up to this one are too old to be remembered, or not for this worker.
     floor: TransferId,
+    /// Copies up to this one are not for the memory that is registered now.
+    device_floor: TransferId,
 }
 
 impl Orders {
-    /// Copies up to this one are not carried out.
-    pub(super) fn floor(&self) -> TransferId {
-        self.floor
+    /// Copies of an engine's memory up to this one are not carried out.
+    pub(super) fn device_floor(&self) -> TransferId {
+        self.floor.max(self.device_floor)
+    }
+
+    /// Copies of an engine's memory up to this one were ordered before the leader knew of the present memory.
+    pub(super) fn raise_device_floor(&mut self, after: TransferId) {
+        self.device_floor = self.device_floor.max(after);
+    }
+
+    /// The copy that this floor is for is too old to be carried out.
+    fn is_old(&self, transfer: &Transfer) -> bool {
+        let floor = match transfer.device {
+            Some(_) => self.device_floor(),
+            None => self.floor,
+        };
+        transfer.id <= floor
     }
 
     /// Copies up to this one were ordered before the worker was admitted.
@@ -165,8 +183,12 @@ impl Worker {
     ) -> bool {
         let id = transfer.id;
         let full = self.copies.len() >= WORKER_COPIES_MAX;
-        let carried_out = self.leader.is_admitted() && !full && id > self.orders.floor;
         let device = transfer.device;
+        let admitted = match device {
+            Some(_) => self.leader.knows_memory(),
+            None => self.leader.is_attached(),
+        };
+        let carried_out = admitted && !full && !self.orders.is_old(&transfer);
         if !carried_out || device.is_some_and(|device| !self.may_copy(device)) {
             return false;
         }

@@ -18,7 +18,9 @@ fn bounds() -> MemoryBounds {
 
 /// Pages of the depots that the worker reaches.
 fn arena_pages() -> PerTier<u32> {
-    PerTier::host(32)
+    [(TierId::Host, 32), (TierId::Disk, 64)]
+        .into_iter()
+        .collect()
 }
 
 const FENCE_NS: u64 = 10_000_000_000;
@@ -56,6 +58,19 @@ fn after(after: u64, transfer: Transfer) -> Transfer {
         ..device
     });
     Transfer { device, ..transfer }
+}
+
+/// A move from host memory to the disk.
+fn between(id: u64) -> Transfer {
+    let edge = Edge {
+        from: TierId::Host,
+        to: TierId::Disk,
+    };
+    Transfer {
+        edge,
+        device: None,
+        ..store(id, 0)
+    }
 }
 
 fn load(transfer: u64) -> Transfer {
@@ -96,14 +111,40 @@ fn serving(settings: WorkerSettings) -> Worker {
 /// Connects the leader of `epoch`, which then admits the worker.
 fn find(worker: &mut Worker, epoch: u64, attach: u64) {
     let effects = step(worker, 0, WorkerEvent::LeaderFound(Epoch(epoch)));
+    assert!(effects.contains(&attaches(attach)), "{effects:?}");
+    admit(worker, 0, attach, 0);
+}
+
+/// The attach request of this number.
+fn attaches(attach: u64) -> WorkerEffect {
     let attach = AttachId(attach);
-    let engine = Some(ENGINE);
-    assert!(
-        effects.contains(&WorkerEffect::Attach { attach, engine }),
-        "{effects:?}"
-    );
-    let after = Some(TransferId(0));
-    step(worker, 0, WorkerEvent::Admitted { attach, after });
+    WorkerEffect::Attach { attach }
+}
+
+/// The statement of the memory of this number.
+fn states(number: u64) -> WorkerEffect {
+    let number = MemoryId(number);
+    WorkerEffect::StateMemory { number }
+}
+
+/// The leader admits the worker: it carries out no order up to `after`. If the worker then states its memory, that is
+/// admitted, too. Returns what follows.
+fn admit(worker: &mut Worker, now: u64, attach: u64, after: u64) -> Vec<WorkerEffect> {
+    let (attach, admitted_after) = (AttachId(attach), Some(TransferId(after)));
+    let admitted = WorkerEvent::Admitted {
+        attach,
+        after: admitted_after,
+    };
+    match &step(worker, now, admitted)[..] {
+        [WorkerEffect::StateMemory { number }] => admit_memory(worker, now, number.0, after),
+        effects => effects.to_vec(),
+    }
+}
+
+/// The leader admits the memory of a statement.
+fn admit_memory(worker: &mut Worker, now: u64, number: u64, after: u64) -> Vec<WorkerEffect> {
+    let (number, after) = (MemoryId(number), Some(TransferId(after)));
+    step(worker, now, WorkerEvent::MemoryAdmitted { number, after })
 }
 
 fn register(
@@ -364,10 +405,8 @@ fn a_new_leader_receives_no_report_of_old_orders_and_no_attach_before_they_have_
         "before it was admitted"
     );
     let effects = ended(&mut worker, 2, vec![complete(1)]);
-    let (attach, engine) = (AttachId(2), Some(ENGINE));
-    assert_eq!(effects, [WorkerEffect::Attach { attach, engine }]);
-    let after = Some(TransferId(7));
-    step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
+    assert_eq!(effects, [attaches(2)]);
+    admit(&mut worker, 3, 2, 7);
     assert_eq!(
         order(&mut worker, 2, 2, vec![load(7)]),
         [report(2, vec![refused(TransferId(7))])]
@@ -376,63 +415,10 @@ fn a_new_leader_receives_no_report_of_old_orders_and_no_attach_before_they_have_
 }
 
 #[test]
-fn an_attach_is_repeated_until_it_is_answered() {
-    let mut worker = worker();
-    let effects = step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
-    let (attach, engine) = (AttachId(2), Some(ENGINE));
-    let says = WorkerEffect::Attach { attach, engine };
-    assert_eq!(effects, std::slice::from_ref(&says));
-    let next = worker.next_timeout().expect("asks again");
-    assert_eq!(step(&mut worker, next.0, WorkerEvent::Tick), [says]);
-    let (stale, after) = (AttachId(1), Some(TransferId(0)));
-    let other = WorkerEvent::Admitted {
-        attach: stale,
-        after,
-    };
-    assert_eq!(step(&mut worker, next.0, other), []);
-    let effects = step(&mut worker, next.0, WorkerEvent::Admitted { attach, after });
-    let (engine, admitted) = (ENGINE, true);
-    assert_eq!(effects, [WorkerEffect::Registered { engine, admitted }]);
-    assert_eq!(worker.next_timeout(), None);
-}
-
-#[test]
-fn a_worker_whose_memory_is_refused_attaches_without_memory() {
-    let mut worker = worker();
-    step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
-    let (attach, after) = (AttachId(2), None);
-    let effects = step(&mut worker, 6, WorkerEvent::Admitted { attach, after });
-    let (engine, admitted, attach) = (ENGINE, false, AttachId(3));
-    let says = WorkerEffect::Attach {
-        attach,
-        engine: None,
-    };
-    assert_eq!(
-        effects,
-        [WorkerEffect::Registered { engine, admitted }, says]
-    );
-}
-
-#[test]
-fn other_memory_stops_the_copies_of_the_old_one_before_it_is_used() {
-    let mut worker = worker();
-    order(&mut worker, 1, 1, vec![load(1)]);
-    let (engine, after) = (EngineId([2; 16]), RequestId(0));
-    let effects = register(&mut worker, 1, engine, after);
-    assert_eq!(effects, [WorkerEffect::Stop(TransferId(1))]);
-    let effects = ended(&mut worker, 2, vec![refused(TransferId(1))]);
-    let (attach, engine) = (AttachId(2), Some(engine));
-    let says = WorkerEffect::Attach { attach, engine };
-    assert_eq!(effects, [report(1, vec![refused(TransferId(1))]), says]);
-}
-
-#[test]
 fn copies_without_registered_memory_are_refused() {
     let mut worker = worker();
     step(&mut worker, 0, WorkerEvent::MemoryGone(ENGINE));
-    let attach = AttachId(2);
-    let after = Some(TransferId(0));
-    step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
+    assert_eq!(admit_memory(&mut worker, 0, 2, 0), []);
     let effects = order(&mut worker, 1, 1, vec![load(1)]);
     assert_eq!(effects, [report(1, vec![refused(TransferId(1))])]);
 }
@@ -614,8 +600,7 @@ fn the_end_of_an_old_copy_is_not_reported_for_a_new_copy_with_its_number() {
     order(&mut worker, 1, 1, vec![load(7)]);
     step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
     ended(&mut worker, 2, vec![complete(7)]);
-    let (attach, after) = (AttachId(2), Some(TransferId(6)));
-    step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
+    admit(&mut worker, 3, 2, 6);
     assert_eq!(starts(&order(&mut worker, 2, 1, vec![load(7)])), [7]);
 }
 
@@ -666,8 +651,7 @@ fn an_order_before_the_admission_of_the_worker_is_refused_permanently() {
     assert_eq!(step(&mut worker, 1, invalidate), [not_attached]);
     // The order was sent after the attach and arrived before the answer to it: the leader took the refusal as the
     // copy's end.
-    let (attach, after) = (AttachId(2), Some(TransferId(8)));
-    step(&mut worker, 2, WorkerEvent::Admitted { attach, after });
+    admit(&mut worker, 2, 2, 8);
     let refusal = [report(6, vec![refused(TransferId(9))])];
     assert_eq!(order(&mut worker, 2, 6, vec![load(9)]), refusal);
     assert_eq!(starts(&order(&mut worker, 2, 7, vec![load(10)])), [10]);
@@ -716,8 +700,7 @@ fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
     abandon(&mut worker, ENGINE, 7);
     // The engine registers again: the requests that it abandoned are over, and no others.
     register(&mut worker, 0, ENGINE, RequestId(3));
-    let (attach, after) = (AttachId(2), Some(TransferId(0)));
-    step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
+    admit_memory(&mut worker, 0, 2, 0);
     let of = |transfer, request| copy(transfer, Direction::Load, request);
     let copies = vec![of(1, 3), of(2, 7), of(3, 8), of(4, u64::MAX), of(5, 6)];
     assert_eq!(starts(&order(&mut worker, 1, 1, copies)), [3, 5]);
@@ -736,6 +719,7 @@ fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
 
 mod checks;
 mod invalidations;
+mod link;
 mod writes;
 
 #[test]
@@ -750,16 +734,15 @@ fn an_outdated_inventory_request_is_refused() {
         followed: Epoch(1),
     };
     assert_eq!(worker.take_read(Epoch(2), 9), Err(stale));
-    // The worker attaches again: requests from before that attach are refused.
+    // The worker states its memory again: requests from before that are refused.
     register(&mut worker, 0, ENGINE, RequestId(0));
     let refused = worker.take_read(Epoch(1), 4);
     assert_eq!(refused, Err(OrderRefusal::NotAttached));
-    let (attach, after) = (AttachId(2), Some(TransferId(5)));
-    step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
+    admit_memory(&mut worker, 0, 2, 5);
     assert_eq!(worker.take_read(Epoch(1), 5), old(5, 5));
     assert_eq!(worker.take_read(Epoch(1), 6), Ok(()));
     // Another leader starts its numbers at 1 again.
-    find(&mut worker, 2, 3);
+    find(&mut worker, 2, 2);
     assert_eq!(worker.take_read(Epoch(2), 1), Ok(()));
 }
 

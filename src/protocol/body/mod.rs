@@ -14,8 +14,8 @@ pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBod
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{RankStatus, Status, StatusAnswer};
 pub use worker::{
-    Attach, AttachDepot, Attached, AttachedMemory, Cancel, Ended, Readiness, TransferBody,
-    TransferOrder,
+    Attach, AttachDepot, Attached, Cancel, Ended, Memory, MemoryAnswer, Readiness, StatedMemory,
+    TierPages, TransferBody, TransferOrder,
 };
 
 use schemars::JsonSchema;

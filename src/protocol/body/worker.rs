@@ -24,21 +24,6 @@ pub struct Attach {
     pub attach: u64,
     /// The depot of the worker's shard in each tier that the worker reaches, one for each tier.
     pub depots: Vec<AttachDepot>,
-    /// The memory of the worker's engine, once a rank has registered it.
-    #[serde(default)]
-    pub memory: Option<AttachedMemory>,
-}
-
-/// The engine memory of a worker.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct AttachedMemory {
-    /// Identity of the engine.
-    #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
-    pub engine: [u8; 16],
-    /// Geometry of the memory.
-    #[schemars(with = "serde_json::Value")]
-    pub geometry: MemoryGeometry,
 }
 
 /// The pages of one shard in one tier.
@@ -53,9 +38,6 @@ pub struct AttachDepot {
     /// Epoch of the leader that read the depot's inventory last; 0 without one. A leader ends if its epoch is not above
     /// those of all leaders before it.
     pub epoch: u64,
-    /// Pages of the size of the engine's pages for which the depot has room; 0 without an engine's memory.
-    #[serde(default)]
-    pub arena_pages: u32,
 }
 
 /// Answer to [`Attach`].
@@ -65,8 +47,49 @@ pub struct Attached {
     pub attach: u64,
     /// Copies up to this number are not carried out by this worker.
     pub after: u64,
-    /// Workers of all replicas that are attached with an engine's memory.
-    pub attached_ranks: u32,
+}
+
+/// States the engine memory of an attached worker, or that it has none: no copy of other memory is in flight. Sent after
+/// each attach, and whenever that changes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Memory {
+    /// Sequence number of the statements over one connection. A repeated number is a retry.
+    pub number: u64,
+    /// The memory of the worker's engine; absent without one.
+    #[serde(default)]
+    pub memory: Option<StatedMemory>,
+}
+
+/// The engine memory of a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct StatedMemory {
+    /// Identity of the engine.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
+    /// Geometry of the memory.
+    #[schemars(with = "serde_json::Value")]
+    pub geometry: MemoryGeometry,
+    /// Pages of the size of the engine's largest page for which the depot of each tier has room.
+    pub arena_pages: Vec<TierPages>,
+}
+
+/// Room of a depot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct TierPages {
+    /// The tier: 2 is host memory, 3 a disk, 4 storage of other hosts.
+    pub tier: u8,
+    /// Number of pages.
+    pub pages: u32,
+}
+
+/// Answer to [`Memory`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct MemoryAnswer {
+    /// Sequence number of the statement.
+    pub number: u64,
+    /// Copies of an engine's memory up to this number are not carried out by this worker.
+    pub after: u64,
 }
 
 /// One transfer of an order.

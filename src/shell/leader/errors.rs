@@ -8,6 +8,7 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         Refusal::NotReady { .. }
         | Refusal::AnotherEngine { .. }
         | Refusal::EpochUsed { .. }
+        | Refusal::NotAttached { .. }
         | Refusal::Reading => ErrorCode::NotReady,
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
         Refusal::Groups { .. } => ErrorCode::Invalid,

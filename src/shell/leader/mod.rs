@@ -12,16 +12,16 @@ use std::time::Duration;
 use crate::Holder;
 use kvferry_core::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LOAD_RUNS_MAX, Leader, LeaderEffect, LeaderEvent,
-    LeaderSettings, Refusal, WorkerMemory, Workers,
+    LeaderSettings, MemoryStatement, Refusal, WorkerMemory, Workers,
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
     Attach, AttachDepot, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode,
-    Invalidate, Message, ReadInventory, Readiness, TransferOrder,
+    Invalidate, Memory, MemoryAnswer, Message, ReadInventory, Readiness, TransferOrder,
 };
 use kvferry_types::{
-    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, PeerId, PerTier, Request, RequestId,
-    ResetId, TierId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, MemoryId, PeerId, PerTier, Request,
+    RequestId, ResetId, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 use errors::to_error;
@@ -136,7 +136,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 host.reply(peer, correlation, answer);
             }
             (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {
-                self.attach(host, worker, correlation, attach);
+                self.attach(host, (peer, worker), correlation, attach);
+            }
+            (Some(PeerRole::Worker(worker)), Message::Memory(stated)) => {
+                self.memory(host, (peer, worker), correlation, stated);
             }
             (Some(PeerRole::Worker(worker)), Message::Readiness(readiness)) => {
                 self.readiness_reported(host.now(), worker, readiness);
@@ -194,30 +197,19 @@ impl<P: fmt::Debug> LeaderShell<P> {
     fn attach<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
-        worker: WorkerId,
+        (peer, worker): (PeerId, WorkerId),
         correlation: RequestId,
         attach: Attach,
     ) {
         let id = AttachId(attach.attach);
+        let named = attach.depots.iter().map(|depot| (depot.tier, *depot));
+        let depots: PerTier<AttachDepot> = match by_tier("attach.depots.tier", named) {
+            Ok(depots) => depots,
+            Err(error) => return host.reply(peer, correlation, Message::Error(error)),
+        };
         if let Some(peer) = self.workers.get_mut(&worker) {
             peer.attaching = Some((id, correlation));
         }
-        let depots = match depots(&attach.depots) {
-            Ok(depots) => depots,
-            Err(error) => {
-                let peer = self.workers.get(&worker).map(|worker| worker.holder.peer);
-                if let Some(peer) = peer {
-                    host.reply(peer, correlation, Message::Error(error));
-                }
-                return;
-            }
-        };
-        let arena_pages = depots.iter().map(|(tier, depot)| (tier, depot.arena_pages));
-        let memory = attach.memory.map(|memory| WorkerMemory {
-            engine: EngineId(memory.engine),
-            geometry: memory.geometry,
-            arena_pages: arena_pages.collect(),
-        });
         let depots = depots.iter().map(|(tier, depot)| {
             let attached = AttachedDepot {
                 depot: DepotId(u128::from_be_bytes(depot.depot)),
@@ -231,9 +223,42 @@ impl<P: fmt::Debug> LeaderShell<P> {
             shards: attach.kv_shards,
             attach: id,
             depots: depots.collect(),
-            memory,
         };
         self.step(host, LeaderEvent::Attach(attached));
+    }
+
+    fn memory<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        (peer, worker): (PeerId, WorkerId),
+        correlation: RequestId,
+        stated: Memory,
+    ) {
+        let number = MemoryId(stated.number);
+        let memory = stated.memory.map(|memory| {
+            let rooms = memory
+                .arena_pages
+                .iter()
+                .map(|room| (room.tier, room.pages));
+            Ok(WorkerMemory {
+                engine: EngineId(memory.engine),
+                arena_pages: by_tier("memory.arena_pages.tier", rooms)?,
+                geometry: memory.geometry,
+            })
+        });
+        let memory = match memory.transpose() {
+            Ok(memory) => memory,
+            Err(error) => return host.reply(peer, correlation, Message::Error(error)),
+        };
+        if let Some(peer) = self.workers.get_mut(&worker) {
+            peer.stating = Some((number, correlation));
+        }
+        let stated = MemoryStatement {
+            worker,
+            number,
+            memory,
+        };
+        self.step(host, LeaderEvent::Memory(stated));
     }
 
     fn request<H: LeaderHost<Process = P>>(
@@ -287,6 +312,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     attach,
                     verdict,
                 } => self.admit(host, worker, attach, verdict),
+                LeaderEffect::AdmitMemory {
+                    worker,
+                    number,
+                    verdict,
+                } => self.admit_memory(host, worker, number, verdict),
                 LeaderEffect::Transfer { workers, transfer } => transfers.push((workers, transfer)),
                 LeaderEffect::Cancel { worker, transfers } => {
                     let transfers = transfers.into_iter().map(|transfer| transfer.0).collect();
@@ -408,7 +438,6 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 let body = AttachedBody {
                     attach: attach.0,
                     after: after.0,
-                    attached_ranks: self.core.attached_workers(),
                 };
                 host.reply(peer, correlation, Message::Attached(body));
             }
@@ -420,6 +449,32 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 }
             }
         }
+    }
+
+    fn admit_memory<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        worker: WorkerId,
+        number: MemoryId,
+        verdict: Result<TransferId, Refusal>,
+    ) {
+        let Some(known) = self.workers.get_mut(&worker) else {
+            return;
+        };
+        let Some((_, correlation)) = known.stating.take_if(|(id, _)| *id == number) else {
+            return;
+        };
+        let answer = match verdict {
+            Ok(after) => Message::MemoryAnswer(MemoryAnswer {
+                number: number.0,
+                after: after.0,
+            }),
+            Err(refusal) => {
+                tracing::error!(%refusal, "engine memory refused");
+                Message::Error(to_error(&refusal))
+            }
+        };
+        host.reply(known.holder.peer, correlation, answer);
     }
 
     /// Ends this leader, because a depot has recorded its epoch or a later one. The successor takes an epoch after that
@@ -437,17 +492,14 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 }
 
-/// The depots of an attach request by tier. Refuses numbers that name no tier below the device, and repeated ones.
-fn depots(depots: &[AttachDepot]) -> Result<PerTier<AttachDepot>, ErrorBody> {
+/// The values that a message gives for tiers. Refuses numbers that name no tier below the device, and repeated ones.
+fn by_tier<T>(field: &str, values: impl Iterator<Item = (u8, T)>) -> Result<PerTier<T>, ErrorBody> {
     let mut all = PerTier::default();
-    for depot in depots {
-        let tier = TierId::of_number(depot.tier).filter(|tier| *tier != TierId::Device);
-        let new = tier.is_some_and(|tier| all.insert(tier, *depot).is_none());
+    for (number, value) in values {
+        let tier = TierId::of_number(number).filter(|tier| *tier != TierId::Device);
+        let new = tier.is_some_and(|tier| all.insert(tier, value).is_none());
         if !new {
-            let text = format!(
-                "attach.depots.tier is {}: name each of the tiers 2 to 4 once",
-                depot.tier
-            );
+            let text = format!("{field} is {number}: name each of the tiers 2 to 4 once");
             return Err(ErrorBody::new(ErrorCode::Invalid, text));
         }
     }

@@ -11,7 +11,7 @@ use super::{LeaderHost, LeaderShell};
 use crate::{Holder, InUse};
 use kvferry_core::LeaderEvent;
 use kvferry_protocol::{ErrorBody, Hello, Role};
-use kvferry_types::{AttachId, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
+use kvferry_types::{AttachId, EngineId, MemoryId, PeerId, Rank, Replica, RequestId, WorkerId};
 
 /// The role of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +48,8 @@ pub(super) struct WorkerPeer<P> {
     pub(super) holder: Holder<P>,
     /// The last attach, and the request that its answer belongs to.
     pub(super) attaching: Option<(AttachId, RequestId)>,
+    /// The last statement of the memory, and the request that its answer belongs to.
+    pub(super) stating: Option<(MemoryId, RequestId)>,
     /// The supervisor was requested to end the process.
     end_requested: bool,
 }
@@ -190,6 +192,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             WorkerPeer {
                 holder,
                 attaching: None,
+                stating: None,
                 end_requested: false,
             },
         );

@@ -5,8 +5,8 @@ use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
-    AttachDepot, AttachedMemory, Ended, Hello, Inventory, Lookup, PartBody, RankStatus, Reset,
-    Role, Status, Store, VERSION,
+    AttachDepot, Ended, Hello, Inventory, Lookup, Memory, PartBody, RankStatus, Reset, Role,
+    StatedMemory, Status, Store, TierPages, VERSION,
 };
 use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, Sharding};
 
@@ -150,7 +150,7 @@ impl World {
     /// The same after the worker has attached with an engine's memory: the leader has requested its inventory.
     fn reading() -> Self {
         let mut world = Self::with_worker();
-        world.attach(WORKER.0, Some(attached_memory()));
+        world.attach(WORKER.0, Some(stated_memory()));
         world
     }
 
@@ -197,7 +197,7 @@ impl World {
             .message(&mut self.process, PeerId(peer), envelope);
     }
 
-    fn attach(&mut self, peer: u64, memory: Option<AttachedMemory>) {
+    fn attach(&mut self, peer: u64, memory: Option<StatedMemory>) {
         let ranks = self.shell.settings.sharding.ranks();
         let attach = Attach {
             replica: 0,
@@ -209,15 +209,19 @@ impl World {
                 tier: 2,
                 depot: DEPOT,
                 epoch: 0,
-                arena_pages: 64,
             }],
-            memory,
         };
         self.send(peer, Message::Attach(attach));
         let attached = self.process.replies.pop();
         assert!(
             matches!(attached, Some((to, Message::Attached(_))) if to == peer),
             "{attached:?}"
+        );
+        self.send(peer, Message::Memory(Memory { number: 1, memory }));
+        let admitted = self.process.replies.pop();
+        assert!(
+            matches!(admitted, Some((to, Message::MemoryAnswer(_))) if to == peer),
+            "{admitted:?}"
         );
     }
 
@@ -270,8 +274,8 @@ impl World {
     }
 }
 
-fn attached_memory() -> AttachedMemory {
-    AttachedMemory {
+fn stated_memory() -> StatedMemory {
+    StatedMemory {
         engine: ENGINE,
         geometry: GroupGeometry {
             group: GroupId(0),
@@ -284,6 +288,7 @@ fn attached_memory() -> AttachedMemory {
             ..GroupGeometry::default()
         }
         .into(),
+        arena_pages: vec![TierPages { tier: 2, pages: 64 }],
     }
 }
 
@@ -318,7 +323,7 @@ fn a_worker_that_reconnects_gets_its_seat_and_its_old_connection_closes_without_
     world.connect((8, WORKER.1), &named(Role::Worker, [0; 16], 0));
     assert!(world.is_holder(8));
     assert_eq!(world.process.disconnected, [PeerId(WORKER.0)]);
-    world.attach(8, Some(attached_memory()));
+    world.attach(8, Some(stated_memory()));
     let steps = world.process.events.len();
     world.close(WORKER.0);
     assert_eq!(world.process.events.len(), steps);

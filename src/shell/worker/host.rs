@@ -123,9 +123,13 @@ pub trait WorkerHost: HolderPeers {
     /// find them.
     fn list(&mut self, tier: TierId, record: &Record);
 
-    /// Starts copies, each with the time at which it was ready. Their ends are reported with
-    /// [`super::WorkerShell::copies_ended`].
-    fn start(&mut self, copies: Vec<(Transfer, Time)>, memory: &Self::Memory) -> Result<(), Fatal>;
+    /// Starts copies, each with the time at which it was ready. `memory` is the registered memory, which moves between
+    /// tiers do not need. The ends of the copies are reported with [`super::WorkerShell::copies_ended`].
+    fn start(
+        &mut self,
+        copies: Vec<(Transfer, Time)>,
+        memory: Option<&Self::Memory>,
+    ) -> Result<(), Fatal>;
 
     /// Stops a copy as soon as possible. Its end is still reported.
     fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal>;

@@ -13,23 +13,33 @@ use std::time::Duration;
 
 use kvferry_core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_protocol::{
-    Attach, AttachDepot, AttachedMemory, Empty, Ended, ErrorBody, ErrorCode, Message,
+    Attach, AttachDepot, Empty, Ended, ErrorBody, ErrorCode, Memory, Message, StatedMemory,
+    TierPages,
 };
 use kvferry_types::{
-    AttachId, EndedCopy, EngineId, Epoch, LinkId, RequestId, Sharding, Time, TransferId, WorkerId,
+    AttachId, EndedCopy, EngineId, Epoch, LinkId, MemoryId, RequestId, Sharding, Time, TransferId,
+    WorkerId,
 };
 
 pub use host::{Fatal, Registering, WorkerHost};
 pub use invalidations::INVALIDATE_SLICE_ENTRIES;
 use invalidations::{Invalidations, PendingInvalidation};
+use orders::arena_pages;
 use ranks::Ranks;
 
-/// Time limit of one attach request; the core attaches again.
-const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time limit of one attach request, or of one statement of the memory; the core sends it again.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Limit on attach requests whose answers are still accepted. One is sent every second, and each is open for
-/// [`ATTACH_TIMEOUT`].
-const ATTACHING_MAX: usize = 8;
+/// Limit on attach requests and statements whose answers are still accepted. One of each is sent every second, and is
+/// open for [`STATEMENT_TIMEOUT`].
+const STATEMENTS_MAX: usize = 16;
+
+/// A request to the leader that is not answered.
+#[derive(Debug, Clone, Copy)]
+enum Statement {
+    Attach(AttachId),
+    Memory(MemoryId),
+}
 
 /// Why a worker must end, besides failures of its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -37,7 +47,7 @@ pub enum WorkerFailure {
     /// A copy does not stop. The end of the process ends that copy.
     #[error("a copy does not stop")]
     CopyStuck,
-    /// The core started copies, but the shell has no memory: a defect.
+    /// The core started copies of an engine's memory, but the shell has no memory: a defect.
     #[error("copies started without memory")]
     NoMemory,
 }
@@ -47,8 +57,8 @@ pub enum WorkerFailure {
 struct LeaderConnection {
     /// The connection over which the leader was found.
     link: LinkId,
-    /// Attach requests over that connection, with the number of each attach; at most [`ATTACHING_MAX`].
-    attaching: BTreeMap<RequestId, AttachId>,
+    /// Unanswered statements over that connection, at most [`STATEMENTS_MAX`].
+    statements: BTreeMap<RequestId, Statement>,
     /// The order that is being carried out.
     order: RequestId,
     /// The leader's last refusal of this worker, until the rank receives it.
@@ -138,7 +148,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         link: LinkId,
     ) -> Result<(), Fatal> {
         self.leader.link = link;
-        self.leader.attaching.clear();
+        self.leader.statements.clear();
         self.step(host, WorkerEvent::LeaderFound(epoch))
     }
 
@@ -158,28 +168,39 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         id: RequestId,
         answer: Result<Message, ErrorBody>,
     ) -> Result<(), Fatal> {
-        let Some(attach) = self.leader.attaching.remove(&id) else {
+        let Some(statement) = self.leader.statements.remove(&id) else {
             return Ok(());
         };
-        let after = match answer {
-            Ok(Message::Attached(attached)) => Some(TransferId(attached.after)),
-            Ok(other) => {
-                tracing::warn!(kind = other.kind().name(), "no answer to an attach");
+        let after = match (statement, answer) {
+            (Statement::Attach(_), Ok(Message::Attached(attached))) => {
+                Some(TransferId(attached.after))
+            }
+            (Statement::Memory(_), Ok(Message::MemoryAnswer(answer))) => {
+                Some(TransferId(answer.after))
+            }
+            (_, Ok(other)) => {
+                tracing::warn!(kind = other.kind().name(), "no answer to {statement:?}");
                 return Ok(());
             }
-            Err(error) if matches!(error.code(), ErrorCode::Invalid | ErrorCode::RankDisagrees) => {
+            (_, Err(error))
+                if matches!(error.code(), ErrorCode::Invalid | ErrorCode::RankDisagrees) =>
+            {
                 tracing::error!(worker = %self.worker, message = error.message, "refused by the leader");
                 host.report_problem(&error.message);
                 self.leader.turned_away = Some(error);
                 None
             }
-            // The core attaches again.
-            Err(error) => {
-                tracing::debug!(worker = %self.worker, message = error.message, "not attached yet");
+            // The core sends it again.
+            (_, Err(error)) => {
+                tracing::debug!(worker = %self.worker, message = error.message, "not admitted yet");
                 return Ok(());
             }
         };
-        self.step(host, WorkerEvent::Admitted { attach, after })
+        let event = match statement {
+            Statement::Attach(attach) => WorkerEvent::Admitted { attach, after },
+            Statement::Memory(number) => WorkerEvent::MemoryAdmitted { number, after },
+        };
+        self.step(host, event)
     }
 
     fn step<H: WorkerHost<Process = P, Memory = M>>(
@@ -203,14 +224,16 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         effect: WorkerEffect,
     ) -> Result<(), Fatal> {
         match effect {
-            WorkerEffect::Attach { attach, .. } => self.attach(host, attach),
+            WorkerEffect::Attach { attach } => self.attach(host, attach),
+            WorkerEffect::StateMemory { number } => self.state_memory(host, number),
             WorkerEffect::Registered { engine, admitted } => {
                 self.registered(host, engine, admitted);
             }
             WorkerEffect::Start(copies) => {
-                let Some(memory) = self.ranks.memory() else {
+                let memory = self.ranks.memory();
+                if memory.is_none() && copies.iter().any(|copy| copy.device.is_some()) {
                     return Err(WorkerFailure::NoMemory.into());
-                };
+                }
                 let copies = copies.into_iter().map(|copy| {
                     let ready_at = self.core.ready_at(copy.id);
                     (copy, ready_at.unwrap_or(host.now()))
@@ -262,24 +285,15 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         Ok(())
     }
 
-    /// Sends an attach request; without an answer in time the core attaches again. The answer arrives in order with the
-    /// leader's orders, because the orders that follow it need an admitted worker.
+    /// Sends an attach request. The answer arrives in order with the leader's orders, because the orders that follow it
+    /// need an admitted worker.
     fn attach<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H, attach: AttachId) {
-        let memory = self
-            .ranks
-            .registered()
-            .map(|(engine, memory)| AttachedMemory {
-                engine: engine.0,
-                geometry: host.geometry(memory),
-            });
-        let page_bytes = memory.as_ref().map(|memory| memory.geometry.page_bytes());
         let all = host.depots();
         let depots = all.iter().map(|(tier, depot)| {
             Ok(AttachDepot {
                 tier: tier.number(),
                 depot: depot.0.to_be_bytes(),
                 epoch: host.last_reader(tier)?.0,
-                arena_pages: page_bytes.map_or(0, |page_bytes| host.arena_pages(tier, page_bytes)),
             })
         });
         let depots: Vec<AttachDepot> = match depots.collect::<Result<_, Fatal>>() {
@@ -296,14 +310,48 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             kv_shards: self.sharding.shards(),
             attach: attach.0,
             depots,
-            memory,
         };
-        let request = Message::Attach(request);
-        let id = host.request_leader(self.leader.link, request, ATTACH_TIMEOUT);
-        let attaching = &mut self.leader.attaching;
-        attaching.insert(id, attach);
-        if attaching.len() > ATTACHING_MAX {
-            attaching.pop_first();
+        self.request_leader(host, Message::Attach(request), Statement::Attach(attach));
+    }
+
+    /// States the registered memory, or that there is none. The answer arrives in order with the leader's orders.
+    fn state_memory<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        number: MemoryId,
+    ) {
+        let memory = self.ranks.registered().map(|(engine, memory)| {
+            let geometry = host.geometry(memory);
+            let arena_pages = arena_pages(host, geometry.page_bytes());
+            let arena_pages = arena_pages.iter().map(|(tier, pages)| TierPages {
+                tier: tier.number(),
+                pages: *pages,
+            });
+            StatedMemory {
+                engine: engine.0,
+                geometry,
+                arena_pages: arena_pages.collect(),
+            }
+        });
+        let request = Message::Memory(Memory {
+            number: number.0,
+            memory,
+        });
+        self.request_leader(host, request, Statement::Memory(number));
+    }
+
+    /// Sends a statement to the leader; without an answer in time the core sends it again.
+    fn request_leader<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        request: Message,
+        statement: Statement,
+    ) {
+        let id = host.request_leader(self.leader.link, request, STATEMENT_TIMEOUT);
+        let statements = &mut self.leader.statements;
+        statements.insert(id, statement);
+        if statements.len() > STATEMENTS_MAX {
+            statements.pop_first();
         }
     }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::*;
 use crate::{HolderPeers, Registering};
 use kvferry_protocol::{
-    Abandon, Attached, Cancel, Envelope, Hello, MessageKind, ReadInventory, Register, Role,
-    Unregister, VERSION, Written,
+    Abandon, Attached, Cancel, Envelope, Hello, MemoryAnswer, MessageKind, ReadInventory, Register,
+    Role, Unregister, VERSION, Written,
 };
 use kvferry_types::{
     Attention, DepotId, GroupGeometry, GroupId, GroupMemory, MemoryGeometry, Nonce, PageRun,
@@ -34,6 +34,8 @@ struct Process {
     requests: u64,
     /// Attach requests, and the connections over which they were sent.
     attaches: Vec<(LinkId, RequestId, Attach)>,
+    /// Statements of the memory, with their requests.
+    memories: Vec<(RequestId, Memory)>,
     to_leader: Vec<(LinkId, RequestId, Message)>,
     to_ranks: Vec<(PeerId, RequestId, Message)>,
     opening: Vec<Registering>,
@@ -82,6 +84,7 @@ impl WorkerHost for Process {
         let id = RequestId(self.requests);
         match message {
             Message::Attach(attach) => self.attaches.push((link, id, attach)),
+            Message::Memory(memory) => self.memories.push((id, memory)),
             other => panic!("{} is no request to a leader", other.kind().name()),
         }
         id
@@ -186,7 +189,7 @@ impl WorkerHost for Process {
 
     fn list(&mut self, _: TierId, _: &Record) {}
 
-    fn start(&mut self, _: Vec<(Transfer, Time)>, _: &Mapping) -> Result<(), Fatal> {
+    fn start(&mut self, _: Vec<(Transfer, Time)>, _: Option<&Mapping>) -> Result<(), Fatal> {
         Ok(())
     }
 
@@ -249,7 +252,7 @@ fn registration() -> Registration {
 }
 
 impl World {
-    /// A worker with a depot that has found its leader.
+    /// A worker with a depot that has attached to its leader.
     fn new() -> Self {
         let settings = WorkerSettings::new(4);
         let mut world = Self {
@@ -259,6 +262,7 @@ impl World {
         };
         world.run(|shell, process| shell.depot_ready(process));
         world.run(|shell, process| shell.leader_found(process, EPOCH, LINK));
+        world.attach();
         world
     }
 
@@ -310,15 +314,28 @@ impl World {
         self.open();
     }
 
-    /// Answers the last attach.
-    fn answer_attach(&mut self, answer: Result<(), ErrorBody>) {
+    /// Answers the last attach request, and the statement that there is no memory, if that follows.
+    fn attach(&mut self) {
         let (_, id, attach) = self.process.attaches.last().cloned().expect("an attach");
         let attached = Message::Attached(Attached {
             attach: attach.attach,
             after: 0,
-            attached_ranks: 2,
         });
-        let answer = answer.map(|()| attached);
+        self.run(|shell, process| shell.leader_answered(process, id, Ok(attached)));
+        let stated = self.process.memories.last();
+        if stated.is_some_and(|(_, memory)| memory.memory.is_none()) {
+            self.answer_memory(Ok(()));
+        }
+    }
+
+    /// Answers the last statement of the memory.
+    fn answer_memory(&mut self, answer: Result<(), ErrorBody>) {
+        let (id, memory) = self.process.memories.last().cloned().expect("a statement");
+        let admitted = Message::MemoryAnswer(MemoryAnswer {
+            number: memory.number,
+            after: 0,
+        });
+        let answer = answer.map(|()| admitted);
         self.run(|shell, process| shell.leader_answered(process, id, answer));
     }
 
@@ -347,17 +364,17 @@ fn a_temporary_refusal_of_the_leader_refuses_no_rank() {
         let mut world = World::new();
         world.connect(5, 1, 50);
         world.register(5, 1, 1);
-        world.answer_attach(Err(ErrorBody::new(code, "not now")));
+        world.answer_memory(Err(ErrorBody::new(code, "not now")));
         assert!(
             world.received().is_empty(),
             "{code:?} does not concern the memory"
         );
         assert!(world.process.closed.is_empty());
-        let sent = world.process.attaches.len();
+        let sent = world.process.memories.len();
         world.process.now = Time(0) + Duration::from_secs(1);
         world.run(|shell, process| shell.tick(process));
-        assert_eq!(world.process.attaches.len(), sent + 1, "attaches again");
-        world.answer_attach(Ok(()));
+        assert_eq!(world.process.memories.len(), sent + 1, "states it again");
+        world.answer_memory(Ok(()));
         assert_eq!(world.received(), [(5, 1, MessageKind::Registered, None)]);
     }
 }
@@ -372,7 +389,7 @@ fn a_refusal_by_the_leader_is_reported_to_the_rank() {
             over: true,
             ..ErrorBody::new(code, "another model")
         };
-        world.answer_attach(Err(refused));
+        world.answer_memory(Err(refused));
         let quoted = Message::Error(ErrorBody::new(code, "another model"));
         assert_eq!(world.process.to_ranks, [(PeerId(5), RequestId(1), quoted)]);
         assert_eq!(world.process.closed, [1], "the memory is given back");
@@ -385,12 +402,13 @@ fn a_rank_whose_registered_memory_is_refused_later_is_disconnected() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
-    world.answer_attach(Ok(()));
+    world.answer_memory(Ok(()));
     world.received();
     world.run(|shell, process| shell.leader_lost(process));
     world.run(|shell, process| shell.leader_found(process, Epoch(4), LinkId(2)));
+    world.attach();
     let refused = ErrorBody::new(ErrorCode::RankDisagrees, "another model");
-    world.answer_attach(Err(refused));
+    world.answer_memory(Err(refused));
     assert_eq!(world.received(), []);
     assert_eq!(world.process.disconnected, [PeerId(5)]);
 }
@@ -400,16 +418,16 @@ fn a_second_registration_over_one_connection_maps_the_memory_again() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
-    let first = world.process.attaches.len();
+    let first = world.process.memories.len();
     world.register(5, 2, 1);
     let refused = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
     assert_eq!(world.received(), [refused], "the first one is over");
     assert_eq!(world.process.closed, [1]);
     assert!(
-        world.process.attaches.len() > first,
+        world.process.memories.len() > first,
         "the leader agrees anew"
     );
-    world.answer_attach(Ok(()));
+    world.answer_memory(Ok(()));
     assert_eq!(world.received(), [(5, 2, MessageKind::Registered, None)]);
 }
 
@@ -418,7 +436,7 @@ fn the_seat_of_a_live_process_is_kept() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
-    world.answer_attach(Ok(()));
+    world.answer_memory(Ok(()));
     world.received();
     world.connect(6, 2, 60);
     world.send_registration(6, 1, 2, registration());
@@ -433,7 +451,7 @@ fn the_seat_of_a_live_process_is_kept() {
     assert_eq!(world.received(), [not_ready]);
     world.process.ended.push(50);
     world.register(6, 3, 2);
-    world.answer_attach(Ok(()));
+    world.answer_memory(Ok(()));
     assert_eq!(world.received(), [(6, 3, MessageKind::Registered, None)]);
 }
 
@@ -491,7 +509,7 @@ fn pages_are_reported_written_by_the_rank_whose_memory_is_registered() {
     };
     world.send(5, 1, written(false));
     world.register(5, 2, 1);
-    world.answer_attach(Ok(()));
+    world.answer_memory(Ok(()));
     world.send(5, 3, written(false));
     world.send(5, 4, written(true));
     let invalid = Some(ErrorCode::Invalid);
@@ -507,27 +525,61 @@ fn pages_are_reported_written_by_the_rank_whose_memory_is_registered() {
 }
 
 #[test]
-fn an_answer_to_an_attach_of_an_older_connection_is_ignored() {
+fn a_refused_attach_refuses_a_rank_that_has_registered() {
+    let mut world = World::new();
+    world.run(|shell, process| shell.leader_lost(process));
+    world.run(|shell, process| shell.leader_found(process, EPOCH, LinkId(2)));
+    world.connect(5, 1, 50);
+    world.register(5, 1, 1);
+    let (_, id, _) = world.process.attaches.last().cloned().expect("an attach");
+    let refused = || Err(ErrorBody::new(ErrorCode::Invalid, "other settings"));
+    world.run(|shell, process| shell.leader_answered(process, id, refused()));
+    let invalid = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
+    assert_eq!(world.received(), [invalid]);
+    assert_eq!(world.process.closed, [1]);
+    // The next registration asks the leader again.
+    world.register(5, 2, 1);
+    world.attach();
+    world.answer_memory(Ok(()));
+    assert_eq!(world.received(), [(5, 2, MessageKind::Registered, None)]);
+}
+
+#[test]
+fn answers_over_an_older_connection_are_ignored() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
-    let (_, old, attach) = world.process.attaches.last().cloned().expect("an attach");
+    let (_, old_attach, attach) = world.process.attaches.last().cloned().expect("an attach");
+    let (old_memory, memory) = world.process.memories.last().cloned().expect("a statement");
+    let stated = world.process.memories.len();
     world.run(|shell, process| shell.leader_lost(process));
     world.run(|shell, process| shell.leader_found(process, EPOCH, LinkId(2)));
-    let attached = Message::Attached(Attached {
-        attach: attach.attach,
-        after: 0,
-        attached_ranks: 2,
-    });
-    for _ in 0..2 {
-        let attached = attached.clone();
-        world.run(|shell, process| shell.leader_answered(process, old, Ok(attached)));
+    let late = [
+        (
+            old_attach,
+            Message::Attached(Attached {
+                attach: attach.attach,
+                after: 0,
+            }),
+        ),
+        (
+            old_memory,
+            Message::MemoryAnswer(MemoryAnswer {
+                number: memory.number,
+                after: 0,
+            }),
+        ),
+    ];
+    for (id, answer) in late {
+        world.run(|shell, process| shell.leader_answered(process, id, Ok(answer)));
     }
+    assert_eq!(world.process.memories.len(), stated, "not attached");
     assert_eq!(
         world.received(),
         [],
-        "only the attach over this connection counts"
+        "only answers over this connection count"
     );
-    world.answer_attach(Ok(()));
+    world.attach();
+    world.answer_memory(Ok(()));
     assert_eq!(world.received(), [(5, 1, MessageKind::Registered, None)]);
 }

@@ -13,8 +13,8 @@ use kvferry_core::{
     WorkerEvent, WorkerSettings,
 };
 use kvferry_types::{
-    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, GroupId, PageList,
-    PerTier, RequestId, Time, Transfer, TransferId,
+    AttachId, DeviceEnd, Edge, EndedCopy, EngineId, Epoch, FragmentPair, GroupId, MemoryId,
+    PageList, PerTier, RequestId, Time, Transfer, TransferId,
 };
 
 use super::{LINK_BYTES_PER_S, LINK_LATENCY};
@@ -87,6 +87,10 @@ impl Bench {
             WorkerEvent::LeaderFound(Epoch(1)),
             WorkerEvent::Admitted {
                 attach,
+                after: Some(TransferId(0)),
+            },
+            WorkerEvent::MemoryAdmitted {
+                number: MemoryId(1),
                 after: Some(TransferId(0)),
             },
             WorkerEvent::Written { engine, through },

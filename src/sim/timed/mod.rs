@@ -29,8 +29,8 @@ use kvferry_core::{
     WorkerEffect, WorkerEvent, WorkerSettings, Workers,
 };
 use kvferry_types::{
-    Answer, AttachId, Direction, Edge, EndedCopy, MemoryGeometry, PerTier, Rank, Replica, Request,
-    RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, Direction, Edge, EndedCopy, MemoryGeometry, MemoryId, PerTier, Rank, Replica,
+    Request, RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
 };
 use kvferry_workload::scheduler::{Scheduler, Served};
 
@@ -114,9 +114,14 @@ impl Timed {
             let mut worker = Worker::new(its);
             let (engine, after) = (ENGINE, RequestId(0));
             let bounds = MemoryBounds::new(geometry);
+            let after_none = Some(TransferId(0));
             let admitted = WorkerEvent::Admitted {
                 attach: AttachId(1),
-                after: Some(TransferId(0)),
+                after: after_none,
+            };
+            let memory_admitted = WorkerEvent::MemoryAdmitted {
+                number: MemoryId(1),
+                after: after_none,
             };
             for event in [
                 WorkerEvent::DepotReady,
@@ -127,6 +132,7 @@ impl Timed {
                 },
                 WorkerEvent::LeaderFound(leader.epoch()),
                 admitted,
+                memory_admitted,
             ] {
                 worker.step(Time(0), event, &mut Vec::new());
             }
@@ -329,6 +335,7 @@ impl Timed {
                 }
                 // Workers attach before the start and stop every cancelled copy, and no engine requests a reset.
                 LeaderEffect::Admit { .. }
+                | LeaderEffect::AdmitMemory { .. }
                 | LeaderEffect::FenceWorker(..)
                 | LeaderEffect::ReadInventory { .. }
                 | LeaderEffect::Invalidate { .. } => {}
@@ -371,6 +378,7 @@ impl Timed {
                     | WorkerEffect::List { .. }
                     | WorkerEffect::Invalidate { .. }
                     | WorkerEffect::Attach { .. }
+                    | WorkerEffect::StateMemory { .. }
                     | WorkerEffect::Registered { .. }
                     | WorkerEffect::Abandoned { .. }
                     | WorkerEffect::Refuse(_)

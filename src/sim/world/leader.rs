@@ -9,7 +9,8 @@ use super::saboteur::Lie;
 use super::server::{SimServer, SimServerEvent, connection, peer};
 use super::{NodeId, SimContext};
 use kvferry_core::{
-    AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, Refusal, TierKey,
+    AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, MemoryStatement, Refusal,
+    TierKey, WorkerMemory,
 };
 use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
@@ -23,6 +24,8 @@ pub(super) struct LeaderProcess {
     epoch: Epoch,
     /// Last attach request of each worker.
     attaching: BTreeMap<WorkerId, AttachRequest>,
+    /// Last statement of each worker's memory.
+    stating: BTreeMap<WorkerId, MemoryStatement>,
 }
 
 impl LeaderProcess {
@@ -33,6 +36,7 @@ impl LeaderProcess {
             server: SimServer::new(epoch, &[Role::Engine, Role::Worker], env.now()),
             epoch,
             attaching: BTreeMap::new(),
+            stating: BTreeMap::new(),
         }
     }
 
@@ -89,6 +93,7 @@ impl LeaderProcess {
             server: &mut self.server,
             epoch: self.epoch,
             attaching: &mut self.attaching,
+            stating: &mut self.stating,
             before: None,
         };
         call(&mut self.shell, &mut host);
@@ -104,6 +109,7 @@ struct Host<'a> {
     server: &'a mut SimServer,
     epoch: Epoch,
     attaching: &'a mut BTreeMap<WorkerId, AttachRequest>,
+    stating: &'a mut BTreeMap<WorkerId, MemoryStatement>,
     /// The key of the leader's tier before the step.
     before: Option<TierKey>,
 }
@@ -207,6 +213,9 @@ impl LeaderHost for Host<'_> {
                 env.oracle.roster.cleared(attached.worker);
                 self.attaching.insert(attached.worker, attached.clone());
             }
+            LeaderEvent::Memory(stated) => {
+                self.stating.insert(stated.worker, stated.clone());
+            }
             LeaderEvent::Request {
                 engine,
                 id,
@@ -257,6 +266,17 @@ impl LeaderHost for Host<'_> {
                         self.attached(core, attached, verdict.as_ref().err());
                     }
                 }
+                LeaderEffect::AdmitMemory {
+                    worker,
+                    number,
+                    verdict,
+                } => {
+                    let stated = self.stating.get(worker);
+                    if let Some(stated) = stated.filter(|known| known.number == *number) {
+                        let memory = stated.memory.clone();
+                        self.stated(core, *worker, memory, verdict.as_ref().err());
+                    }
+                }
                 LeaderEffect::Answer { engine, id, answer } => {
                     self.env.answered(self.epoch, *engine, *id, answer);
                 }
@@ -281,12 +301,32 @@ impl Host<'_> {
     /// Notes whether a worker was admitted. A refused worker must not change the pool.
     fn attached(&mut self, core: &Leader, attached: AttachRequest, refusal: Option<&Refusal>) {
         let worker = attached.worker;
-        let roster = &mut self.env.oracle.roster;
-        let Some(refusal) = refusal else {
-            let shard = self.env.setup.sharding.of(worker.rank);
-            return roster.attached(worker, shard, &attached.depots, attached.memory);
-        };
-        roster.gone(worker);
+        match refusal {
+            None => {
+                let shard = self.env.setup.sharding.of(worker.rank);
+                let roster = &mut self.env.oracle.roster;
+                roster.attached(worker, shard, &attached.depots);
+            }
+            Some(refusal) => self.refused(core, worker, refusal),
+        }
+    }
+
+    /// Notes whether the memory of a worker is used. Refused memory must not change the pool.
+    fn stated(
+        &mut self,
+        core: &Leader,
+        worker: WorkerId,
+        memory: Option<WorkerMemory>,
+        refusal: Option<&Refusal>,
+    ) {
+        match refusal {
+            None => self.env.oracle.roster.memory(worker, memory),
+            Some(refusal) => self.refused(core, worker, refusal),
+        }
+    }
+
+    fn refused(&mut self, core: &Leader, worker: WorkerId, refusal: &Refusal) {
+        self.env.oracle.roster.gone(worker);
         if self.before.is_some() && core.tier_key(TierId::Host) != self.before.as_ref() {
             self.env.violated(format!(
                 "a pool ended though {worker} was refused: {refusal}"

@@ -23,11 +23,15 @@ impl AdmittedWorkers {
         worker: WorkerId,
         shard: Shard,
         depots: &PerTier<AttachedDepot>,
-        memory: Option<WorkerMemory>,
     ) {
         for (tier, named) in depots.iter() {
             self.depots.insert((tier, shard), named.depot);
         }
+        self.gone(worker);
+    }
+
+    /// Notes the memory of an admitted worker.
+    pub(super) fn memory(&mut self, worker: WorkerId, memory: Option<WorkerMemory>) {
         self.gone(worker);
         if let Some(memory) = memory {
             self.memories.insert(worker, memory);

@@ -65,7 +65,7 @@ const WORK: [(Share, u64, u64); 11] = [
         960,
         u64::MAX,
     ),
-    (|of| ("pages recovered", of.recovered_pages), 270, u64::MAX),
+    (|of| ("pages recovered", of.recovered_pages), 130, u64::MAX),
     (|of| ("pages moved down", of.pages_down), 9_000, u64::MAX),
     (|of| ("pages moved up", of.pages_up), 230, u64::MAX),
     (|of| ("workers fenced", of.fenced), 0, 346),

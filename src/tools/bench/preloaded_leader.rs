@@ -181,11 +181,11 @@ impl PreloadedLeader {
             shards: 1,
             attach: AttachId(1),
             depots: depots.collect(),
-            memory: Some(WorkerMemory {
-                engine: ENGINE,
-                geometry: geometry().into(),
-                arena_pages: tiers.iter().map(|(tier, _)| (*tier, arena_pages)).collect(),
-            }),
+        };
+        let memory = WorkerMemory {
+            engine: ENGINE,
+            geometry: geometry().into(),
+            arena_pages: tiers.iter().map(|(tier, _)| (*tier, arena_pages)).collect(),
         };
         let mut disk = Vec::new();
         if self.below == Below::Half {
@@ -195,10 +195,8 @@ impl PreloadedLeader {
             }
             fastrand::Rng::with_seed(4).shuffle(&mut disk);
         }
-        let mut events = VecDeque::from([
-            LeaderEvent::EngineOpened(ENGINE),
-            LeaderEvent::Attach(attached),
-        ]);
+        let mut events = VecDeque::from([LeaderEvent::EngineOpened(ENGINE)]);
+        events.extend(LeaderEvent::arrival(attached, memory));
         while let Some(event) = events.pop_front() {
             self.leader.step(self.now, event, &mut self.effects);
             for effect in std::mem::take(&mut self.effects) {

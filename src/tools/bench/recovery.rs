@@ -120,7 +120,7 @@ impl Arguments {
         let mut leader = Leader::new(settings);
         let mut effects = Vec::new();
         let mut events = VecDeque::from([LeaderEvent::EngineOpened(ENGINE)]);
-        events.extend((0..self.shards).map(|rank| LeaderEvent::Attach(self.attached(rank))));
+        events.extend((0..self.shards).flat_map(|rank| self.arrival(rank)));
         let mut steps = Steps::default();
         while let Some(event) = events.pop_front() {
             let is_part = matches!(event, LeaderEvent::Inventory { .. });
@@ -161,8 +161,8 @@ impl Arguments {
         }
     }
 
-    fn attached(&self, rank: u16) -> AttachRequest {
-        AttachRequest {
+    fn arrival(&self, rank: u16) -> [LeaderEvent; 2] {
+        let attached = AttachRequest {
             worker: WorkerId {
                 replica: Replica(0),
                 rank: Rank(rank),
@@ -174,12 +174,13 @@ impl Arguments {
                 depot: DepotId(u128::from(rank) + 1),
                 epoch: Epoch(0),
             }),
-            memory: Some(WorkerMemory {
-                engine: ENGINE,
-                geometry: geometry().into(),
-                arena_pages: PerTier::host(self.pages),
-            }),
-        }
+        };
+        let memory = WorkerMemory {
+            engine: ENGINE,
+            geometry: geometry().into(),
+            arena_pages: PerTier::host(self.pages),
+        };
+        LeaderEvent::arrival(attached, memory)
     }
 
     /// The record of a page in the inventory of each shard.

@@ -14,8 +14,8 @@ use kvferry::cli::bench::rig::{ENGINE, HASH_BYTES, client, hashes, process};
 use kvferry::cli::block_on;
 use kvferry::error::CommandError;
 use kvferry_protocol::{
-    Attach, AttachDepot, AttachedMemory, Call, Ended, Inventory, Lookup, LookupAnswer, Message,
-    PartBody, Role, Status, Store,
+    Attach, AttachDepot, Call, Ended, Inventory, Lookup, LookupAnswer, Memory, Message, PartBody,
+    Role, StatedMemory, Status, Store, TierPages,
 };
 use kvferry_transport::{
     Address, Client, Incoming, Limits, Server, ServerEvent, ServerSettings, Transport,
@@ -235,11 +235,17 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
             tier: 2,
             depot: [1; 16],
             epoch: 0,
-            arena_pages: 2 * pages,
         }],
-        memory: Some(AttachedMemory {
+    };
+    let memory = Memory {
+        number: 1,
+        memory: Some(StatedMemory {
             engine: ENGINE.0,
             geometry: geometry().into(),
+            arena_pages: vec![TierPages {
+                tier: 2,
+                pages: 2 * pages,
+            }],
         }),
     };
     let orders = worker.clone();
@@ -254,6 +260,7 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
         }
     });
     request(&worker, attach).await?;
+    request(&worker, memory).await?;
     let limit = Instant::now() + ANSWER_TIMEOUT;
     loop {
         if request(&worker, Status { check: false }).await?.ready {

@@ -28,8 +28,8 @@ pub(super) fn worker(rank: Rank) -> WorkerId {
     WorkerId { replica, rank }
 }
 
-/// The attach of a worker with this depot: the first one of its shard, or a later one.
-pub(super) fn attached(worker: WorkerId, depot: u128) -> AttachRequest {
+/// The arrival of a worker with this depot: the first one of its shard, or a later one.
+pub(super) fn arrival(worker: WorkerId, depot: u128) -> [LeaderEvent; 2] {
     let geometry = GroupGeometry {
         group: GroupId(0),
         engine_page_tokens: 16,
@@ -45,7 +45,7 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> AttachRequest {
         geometry: geometry.into(),
         arena_pages: PerTier::host(PAGES as u32),
     };
-    AttachRequest {
+    let attached = AttachRequest {
         worker,
         ranks: RANKS,
         shards: RANKS,
@@ -54,8 +54,8 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> AttachRequest {
             depot: DepotId(depot << 16 | u128::from(worker.rank.0)),
             epoch: Epoch(0),
         }),
-        memory: Some(memory),
-    }
+    };
+    LeaderEvent::arrival(attached, memory)
 }
 
 /// A leader with both workers attached and an empty pool.
@@ -68,8 +68,9 @@ fn leader() -> Leader {
     let mut effects = Vec::new();
     leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut effects);
     for rank in ranks() {
-        let event = LeaderEvent::Attach(attached(worker(rank), 1));
-        leader.step(Time(0), event, &mut effects);
+        for event in arrival(worker(rank), 1) {
+            leader.step(Time(0), event, &mut effects);
+        }
     }
     let requested = std::mem::take(&mut effects);
     for event in requested.iter().filter_map(empty_inventory) {

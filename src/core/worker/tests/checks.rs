@@ -64,8 +64,29 @@ fn a_copy_of_missing_pages_is_refused_before_anything_is_written() {
             Transfer {
                 edge: Edge {
                     from: TierId::Device,
-                    to: TierId::Disk,
+                    to: TierId::Remote,
                 },
+                ..good.clone()
+            },
+            // The disk has 64 pages, host memory has 32, and neither is an engine's.
+            Transfer {
+                pairs: pages(transfer, Store, (32, 1), (0, 1)).pairs,
+                ..between(transfer)
+            },
+            Transfer {
+                pairs: pages(transfer, Store, (0, 1), (64, 1)).pairs,
+                ..between(transfer)
+            },
+            Transfer {
+                device: good.device,
+                ..between(transfer)
+            },
+            Transfer {
+                device: None,
+                ..good.clone()
+            },
+            Transfer {
+                page_bytes: PAGE_BYTES / 2,
                 ..good
             },
         ]

@@ -48,8 +48,7 @@ fn a_load_that_waits_for_its_engine_ends_by_its_deadline_and_by_a_cancel() {
 fn a_request_that_is_over_does_not_count_as_written() {
     let mut worker = worker();
     register(&mut worker, 0, ENGINE, RequestId(20));
-    let (attach, after) = (AttachId(2), Some(TransferId(0)));
-    step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
+    admit_memory(&mut worker, 0, 2, 0);
     let late = super::after(15, copy(3, Direction::Load, 21));
     let started = starts(&order(&mut worker, 1, 2, vec![late]));
     assert!(started.is_empty(), "{started:?}");

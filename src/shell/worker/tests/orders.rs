@@ -10,7 +10,7 @@ impl World {
         let mut world = Self::new();
         world.connect(5, 1, 50);
         world.register(5, 1, 1);
-        world.answer_attach(Ok(()));
+        world.answer_memory(Ok(()));
         world
     }
 
@@ -58,7 +58,7 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
-    world.answer_attach(Ok(()));
+    world.answer_memory(Ok(()));
     let read = |reading, depot: DepotId, page_bytes| {
         let read = ReadInventory {
             read_id: reading,

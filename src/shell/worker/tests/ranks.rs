@@ -13,7 +13,7 @@ impl World {
         let mut world = Self::new();
         world.connect(5, 1, 50);
         world.register(5, 1, engine);
-        world.answer_attach(Ok(()));
+        world.answer_memory(Ok(()));
         world.received();
         world
     }
@@ -166,7 +166,7 @@ fn the_last_registration_counts_in_whatever_order_the_memory_is_opened() {
         assert_eq!(world.process.closed, [2], "that of the first registration");
         let replaced = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
         assert_eq!(world.received(), [replaced]);
-        world.answer_attach(Ok(()));
+        world.answer_memory(Ok(()));
         let registered = (second, 2, MessageKind::Registered, None);
         assert_eq!(world.received(), [registered]);
     }

@@ -9,13 +9,13 @@ use super::super::saboteur::Lie;
 use super::super::setup::{CELL_BYTES, Shape};
 use super::super::storage::TORN;
 use super::super::{SimContext, SimEvent};
-use kvferry_types::{EndedCopy, EngineId, TierId, Transfer, TransferId, WorkerId};
+use kvferry_types::{EndedCopy, TierId, Transfer, TransferId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
 struct RunningCopy {
     copy: Transfer,
-    /// Shape of the pages: that of the worker's memory.
+    /// Shape of the pages: that of the worker's memory, or for a move that of the order.
     shape: Shape,
     /// Source and destination pages.
     pages: Vec<(u32, u32)>,
@@ -75,8 +75,11 @@ impl RunningCopies {
         }
     }
 
-    pub(super) fn start(&mut self, env: &mut SimContext, copy: Transfer, memory: EngineId) {
-        let shape = env.memory(memory).shape;
+    pub(super) fn start(&mut self, env: &mut SimContext, copy: Transfer) {
+        let shape = match copy.device {
+            Some(device) => env.memory(device.engine).shape,
+            None => SimContext::shape(copy.page_bytes, [0; 16]),
+        };
         let pairs = copy.pairs.iter();
         let pages: Vec<(u32, u32)> = pairs
             .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))

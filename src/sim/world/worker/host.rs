@@ -352,7 +352,11 @@ impl WorkerHost for Host<'_> {
         }
     }
 
-    fn start(&mut self, copies: Vec<(Transfer, Time)>, memory: &EngineId) -> Result<(), Fatal> {
+    fn start(
+        &mut self,
+        copies: Vec<(Transfer, Time)>,
+        memory: Option<&EngineId>,
+    ) -> Result<(), Fatal> {
         let copies: Vec<Transfer> = copies.into_iter().map(|(copy, _)| copy).collect();
         if self.env.lies(Lie::RecordEarly) {
             let records = copies.iter();
@@ -360,14 +364,14 @@ impl WorkerHost for Host<'_> {
             records.for_each(|(tier, record)| self.list(tier, record));
         }
         for copy in copies {
-            let engine = copy.device.map_or(*memory, |device| device.engine);
-            if engine != *memory {
+            let engine = copy.device.map(|device| device.engine);
+            if engine.is_some_and(|engine| Some(&engine) != memory) {
                 self.env.violated(format!(
-                    "{} of engine {engine} was started with the memory of {memory}",
+                    "{} of {engine:?} was started with the memory of {memory:?}",
                     copy.id
                 ));
             }
-            self.parts.copies.start(self.env, copy, *memory);
+            self.parts.copies.start(self.env, copy);
         }
         Ok(())
     }

@@ -134,10 +134,10 @@ impl WorkerProcess {
             }
             client::SimClientEvent::Answered(id, answer) => {
                 if let Ok(other) = &*answer
-                    && !matches!(other, Message::Attached(_))
+                    && !matches!(other, Message::Attached(_) | Message::MemoryAnswer(_))
                 {
                     let kind = other.kind().name();
-                    env.violated(format!("{kind} is no answer to an attach"));
+                    env.violated(format!("{kind} answers no statement of a worker"));
                 }
                 let answer = answer.map_err(ErrorBody::from);
                 self.run(env, |shell, host| shell.leader_answered(host, id, answer));

@@ -1,0 +1,182 @@
+//! Attach requests of workers, and their statements of an engine's memory.
+//!
+//! The two are separate, so that an engine that comes or goes disturbs nothing but the copies of its own memory: moves
+//! between tiers, resets and the other replicas go on. An attach request says that no earlier order of any kind is in
+//! flight on the worker. A statement of the memory says that no copy of other memory is.
+
+use kvferry_types::{INVENTORY_ENTRY_BYTES, TierId, Time, TransferId, WorkerId};
+
+use crate::event::{AttachRequest, LeaderEffect, MemoryStatement};
+use crate::refusal::Refusal;
+
+use super::Leader;
+use super::memory::SeatMemory;
+
+impl Leader {
+    /// Handles an attach request: all earlier orders of the worker have ended. A repeated request gets the same answer.
+    pub(super) fn attached(
+        &mut self,
+        now: Time,
+        attached: AttachRequest,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let (worker, attach) = (attached.worker, attached.attach);
+        if let Some(answered) = self.roster.answered_attach(worker, attach) {
+            if let Some(verdict) = answered {
+                effects.push(LeaderEffect::Admit {
+                    worker,
+                    attach,
+                    verdict,
+                });
+                // The earlier answer may have arrived late, so that the worker refused the invalidations that followed:
+                // send them again.
+                self.resets.request_again(worker);
+            }
+            return;
+        }
+        self.fail_copies_of(worker, effects);
+        self.resets.request_again(worker);
+        self.settle_reads(worker);
+        self.roster.begin_attach(worker);
+        let verdict = self.validate(&attached);
+        let verdict = verdict.map(|()| TransferId(self.next_id));
+        self.roster.end_attach(&attached, &verdict);
+        self.close_unfit_tiers();
+        effects.push(LeaderEffect::Admit {
+            worker,
+            attach,
+            verdict,
+        });
+        self.reader_lost(now, worker, effects);
+        self.roster_changed(now, effects);
+    }
+
+    /// Handles a statement of a worker's memory: all copies of other memory have ended. A repeated statement gets the same
+    /// answer. Requests to read an inventory are settled, because the worker refuses those that arrive before the answer.
+    pub(super) fn memory_stated(
+        &mut self,
+        now: Time,
+        stated: MemoryStatement,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let (worker, number) = (stated.worker, stated.number);
+        let admit = |verdict| LeaderEffect::AdmitMemory {
+            worker,
+            number,
+            verdict,
+        };
+        if !self.roster.is_attached(worker) {
+            effects.push(admit(Err(Refusal::NotAttached { worker })));
+            return;
+        }
+        if let Some(answered) = self.roster.answered_memory(worker, number) {
+            effects.extend(answered.map(admit));
+            return;
+        }
+        self.fail_device_copies_of(worker, effects);
+        self.settle_reads(worker);
+        self.roster.begin_memory(worker);
+        let memory = SeatMemory::of(&stated).and_then(|memory| {
+            if let Some(memory) = &memory {
+                self.validate_memory(worker, memory)?;
+            }
+            Ok((memory, TransferId(self.next_id)))
+        });
+        let verdict = self.roster.end_memory(worker, number, memory);
+        self.close_unfit_tiers();
+        effects.push(admit(verdict));
+        self.reader_lost(now, worker, effects);
+        self.roster_changed(now, effects);
+    }
+
+    /// Checks a worker against the settings, and then against the other workers.
+    fn validate(&self, attached: &AttachRequest) -> Result<(), Refusal> {
+        let epoch = self.settings.epoch;
+        for (_, named) in attached.depots.iter() {
+            let depot_epoch = named.epoch;
+            // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch
+            // of this leader.
+            if depot_epoch > epoch || (depot_epoch == epoch && self.next_id == 0) {
+                return Err(Refusal::EpochUsed {
+                    worker: attached.worker,
+                    depot_epoch,
+                    epoch,
+                });
+            }
+        }
+        self.roster.validate(attached)
+    }
+
+    /// Checks the memory of a worker against the settings and the pool in use, and then against the other workers.
+    fn validate_memory(&self, worker: WorkerId, memory: &SeatMemory) -> Result<(), Refusal> {
+        let page_bytes = memory.model.page_bytes();
+        for (tier, depot_bytes) in self.settings.depot_bytes.iter() {
+            let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_ENTRY_BYTES);
+            let arena_pages = memory.pages_of(tier);
+            if page_bytes == 0 || u64::from(arena_pages) > most_pages {
+                return Err(Refusal::DepotTooLarge {
+                    worker,
+                    arena_pages,
+                    page_bytes,
+                    most_pages,
+                });
+            }
+        }
+        let least_pages = self.tiers.ids().into_iter();
+        let least_pages = least_pages.map(|tier| (tier, self.least_pages(tier, memory)));
+        let (least_pages, key) = (least_pages.collect(), self.tiers.wanted_key());
+        self.roster
+            .validate_memory(worker, memory, &least_pages, key)
+    }
+
+    /// The pages that a worker's depot of a tier must have room for: those of a block, and those of a pool that is in
+    /// use and does not close for this memory.
+    fn least_pages(&self, tier: TierId, memory: &SeatMemory) -> u32 {
+        let block = match self.settings.host_tier {
+            true => self.settings.ratio.pages(),
+            false => 0,
+        };
+        let in_use = self.tiers.serving(tier);
+        let in_use = in_use.filter(|pool| pool.pins() > 0 || !self.transfers.is_empty());
+        let key = self.tiers.key(tier);
+        let stays = key.filter(|key| key.is_for(&memory.model));
+        in_use.and(stays).map_or(0, |key| key.pages).max(block)
+    }
+
+    /// The connection of a worker broke.
+    pub(super) fn worker_lost(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        self.roster.lost(worker);
+        self.resets.request_again(worker);
+        self.reader_lost(now, worker, effects);
+    }
+
+    /// The process of a worker is dead: no order of it runs any longer.
+    pub(super) fn worker_dead(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        self.roster.dead(worker);
+        self.resets.request_again(worker);
+        self.settle_reads(worker);
+        self.reader_lost(now, worker, effects);
+        self.fail_copies_of(worker, effects);
+        self.roster_changed(now, effects);
+    }
+
+    /// Continues operations that waited for workers to attach or to die.
+    fn roster_changed(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
+        if self.roster.all_clear() {
+            self.roster.stop_overdue_checks(&mut self.timers);
+            self.refuse_parked(effects);
+        }
+        self.open_pools(now, effects);
+        self.request_all_parts(now, effects);
+    }
+}
