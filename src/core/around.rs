@@ -20,23 +20,34 @@ pub const LOOKS_AROUND_MAX: u32 = 4096;
 /// further positions would find nothing either.
 pub const MISSES_AROUND_MAX: u32 = 256;
 
-/// Counts the positions that one store examines.
+/// How many positions outside its own pages one store has examined so far, in all of its parts.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LooksAround {
+    looks: u32,
+    misses: u32,
+}
+
+impl LooksAround {
+    fn is_over(self) -> bool {
+        self.looks >= LOOKS_AROUND_MAX || self.misses >= MISSES_AROUND_MAX
+    }
+}
+
+/// Counts the positions that one part of a store examines.
 #[derive(Debug)]
-pub(super) struct Looks {
-    /// The store's own pages, starting at the last multiple of the ratio at or before them, because no block crosses
+pub(super) struct Looks<'a> {
+    /// The part's own pages, starting at the last multiple of the ratio at or before them, because no block crosses
     /// one.
     own: Range<u32>,
-    around: u32,
-    misses: u32,
+    around: &'a mut LooksAround,
     pub(super) all: u32,
 }
 
-impl Looks {
-    pub(super) fn new(wanted: &Range<u32>, ratio: u32) -> Self {
+impl<'a> Looks<'a> {
+    pub(super) fn new(wanted: &Range<u32>, ratio: u32, around: &'a mut LooksAround) -> Self {
         Self {
             own: wanted.start / ratio * ratio..wanted.end,
-            around: 0,
-            misses: 0,
+            around,
             all: 0,
         }
     }
@@ -49,8 +60,7 @@ impl Looks {
     /// Returns the next position to examine, at or after `position`. Once a limit is reached, positions before the
     /// store's own pages are skipped, and positions after them end the walk with `None`.
     pub(super) fn next(&self, position: u32) -> Option<u32> {
-        let enough = self.around >= LOOKS_AROUND_MAX || self.misses >= MISSES_AROUND_MAX;
-        match enough {
+        match self.around.is_over() {
             true if position < self.own.start => Some(self.own.start),
             true if position >= self.own.end => None,
             _ => Some(position),
@@ -61,29 +71,31 @@ impl Looks {
     pub(super) fn note(&mut self, position: u32, found: bool) {
         self.all += 1;
         if !self.own.contains(&position) {
-            self.around += 1;
-            self.misses += u32::from(!found);
+            self.around.looks += 1;
+            self.around.misses += u32::from(!found);
         }
     }
 }
 
 impl Pool {
     /// Follows a sequence past missing pages, examines the pages in `wanted` and a bounded number of positions around
-    /// them, and appends the readable runs. Takes the first blocks from the trail as far as they have not changed, and
+    /// them, and appends the readable runs. `around` bounds these positions over all parts of a store. Takes the first blocks from the trail as far as they have not changed, and
     /// extends it. Returns the number of positions examined.
     pub fn walk_around(
         &self,
         domain: &Domain,
         hashes: HashView<'_>,
         wanted: &Range<u32>,
-        trail: &mut Trail,
+        (trail, around): (&mut Trail, &mut LooksAround),
         runs: &mut Vec<BlockRun>,
     ) -> u32 {
         let len = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
         let mut steps = trail.follow(&self.blocks);
         let mut further: SmallVec<[(u32, BlockIndex, Match); 8]> = SmallVec::new();
-        let mut looks = Looks::new(wanted, self.ratio);
+        let mut looks = Looks::new(wanted, self.ratio, around);
         let mut ahead = self.prefetcher(domain, hashes);
+        // Without looks left, the walk skips the blocks that the trail knows.
+        let from_first = looks.next(0) == Some(0);
         let mut position = 0;
         while position < len
             && let Some(at) = looks.next(position)
@@ -107,7 +119,9 @@ impl Pool {
             }
         }
         let passed = steps.passed;
-        trail.truncate(passed);
+        if from_first {
+            trail.truncate(passed);
+        }
         for (position, head, found) in further {
             trail.add(&self.blocks, position, head, found);
         }
@@ -122,7 +136,8 @@ mod tests {
 
     #[test]
     fn the_pages_of_a_store_are_examined_whatever_was_found_around_them() {
-        let mut looks = Looks::new(&(1002..1010), 4);
+        let mut around = LooksAround::default();
+        let mut looks = Looks::new(&(1002..1010), 4, &mut around);
         for position in 0..MISSES_AROUND_MAX {
             assert_eq!(looks.next(position), Some(position));
             looks.note(position, false);
@@ -132,8 +147,11 @@ mod tests {
         assert_eq!(looks.next(1009), Some(1009));
         assert_eq!(looks.next(1010), None);
         assert_eq!(looks.all, MISSES_AROUND_MAX);
+        let next = Looks::new(&(2000..2001), 4, &mut around);
+        assert_eq!(next.next(0), Some(2000), "the next part has the rest");
 
-        let mut looks = Looks::new(&(0..2), 4);
+        let mut around = LooksAround::default();
+        let mut looks = Looks::new(&(0..2), 4, &mut around);
         for position in 0..MISSES_AROUND_MAX + 1 {
             looks.note(position, false);
         }
@@ -154,7 +172,7 @@ mod tests {
                 &domain(),
                 hashes.view(),
                 &(4..8),
-                &mut Trail::default(),
+                (&mut Trail::default(), &mut LooksAround::default()),
                 &mut runs
             ),
             3

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::Contradiction;
+use crate::around::LooksAround;
 use crate::blocks::BlockRef;
 use crate::decision::Decision;
 use crate::event::LeaderEffect;
@@ -455,6 +456,7 @@ impl Leader {
             wanted: first..end,
             trail: None,
             offer: None,
+            around: LooksAround::default(),
         };
         let planned = plan(host, load.sequence.of(group), walk, &mut self.next_id);
         let refused = planned.refused_pages();

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use crate::Contradiction;
 use crate::admission::Offer;
+use crate::around::LooksAround;
 use crate::blocks::BlockRef;
 use crate::change::Change;
 use crate::event::LeaderEffect;
@@ -239,6 +240,7 @@ impl Leader {
             wanted: phase..end,
             trail: None,
             offer: Some(offer).filter(|_| edge.to > edge.from),
+            around: LooksAround::default(),
         };
         let planned = plan(target, (&domain, hashes.view()), walk, &mut self.next_id);
         let source = MoveSource {

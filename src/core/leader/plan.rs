@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::admission::Offer;
 use crate::anchor::Domain;
-use crate::around::Looks;
+use crate::around::{Looks, LooksAround};
 use crate::index::{Match, MatchGoal};
 use crate::pool::{Pin, Pool, Reserved};
 use crate::trail::Trail;
@@ -31,6 +31,8 @@ pub(super) struct Plan {
     /// Runs of pages that found no room or were not admitted, in order.
     pub(super) refused: Vec<Range<u32>>,
     pub(super) looks: u32,
+    /// How far the store has looked around its own pages, with this part.
+    pub(super) around: LooksAround,
 }
 
 /// The part of a sequence for which [`plan`] finds places.
@@ -43,6 +45,8 @@ pub(super) struct PlanWalk<'a> {
     pub(super) trail: Option<&'a Trail>,
     /// Offers the missing pages to the admission of the pool; `None` admits every page.
     pub(super) offer: Option<Offer>,
+    /// How far the store has looked around its own pages in earlier parts.
+    pub(super) around: LooksAround,
 }
 
 /// Walks a sequence, looking up a bounded number of positions before `wanted`. Pages that are ready or filling are left
@@ -60,11 +64,12 @@ pub(super) fn plan(
         wanted,
         trail,
         offer,
+        mut around,
     } = walk;
     let mut plan = Plan::default();
     let mut held: Vec<Pin> = Vec::new();
     let mut tail: Option<Match> = None;
-    let mut looks = Looks::new(&wanted, ratio);
+    let mut looks = Looks::new(&wanted, ratio, &mut around);
     let mut before = before_own(pool, (domain, hashes), from, trail, &mut looks);
     // Blocks of the pages before do not reach into these, because no block crosses a multiple of the ratio. Where the
     // multiples are those of another sequence, an index of pages finds such a block from the middle on.
@@ -127,6 +132,7 @@ pub(super) fn plan(
         pool.unpin(pin);
     }
     plan.looks = looks.all;
+    plan.around = around;
     plan
 }
 
@@ -137,7 +143,7 @@ fn before_own(
     (domain, hashes): (&Domain, HashView<'_>),
     from: u32,
     trail: Option<&Trail>,
-    looks: &mut Looks,
+    looks: &mut Looks<'_>,
 ) -> Vec<Match> {
     let end = looks.own_start();
     let mut found = Vec::with_capacity(trail.map_or(0, Trail::len));

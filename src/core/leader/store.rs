@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::Contradiction;
 use crate::admission::Offer;
+use crate::around::LooksAround;
 use crate::decision::Decision;
 use crate::event::{LeaderEffect, Workers};
 use crate::group::GroupKind;
@@ -35,8 +36,8 @@ struct PendingStore {
     sequence: Sequence,
     /// Positions of the pages to store, by group.
     wanted: Vec<(GroupId, Range<u32>)>,
-    /// Copies that have not ended, each with the number of pages of this request in it, and whether they are its own.
-    waits: Vec<Wait>,
+    /// Copies that have not ended.
+    waits: BTreeMap<TransferId, StoreWait>,
     /// The engine cancelled the store: its copies were stopped.
     stopped: bool,
     /// `cancel_stores` requests that wait for its end.
@@ -47,16 +48,39 @@ struct PendingStore {
     failed_pages: u32,
 }
 
+/// What a store waits for in one copy.
+#[derive(Debug, Clone, Copy)]
+struct StoreWait {
+    /// Pages of this store in the copy.
+    pages: u32,
+    /// True if this store ordered the copy. A store that names one page twice finds the second one in its own copy.
+    own: bool,
+}
+
 impl PendingStore {
+    fn wait_for(&mut self, wait: Wait) {
+        let Wait {
+            transfer,
+            pages,
+            own,
+        } = wait;
+        let known = self.waits.entry(transfer);
+        let known = known.or_insert(StoreWait { pages: 0, own });
+        known.pages += pages;
+        known.own |= own;
+    }
+
     fn hash_bytes(&self) -> usize {
         self.sequence.hash_bytes()
     }
 }
 
-/// What the copies of one store share.
+/// What the parts of one store share.
 struct StoreTerms {
     workers: Workers,
     offer: Offer,
+    /// How far the store may still look around its own pages.
+    around: LooksAround,
 }
 
 /// Effect of stopping a store.
@@ -113,11 +137,11 @@ impl Stores {
     /// Adds a store, and sets its timer if it waits for copies of other requests.
     fn wait(&mut self, pending: PendingStore, timers: &mut Timers) {
         self.last += 1;
-        for wait in &pending.waits {
-            let waiting = self.waiters.entry(wait.transfer).or_default();
+        for transfer in pending.waits.keys() {
+            let waiting = self.waiters.entry(*transfer).or_default();
             waiting.push(self.last);
         }
-        if pending.waits.iter().any(|wait| !wait.own) {
+        if pending.waits.values().any(|wait| !wait.own) {
             timers.set(pending.reply_to.deadline, Timer::Store(self.last));
         }
         *self.hash_bytes.entry(pending.reply_to.engine).or_default() += pending.hash_bytes();
@@ -134,11 +158,9 @@ impl Stores {
         let Some(store) = self.waiting.get_mut(&key) else {
             return 0;
         };
-        let mut waits = store.waits.iter();
-        let Some(index) = waits.position(|wait| wait.transfer == transfer) else {
+        let Some(wait) = store.waits.remove(&transfer) else {
             return 0;
         };
-        let wait = store.waits.swap_remove(index);
         match (published, wait.own) {
             (true, true) => {
                 store.stored_pages += wait.pages;
@@ -150,22 +172,27 @@ impl Stores {
         0
     }
 
-    /// Counts the pages of some waits of a store as failed.
-    fn fail_waits(&mut self, key: StoreKey, which: impl Fn(&Wait) -> bool) {
+    /// A store waits no longer for copies of other requests: their pages count as failed.
+    fn fail_foreign_waits(&mut self, key: StoreKey) {
         let Some(store) = self.waiting.get_mut(&key) else {
             return;
         };
-        let (given_up, waits): (Vec<Wait>, Vec<Wait>) = store.waits.drain(..).partition(which);
-        store.waits = waits;
-        for wait in given_up {
+        let foreign = store.waits.extract_if(.., |_, wait| !wait.own);
+        let foreign: Vec<(TransferId, StoreWait)> = foreign.collect();
+        for (transfer, wait) in foreign {
             store.failed_pages += wait.pages;
-            self.waiters
-                .entry(wait.transfer)
-                .or_default()
-                .retain(|waits| *waits != key);
-            if self.waiters.get(&wait.transfer).is_some_and(Vec::is_empty) {
-                self.waiters.remove(&wait.transfer);
-            }
+            forget_waiter(&mut self.waiters, transfer, key);
+        }
+    }
+
+    /// A store waits no longer for this copy, if another request ordered it.
+    fn fail_foreign_wait(&mut self, key: StoreKey, transfer: TransferId) {
+        if let Some(store) = self.waiting.get_mut(&key)
+            && store.waits.get(&transfer).is_some_and(|wait| !wait.own)
+            && let Some(wait) = store.waits.remove(&transfer)
+        {
+            store.failed_pages += wait.pages;
+            forget_waiter(&mut self.waiters, transfer, key);
         }
     }
 
@@ -177,11 +204,10 @@ impl Stores {
         if std::mem::replace(&mut store.stopped, true) {
             return Stopped::Before;
         }
-        self.fail_waits(key, |wait| !wait.own);
+        self.fail_foreign_waits(key);
         let waits = self.waiting.get(&key).into_iter();
         let own: Vec<TransferId> = waits
-            .flat_map(|store| &store.waits)
-            .map(|wait| wait.transfer)
+            .flat_map(|store| store.waits.keys().copied())
             .collect();
         match own.is_empty() {
             true => Stopped::Ended,
@@ -235,8 +261,8 @@ impl Stores {
         }
         for (transfer, keys) in &self.waiters {
             for key in keys {
-                let waits = self.waiting.get(key).map_or(&[][..], |store| &store.waits);
-                if !waits.iter().any(|wait| wait.transfer == *transfer) {
+                let store = self.waiting.get(key);
+                if !store.is_some_and(|store| store.waits.contains_key(transfer)) {
                     return Err(format!(
                         "store {key} is noted at copy {} and does not wait for it",
                         transfer.0
@@ -246,19 +272,33 @@ impl Stores {
             }
         }
         for (key, store) in &self.waiting {
-            let noted = |wait: &Wait| {
-                let keys = self.waiters.get(&wait.transfer);
+            let noted = |transfer: &TransferId| {
+                let keys = self.waiters.get(transfer);
                 keys.is_some_and(|keys| keys.contains(key))
             };
-            if let Some(wait) = store.waits.iter().find(|wait| !noted(wait)) {
+            if let Some(transfer) = store.waits.keys().find(|transfer| !noted(transfer)) {
                 return Err(format!(
                     "store {key} waits for copy {} and is not noted there",
-                    wait.transfer.0
+                    transfer.0
                 )
                 .into());
             }
         }
         Ok(())
+    }
+}
+
+/// A store is no longer noted as waiting for a copy.
+fn forget_waiter(
+    waiters: &mut BTreeMap<TransferId, Vec<StoreKey>>,
+    transfer: TransferId,
+    key: StoreKey,
+) {
+    if let Some(waiting) = waiters.get_mut(&transfer) {
+        waiting.retain(|other| *other != key);
+        if waiting.is_empty() {
+            waiters.remove(&transfer);
+        }
     }
 }
 
@@ -325,7 +365,7 @@ impl Leader {
             lookup,
             sequence,
             wanted: Vec::new(),
-            waits: Vec::new(),
+            waits: BTreeMap::new(),
             stopped: false,
             cancels: Vec::new(),
             stored_pages: 0,
@@ -333,7 +373,11 @@ impl Leader {
             refused_pages: 0,
             failed_pages: 0,
         };
-        let terms = StoreTerms { workers, offer };
+        let mut terms = StoreTerms {
+            workers,
+            offer,
+            around: LooksAround::default(),
+        };
         for (part, (group, pages)) in parts.iter().zip(&wanted) {
             let mut cursor = PageCursor::new(&part.pages);
             let whole = match pending.sequence.model().kind(*group) {
@@ -344,7 +388,7 @@ impl Leader {
             let mut first = pages.start;
             while first < pages.end {
                 let piece = (*group, first..first + whole);
-                self.store_part(piece, &mut cursor, &terms, &mut pending, effects);
+                self.store_part(piece, &mut cursor, &mut terms, &mut pending, effects);
                 first += whole;
             }
         }
@@ -361,7 +405,11 @@ impl Leader {
         &mut self,
         (group, wanted): (GroupId, Range<u32>),
         source: &mut PageCursor<'_>,
-        StoreTerms { workers, offer }: &StoreTerms,
+        StoreTerms {
+            workers,
+            offer,
+            around,
+        }: &mut StoreTerms,
         pending: &mut PendingStore,
         effects: &mut Vec<LeaderEffect>,
     ) {
@@ -384,9 +432,11 @@ impl Leader {
             wanted: wanted.clone(),
             trail: slot.trail(group),
             offer: Some(*offer),
+            around: *around,
         };
         let plan = plan(pool, sequence.of(group), walk, &mut self.next_id);
         self.counts.store_looks += u64::from(plan.looks);
+        *around = plan.around;
         for run in &plan.evicted {
             slot.decide(group, Decision::Evicted(*run));
         }
@@ -449,7 +499,9 @@ impl Leader {
         }
         pending.refused_pages += plan.refused_pages();
         pending.present_pages += plan.present_pages;
-        pending.waits.extend(plan.waits);
+        plan.waits
+            .into_iter()
+            .for_each(|wait| pending.wait_for(wait));
     }
 
     /// Notes the end of one shard's copy into a reservation. The last end publishes or frees the pages and notifies the
@@ -486,7 +538,7 @@ impl Leader {
     /// The deadline of a store has passed: the store stops waiting for copies of other requests, because they read none
     /// of its pages. Its own copies have deadlines of their own.
     pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<LeaderEffect>) {
-        self.stores.fail_waits(key, |wait| !wait.own);
+        self.stores.fail_foreign_waits(key);
         self.answer_store(key, effects);
     }
 
@@ -498,8 +550,7 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         for key in self.stores.waiting_for(transfer) {
-            let foreign = |wait: &Wait| !wait.own && wait.transfer == transfer;
-            self.stores.fail_waits(key, foreign);
+            self.stores.fail_foreign_wait(key, transfer);
             self.answer_store(key, effects);
         }
     }
@@ -532,6 +583,7 @@ impl Leader {
             let session = self.sessions.get_mut(store.reply_to.engine);
             let slot = session.and_then(|session| session.any_slot(store.slot));
             let mut slot = slot.filter(|slot| slot.lookup() == store.lookup);
+            let mut around = LooksAround::default();
             for (group, wanted) in store.wanted.iter().filter(|(group, _)| is_prefix(*group)) {
                 let mut none = Trail::default();
                 let trail = match &mut slot {
@@ -540,7 +592,8 @@ impl Leader {
                 };
                 let mut runs: Vec<BlockRun> = Vec::with_capacity(trail.len() + 1);
                 let (domain, hashes) = store.sequence.of(*group);
-                let looks = pool.walk_around(domain, hashes, wanted, trail, &mut runs);
+                let known = (trail, &mut around);
+                let looks = pool.walk_around(domain, hashes, wanted, known, &mut runs);
                 self.counts.store_looks += u64::from(looks);
                 pool.touch(&runs);
             }

@@ -11,7 +11,7 @@ use crate::shard_set::ShardSet;
 use crate::trail::Trail;
 use kvferry_types::{
     Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes,
-    PageList, Part, PerTier, Rank, Replica, Request, Shard, StoreAnswer, TierId,
+    PageList, Part, PerTier, Rank, Replica, Request, Shard, StoreAnswer, TierId, TransferId,
 };
 
 #[test]
@@ -458,10 +458,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
 }
 
 /// Ends copies completely on the only rank.
-fn end(
-    leader: &mut Leader,
-    transfers: impl Iterator<Item = kvferry_types::TransferId>,
-) -> Vec<LeaderEffect> {
+fn end(leader: &mut Leader, transfers: impl Iterator<Item = TransferId>) -> Vec<LeaderEffect> {
     let copies = transfers.map(|transfer| kvferry_types::EndedCopy {
         transfer,
         complete: true,
@@ -488,7 +485,7 @@ fn a_slot_forgets_the_blocks_of_its_sequence_when_their_pool_closes() {
     let mut leader = serving();
     assert!(request(&mut leader, 1, lookup(1, 2)).is_some());
     assert_eq!(request(&mut leader, 2, store(1, None)), None);
-    let first = kvferry_types::TransferId(leader.next_id);
+    let first = TransferId(leader.next_id);
     end(&mut leader, std::iter::once(first));
     let trail = |leader: &mut Leader| {
         let slot = leader.sessions.open(ENGINE).any_slot(SlotId(1));
@@ -527,7 +524,7 @@ fn a_tail_is_found_loaded_and_not_stored_again() {
     };
     assert!(request(&mut leader, 1, lookup(1, named(1))).is_some());
     assert_eq!(request(&mut leader, 2, store(1, 6)), None);
-    let copies = [leader.next_id - 1, leader.next_id].map(kvferry_types::TransferId);
+    let copies = [leader.next_id - 1, leader.next_id].map(TransferId);
     end(&mut leader, copies.into_iter());
 
     // Pages 3 to 6 of 1 to 6 are the last two of a block of four, and a block of two.
@@ -580,4 +577,85 @@ fn a_tail_is_found_loaded_and_not_stored_again() {
     };
     assert_eq!(stored, Some(Ok(Answer::Store(present))));
     assert_eq!((leader.next_id, leader.check()), (before, Ok(())));
+}
+
+/// Pages of a sequence, all of them different.
+fn distinct(pages: u32) -> PageHashes {
+    let hashes = (0..pages).flat_map(|page| u128::from(page + 1).to_be_bytes());
+    PageHashes::packed(16, hashes.collect()).expect("16 bytes a page")
+}
+
+fn lookup_of(slot: u64, hashes: PageHashes) -> Request {
+    Request::Lookup {
+        slot: SlotId(slot),
+        namespace: Vec::new(),
+        hashes,
+        device_pages: 0,
+        limit_pages: None,
+    }
+}
+
+/// Sends a request, and returns the transfers that it ordered.
+fn transfers_of(leader: &mut Leader, id: u64, request: Request) -> Vec<TransferId> {
+    let mut effects = Vec::new();
+    let event = LeaderEvent::Request {
+        engine: ENGINE,
+        id: RequestId(id),
+        deadline: Time(0) + Duration::from_secs(60),
+        request,
+    };
+    leader.step(Time(0), event, &mut effects);
+    let transfers = effects.iter().filter_map(|effect| match effect {
+        LeaderEffect::Transfer { transfer, .. } => Some(transfer.id),
+        _ => None,
+    });
+    transfers.collect()
+}
+
+/// A store of many parts looks around its own pages as far as a store of one part.
+#[test]
+fn the_parts_of_a_store_share_the_limits_of_its_looks() {
+    let (pages, parts) = (16_384, 1024);
+    let mut leader = with_arena(pages, |settings| {
+        settings.ratio = kvferry_types::Ratio::new(1).expect("in bounds");
+    });
+    transfers_of(&mut leader, 1, lookup_of(1, distinct(pages)));
+    let store = |parts: Vec<Part>| Request::Store {
+        slot: SlotId(1),
+        parts,
+        more: None,
+    };
+    let all = vec![Part::new(GroupId(0), 0, PageList::run(0, pages))];
+    let copies = transfers_of(&mut leader, 2, store(all));
+    end(&mut leader, copies.into_iter());
+    let first = pages - 2 * parts;
+    let each = (0..parts).map(|at| Part::new(GroupId(0), first + 2 * at, PageList::run(at, 1)));
+    let before = leader.counts().store_looks;
+    assert_eq!(transfers_of(&mut leader, 3, store(each.collect())), []);
+    let looks = leader.counts().store_looks - before;
+    let most = 2 * u64::from(crate::LOOKS_AROUND_MAX + parts) + 64;
+    assert!(looks <= most, "{looks} positions, {most} at most");
+}
+
+/// An engine that names two pages with one hash in a store finds the second one in the copy of the first.
+#[test]
+fn a_store_that_waits_for_its_own_copy_is_answered_when_that_has_ended() {
+    for late in [false, true] {
+        let mut leader = serving();
+        assert!(request(&mut leader, 1, lookup(1, 8)).is_some());
+        let store = Request::Store {
+            slot: SlotId(1),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
+            more: None,
+        };
+        let copies = transfers_of(&mut leader, 2, store);
+        assert_eq!((copies.len(), leader.check()), (1, Ok(())));
+        if late {
+            let at = Time(0) + Duration::from_secs(61);
+            leader.step(at, LeaderEvent::Tick, &mut Vec::new());
+            assert_eq!((leader.open_requests(), leader.check()), (1, Ok(())));
+        }
+        end(&mut leader, copies.into_iter());
+        assert_eq!((leader.open_requests(), leader.check()), (0, Ok(())));
+    }
 }

@@ -221,6 +221,12 @@ impl Copies {
         Stop::Order
     }
 
+    /// Forgets the queues, after every copy in them was stopped. The next leader uses the numbers of these copies again, for
+    /// copies of any edge.
+    pub(super) fn forget_queues(&mut self) {
+        self.lanes.clear_queues();
+    }
+
     /// No end of an open copy is reported: the leader that ordered them is lost.
     pub(super) fn orphan_all(&mut self) {
         self.open.values_mut().for_each(|task| task.orphan = true);

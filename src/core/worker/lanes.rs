@@ -101,6 +101,11 @@ impl Lanes {
         self.of(edge).running -= 1;
     }
 
+    /// Empties the queues, because no copy is queued any longer. The limits and rates of the edges stay.
+    pub(super) fn clear_queues(&mut self) {
+        self.0.values_mut().for_each(|lane| lane.queue.clear());
+    }
+
     /// Entries of an edge's queue.
     #[cfg(test)]
     pub(super) fn entries(&self, edge: Edge) -> usize {

@@ -188,6 +188,7 @@ impl Worker {
         self.orders.clear();
         self.copies.orphan_all();
         self.stop_all(now, self.copies.ids(), effects);
+        self.copies.forget_queues();
     }
 
     pub(super) fn registered(

@@ -145,6 +145,7 @@ impl World {
             wanted: 0..count,
             trail: None,
             offer: None,
+            around: LooksAround::default(),
         };
         let domain = domain_of(space);
         let into = &mut self.next_id;
@@ -249,8 +250,13 @@ impl World {
         let (mut trail, mut around) = (Trail::default(), Vec::new());
         let all = 0..named.len() as u32;
         let domain = domain_of(space);
-        self.pool
-            .walk_around(&domain, hashes.view(), &all, &mut trail, &mut around);
+        self.pool.walk_around(
+            &domain,
+            hashes.view(),
+            &all,
+            (&mut trail, &mut LooksAround::default()),
+            &mut around,
+        );
         let found: u32 = around.iter().map(|run| run.pages).sum();
         let ready = named.iter().filter(|page| self.is_ready((space, **page)));
         assert!(found as usize <= ready.count() && found >= position);
@@ -364,6 +370,7 @@ fn the_store_of_a_tail_grows_the_block_that_it_continues() {
         wanted: 0..9,
         trail: None,
         offer: None,
+        around: LooksAround::default(),
     };
     let mut next_id = 100;
     let sequence = (&domain_of(0), named.view());

@@ -115,7 +115,8 @@ impl Stored {
         let hashes = hashes(sequence, known);
         let mut held = Vec::new();
         if self.trails.is_none() {
-            let mut looks = Looks::new(&wanted, RATIO);
+            let mut around = LooksAround::default();
+            let mut looks = Looks::new(&wanted, RATIO, &mut around);
             let all = (&domain(), hashes.view());
             for run in before_own(&mut self.pool, all, 0, None, &mut looks) {
                 held.push(self.pool.pin(run.block, run.ready_through()));
@@ -127,6 +128,7 @@ impl Stored {
             wanted: wanted.clone(),
             trail,
             offer: None,
+            around: LooksAround::default(),
         };
         let planned = plan(
             &mut self.pool,
@@ -163,7 +165,13 @@ impl Stored {
         };
         let mut runs = Vec::new();
         let pool = &mut self.pool;
-        pool.walk_around(&domain(), hashes.view(), &open.wanted, trail, &mut runs);
+        pool.walk_around(
+            &domain(),
+            hashes.view(),
+            &open.wanted,
+            (trail, &mut LooksAround::default()),
+            &mut runs,
+        );
         pool.touch(&runs);
     }
 

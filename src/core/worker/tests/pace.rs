@@ -38,7 +38,11 @@ fn tick(worker: &mut Worker, now: u64) -> Vec<u64> {
 
 /// Orders at `now` what follows an earlier order.
 fn order_at(worker: &mut Worker, now: u64, transfers: Vec<Transfer>) -> Vec<u64> {
-    let (epoch, batch) = (Epoch(1), BatchId(transfers[0].id.0));
+    order_at_epoch(worker, 1, now, transfers)
+}
+
+fn order_at_epoch(worker: &mut Worker, epoch: u64, now: u64, transfers: Vec<Transfer>) -> Vec<u64> {
+    let (epoch, batch) = (Epoch(epoch), BatchId(transfers[0].id.0));
     let ordered = WorkerEvent::Ordered {
         epoch,
         batch,
@@ -194,4 +198,33 @@ fn no_timeout_is_due_while_the_limit_of_running_copies_holds_an_edge() {
         starts(&ended(&mut worker, 2 * SECOND, vec![complete(1)])),
         [2]
     );
+}
+
+/// A copy that waits for the rate of its edge leaves its number in the queue when its leader is lost.
+#[test]
+fn a_new_leader_may_use_the_numbers_of_queued_copies_for_other_edges() {
+    let mut settings = WorkerSettings::new(1);
+    let rate = NonZeroU64::new(PAGE_BYTES).expect("above 0");
+    settings.bytes_per_s.insert(Edge::STORE, rate);
+    let mut worker = serving(settings);
+    written(&mut worker, 9);
+    let late = |transfer: Transfer| Transfer {
+        deadline: LATE,
+        ..transfer
+    };
+    let first = [store(1, 1), store(2, 2), store(3, 3)].map(late);
+    assert_eq!(starts(&order(&mut worker, 1, 1, first.to_vec())), [1]);
+    step(&mut worker, 0, WorkerEvent::LeaderLost);
+    ended(&mut worker, 0, vec![refused(TransferId(1))]);
+    find(&mut worker, 2, 2);
+    let loads = [load(1), load(2)].map(late);
+    assert_eq!(starts(&order(&mut worker, 2, 7, loads.to_vec())), [1]);
+    // The rate permits a store, and none is queued.
+    let second = LATE.0 / 2;
+    assert!(tick(&mut worker, second).is_empty(), "one load runs");
+    assert_eq!(starts(&ended(&mut worker, second, vec![complete(1)])), [2]);
+    ended(&mut worker, second, vec![complete(2)]);
+    let next = [load(9), store(10, 4)].map(late);
+    let started = order_at_epoch(&mut worker, 2, second, next.to_vec());
+    assert_eq!(started, [9, 10]);
 }
