@@ -194,12 +194,12 @@ pub enum Refusal {
         /// Its maximum.
         max: u64,
     },
-    /// The pages of a load lie in a slower tier and could not be brought into host memory.
+    /// No copy of a load began: its pages could not be brought into host memory, or were found to be bad.
     #[error(
-        "no page of this load could be brought into host memory: it is full of pages in use, or their source is bad; \
+        "no page was loaded: host memory had no room for them before the deadline, or they are no longer there; \
          compute the pages"
     )]
-    NotPromoted,
+    NotLoaded,
     /// A copy failed on this number of ranks; it has ended everywhere.
     #[error("the copy failed on {0} rank(s); nothing writes these pages any longer")]
     CopyFailed(u32),

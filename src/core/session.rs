@@ -1,6 +1,7 @@
 //! The leader's record of each engine: its running requests, and answers kept for retries.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::Contradiction;
 use crate::decision::{Decision, RequestDigest};
@@ -120,8 +121,14 @@ impl Slot {
         &self.digest
     }
 
-    /// Adds a run that a lookup found and pinned.
+    /// Adds a run that a lookup found and pinned, which ends behind those of its group before it.
     pub fn hold(&mut self, run: PinnedRun) {
+        debug_assert!(
+            self.held.last().is_none_or(|last| {
+                last.group != run.group || last.position + last.pages < run.position + run.pages
+            }),
+            "the ends of a group's runs ascend"
+        );
         self.held.push(run);
     }
 
@@ -148,26 +155,43 @@ impl Slot {
         std::mem::take(&mut self.held)
     }
 
-    /// Removes the holds on pages of a group before `end`; the caller releases their pins.
-    pub fn take_held_before(&mut self, group: GroupId, end: u32) -> Vec<PinnedRun> {
-        let (passed, kept) = self
-            .held
-            .drain(..)
-            .partition(|held| held.group == group && held.position + held.pages <= end);
+    /// Removes the holds on pages of groups before the position given for each; the caller releases their pins.
+    pub fn take_held_before(&mut self, ends: &BTreeMap<GroupId, u32>) -> Vec<PinnedRun> {
+        let (passed, kept) = self.held.drain(..).partition(|held| {
+            let end = ends.get(&held.group);
+            end.is_some_and(|end| held.position + held.pages <= *end)
+        });
         self.held = kept;
         passed
     }
 
-    /// The arena pages of positions `first..end` of a group, each run with the index of the held run that it lies in; `None` when
-    /// some page is not held.
-    pub fn covering(&self, group: GroupId, first: u32, end: u32) -> Option<Vec<(usize, PageRun)>> {
+    /// The places of each group's runs among those that are held. The runs of a group lie together, and their ends ascend.
+    pub fn held_by_group(&self) -> BTreeMap<GroupId, Range<usize>> {
+        let mut places: BTreeMap<GroupId, Range<usize>> = BTreeMap::new();
+        for (index, run) in self.held.iter().enumerate() {
+            let of_group = places.entry(run.group).or_insert(index..index);
+            of_group.end = index + 1;
+        }
+        places
+    }
+
+    /// The arena pages of positions `first..end` of a group, whose held runs lie at `places`. Each run comes with the index
+    /// of the held run that it lies in; `None` when some page is not held.
+    pub fn covering(
+        &self,
+        places: Range<usize>,
+        first: u32,
+        end: u32,
+    ) -> Option<Vec<(usize, PageRun)>> {
+        let runs = self.held.get(places.clone())?;
+        let passed = runs.partition_point(|run| run.position + run.pages <= first);
         let mut sources = Vec::new();
         let mut position = first;
-        for (index, run) in self.held.iter().enumerate() {
-            if run.group == group
-                && position < end
-                && (run.position..run.position + run.pages).contains(&position)
-            {
+        for (run, index) in runs[passed..].iter().zip(places.start + passed..) {
+            if position >= end {
+                break;
+            }
+            if (run.position..run.position + run.pages).contains(&position) {
                 let count = (run.position + run.pages).min(end) - position;
                 let start = run.arena_start + (position - run.position);
                 sources.push((index, PageRun { start, count }));
@@ -607,16 +631,22 @@ mod tests {
         let run = |start, count| PageRun { start, count };
         let all = vec![(0, run(100, 4)), (1, run(104, 4))];
         assert_eq!(
-            slot.covering(GroupId(0), 0, 8),
+            slot.covering(slot.held_by_group()[&GroupId(0)].clone(), 0, 8),
             Some(all),
             "no run without pages"
         );
         assert_eq!(
-            slot.covering(GroupId(0), 5, 7),
+            slot.covering(slot.held_by_group()[&GroupId(0)].clone(), 5, 7),
             Some(vec![(1, run(105, 2))])
         );
-        assert_eq!(slot.covering(GroupId(0), 9, 13), None);
-        assert_eq!(slot.covering(GroupId(0), 3, 3), None);
+        assert_eq!(
+            slot.covering(slot.held_by_group()[&GroupId(0)].clone(), 9, 13),
+            None
+        );
+        assert_eq!(
+            slot.covering(slot.held_by_group()[&GroupId(0)].clone(), 3, 3),
+            None
+        );
         assert!(slot.hold_until(Time(7)));
         assert_eq!(slot.held_until(), Time(7));
         slot.take_held()

@@ -148,12 +148,16 @@ impl Tiered {
     }
 
     pub(super) fn request(&mut self, request: Request) -> Option<Reply> {
+        self.request_until(Time(5_000_000_000), request)
+    }
+
+    fn request_until(&mut self, deadline: Time, request: Request) -> Option<Reply> {
         self.last_request += 1;
         let id = RequestId(self.last_request);
         self.step(LeaderEvent::Request {
             engine: engine_id(1),
             id,
-            deadline: Time(5_000_000_000),
+            deadline,
             request,
         });
         self.answers.get(&id).cloned()
@@ -197,11 +201,16 @@ impl Tiered {
     }
 
     pub(super) fn load(&mut self, name: u8) -> RequestId {
-        let answer = self.request(Request::Load {
+        self.load_until(Time(5_000_000_000), name)
+    }
+
+    fn load_until(&mut self, deadline: Time, name: u8) -> RequestId {
+        let load = Request::Load {
             slot: SlotId(name.into()),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, RATIO))],
             after: RequestId(0),
-        });
+        };
+        let answer = self.request_until(deadline, load);
         assert_eq!(answer, None);
         RequestId(self.last_request)
     }
@@ -351,7 +360,7 @@ fn a_load_does_not_wait_for_promotions_after_its_deadline() {
     assert_eq!(tiered.leader.next_timeout(), Some(tiered.now));
     tiered.step(LeaderEvent::Tick);
     let refused = tiered.answers.get(&load).cloned();
-    assert_eq!(refused, Some(Err(Refusal::NotPromoted)));
+    assert_eq!(refused, Some(Err(Refusal::NotLoaded)));
     fetched.iter().for_each(|one| tiered.end(one, RATIO, false));
     assert_eq!(tiered.take(Edge::LOAD), [], "it was answered");
 }
@@ -368,6 +377,44 @@ fn two_loads_of_the_same_pages_share_one_promotion() {
     assert_eq!(tiered.end_all(Edge::LOAD), 2);
     for load in [first, second] {
         assert!(matches!(tiered.answers.get(&load), Some(Ok(_))), "{load}");
+    }
+}
+
+/// A promotion has the deadline of the load that ordered it. Another load that waits for it has its pages promoted again.
+#[test]
+fn a_load_outlives_the_promotion_that_another_load_ordered() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.on_disk_only(0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    let first = tiered.load_until(Time(1_000), 0);
+    assert_eq!(tiered.lookup(0), RATIO);
+    let second = tiered.load(0);
+    let promotions = tiered.take(UP);
+    assert_eq!(promotions.len(), 1, "one for both");
+    tiered.now = Time(1_000);
+    tiered.step(LeaderEvent::Tick);
+    tiered.end(&promotions[0], 0, false);
+    assert!(
+        matches!(tiered.answers.get(&first), Some(Err(_))),
+        "its deadline has passed"
+    );
+    assert_eq!(tiered.answers.get(&second), None);
+    assert_eq!(tiered.end_all(UP), 1, "promoted for the second load");
+    assert_eq!(tiered.end_all(Edge::LOAD), 1);
+    let loaded = LoadAnswer { pages: RATIO };
+    assert_eq!(tiered.answers.get(&second), Some(&Ok(Answer::Load(loaded))));
+    // A page that fails its checksum is not promoted again.
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.on_disk_only(0);
+    let loads = [0, 0].map(|name| {
+        assert_eq!(tiered.lookup(name), RATIO);
+        tiered.load(name)
+    });
+    let promotions = tiered.take(UP);
+    tiered.end(&promotions[0], 0, true);
+    assert_eq!(tiered.take(UP), []);
+    for load in loads {
+        assert!(matches!(tiered.answers.get(&load), Some(Err(_))), "{load}");
     }
 }
 

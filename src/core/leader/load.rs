@@ -6,213 +6,62 @@
 //! into host memory together proceeds stretch by stretch.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use crate::Contradiction;
 use crate::around::LooksAround;
-use crate::blocks::BlockRef;
 use crate::decision::Decision;
 use crate::event::LeaderEffect;
-use crate::model::{Model, Sequence};
-use crate::pool::Pin;
 use crate::refusal::Refusal;
 use crate::session::PinnedRun;
 use kvferry_types::{
-    Answer, DeviceEnd, Edge, EngineId, GroupId, LoadAnswer, PageRun, Part, Replica, Transfer,
+    Answer, DeviceEnd, Edge, FragmentPair, GroupId, LoadAnswer, PageCursor, PageList, PageRun,
+    Part, RequestId, SlotId, TierId, Transfer, TransferId,
 };
-use kvferry_types::{FragmentPair, PageCursor, PageList, RequestId, SlotId, TierId, TransferId};
 
 use super::moves::{MoveSource, MoveTerms};
+use super::parts::{check_parts, end_of};
 use super::plan::{PlanWalk, plan};
+use super::stretch::{Below, OpenLoad, Promotion, Stage, Stretch, StretchId, Waited};
 use super::timers::{LoadKey, Timer};
 use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
 
-/// Runs of the arena that one load reads, at most. A load of more runs copies the first ones, and its answer gives the
-/// number of pages: an order that names all of them could not be encoded, or not be decoded.
+/// Runs of the arena that one load reads, at most: an order that names more of them could not be encoded, or not be
+/// decoded. A load of more runs copies the first ones, and its answer gives the number of pages; one that is carried out
+/// as a whole is refused.
 pub const LOAD_RUNS_MAX: usize = 65_536;
-
-/// Consecutive pages of one group of a load.
-#[derive(Debug)]
-struct Stretch {
-    group: GroupId,
-    /// Position of the first page.
-    first: u32,
-    pages: u32,
-    destination: PageList,
-    stage: StretchStage,
-    /// Pins on the pages, released when the stretch has ended: one for each run.
-    lease: Vec<(TierId, Pin)>,
-}
-
-/// The progress of a stretch.
-#[derive(Debug)]
-enum StretchStage {
-    /// The pages lie in a slower tier.
-    Below(Below),
-    /// These transfers into host memory have not ended.
-    Promoting(BTreeSet<TransferId>),
-    /// The pages, or the first ones of them, lie in these runs of host memory.
-    Present(Vec<PageRun>),
-    /// The transfer of these runs into the engine's memory has not ended.
-    Copying(TransferId, Vec<PageRun>),
-    /// This many pages, from the first one on, were copied.
-    Ended(u32),
-}
-
-/// A step of a stretch whose last transfer has ended.
-enum Waited {
-    Promotions,
-    Copy,
-}
-
-/// Pages of a block in a slower tier.
-#[derive(Debug, Clone, Copy)]
-struct Below {
-    tier: TierId,
-    block: BlockRef,
-    run: PageRun,
-}
-
-impl Stretch {
-    fn end(&self) -> u32 {
-        self.first + self.pages
-    }
-
-    fn is_moving(&self) -> bool {
-        matches!(
-            self.stage,
-            StretchStage::Promoting(_) | StretchStage::Copying(..)
-        )
-    }
-
-    /// Notes the end of a transfer. Returns for which step it was the last one.
-    fn waited_for(&mut self, id: TransferId) -> Option<Waited> {
-        match &mut self.stage {
-            StretchStage::Copying(copy, _) if *copy == id => Some(Waited::Copy),
-            StretchStage::Promoting(waits) => {
-                (waits.remove(&id) && waits.is_empty()).then_some(Waited::Promotions)
-            }
-            _ => None,
-        }
-    }
-
-    /// True if not all of the pages were copied.
-    fn is_short(&self) -> bool {
-        matches!(self.stage, StretchStage::Ended(pages) if pages < self.pages)
-    }
-
-    /// The block and the arena page of page `index` of the stretch, while the stretch is copied.
-    fn source_of(&self, mut index: u32) -> Option<(BlockRef, u32)> {
-        let StretchStage::Copying(_, runs) = &self.stage else {
-            return None;
-        };
-        for (run, (_, pin)) in runs.iter().zip(&self.lease) {
-            if index < run.count {
-                return Some((pin.block(), run.start + index));
-            }
-            index -= run.count;
-        }
-        None
-    }
-
-    /// Cuts the stretch to its first `pages` pages. Returns the rest.
-    fn split(&mut self, pages: u32) -> Self {
-        let whole = std::mem::take(&mut self.destination);
-        let mut cursor = PageCursor::new(&whole);
-        self.destination = cursor.take(pages);
-        let rest = Self {
-            group: self.group,
-            first: self.first + pages,
-            pages: self.pages - pages,
-            destination: cursor.take(self.pages - pages),
-            stage: StretchStage::Ended(0),
-            lease: Vec::new(),
-        };
-        self.pages = pages;
-        rest
-    }
-}
-
-/// A load that waits for transfers.
-#[derive(Debug)]
-struct PendingLoad {
-    reply_to: ReplyTo,
-    replica: Replica,
-    after: RequestId,
-    sequence: Sequence,
-    stretches: Vec<Stretch>,
-    /// The load is carried out as a whole: a hit of several groups is of no use without one of its pages.
-    whole: bool,
-    /// Workers on which a transfer of the load failed.
-    failed: u32,
-}
-
-impl PendingLoad {
-    /// True if a stretch before this one was not copied completely, or any stretch of a load that is carried out as a
-    /// whole.
-    fn is_useless(&self, index: usize) -> bool {
-        let end = match self.whole {
-            true => self.stretches.len(),
-            false => index,
-        };
-        self.stretches[..end].iter().any(Stretch::is_short)
-    }
-
-    /// Pages, from the first one on, that were copied completely; 0 for a load that is carried out as a whole and was not.
-    fn complete_pages(&self) -> u32 {
-        if self.whole && self.is_useless(0) {
-            return 0;
-        }
-        let mut complete = 0;
-        for stretch in &self.stretches {
-            if let StretchStage::Ended(pages) = stretch.stage {
-                complete += pages;
-            }
-            if stretch.is_short() {
-                break;
-            }
-        }
-        complete
-    }
-
-    fn is_moving(&self) -> bool {
-        self.stretches.iter().any(Stretch::is_moving)
-    }
-
-    fn is_promoting(&self) -> bool {
-        let mut stretches = self.stretches.iter();
-        stretches.any(|stretch| matches!(stretch.stage, StretchStage::Promoting(_)))
-    }
-}
 
 /// The loads that wait for transfers.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
-    waiting: BTreeMap<LoadKey, PendingLoad>,
-    /// The loads that wait for each transfer.
-    waiters: BTreeMap<TransferId, Vec<LoadKey>>,
+    waiting: BTreeMap<LoadKey, OpenLoad>,
+    /// The loads that wait for each transfer, with the stretch that does.
+    waiters: BTreeMap<TransferId, Vec<(LoadKey, StretchId)>>,
     last: LoadKey,
 }
 
 impl Loads {
     /// Number of pins that loads hold.
     pub(super) fn pins(&self) -> usize {
-        let stretches = self.waiting.values().flat_map(|load| &load.stretches);
+        let stretches = self.waiting.values().flat_map(OpenLoad::stretches);
         stretches.map(|stretch| stretch.lease.len()).sum()
     }
 
-    /// Checks that every load waits for a transfer, and is noted there. `Err` names the first contradiction.
+    /// Checks that every load waits for a transfer, and is noted there, and recounts what it counts. `Err` names the first
+    /// contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         for (key, load) in &self.waiting {
-            let noted = |id: &TransferId| {
-                let keys = self.waiters.get(id);
-                keys.is_some_and(|keys| keys.contains(key))
-            };
-            let waits = load.stretches.iter().all(|stretch| match &stretch.stage {
-                StretchStage::Promoting(ids) => ids.iter().all(noted),
-                StretchStage::Copying(id, _) => noted(id),
-                _ => true,
+            load.check()?;
+            let waits = load.stretches().iter().all(|stretch| {
+                let noted = |id: &TransferId| {
+                    let waiters = self.waiters.get(id);
+                    waiters.is_some_and(|waiters| waiters.contains(&(*key, stretch.id)))
+                };
+                match stretch.stage() {
+                    Stage::Promoting(promotion) => promotion.waits.iter().all(noted),
+                    Stage::Copying(id, _) => noted(id),
+                    _ => true,
+                }
             });
             if !load.is_moving() || !waits {
                 return Err(format!("load {key} waits for no transfer").into());
@@ -221,8 +70,8 @@ impl Loads {
         Ok(())
     }
 
-    fn wait(&mut self, transfer: TransferId, key: LoadKey) {
-        self.waiters.entry(transfer).or_default().push(key);
+    fn wait(&mut self, transfer: TransferId, waiter: (LoadKey, StretchId)) {
+        self.waiters.entry(transfer).or_default().push(waiter);
     }
 }
 
@@ -251,31 +100,34 @@ impl Leader {
         }
         let slot = self.sessions.open(reply_to.engine).slot(id, layout)?;
         let whole = parts.len() > 1 || !slot.sequence().model().is_plain();
+        let places = slot.held_by_group();
         let mut runs_left = LOAD_RUNS_MAX;
         let mut sources = Vec::with_capacity(parts.len());
         for part in parts {
             let end = end_of(part);
-            let held = slot.covering(part.group, part.first_page, end);
+            let places = places.get(&part.group).cloned().unwrap_or_default();
+            let held = slot.covering(places, part.first_page, end);
             let mut held = held.ok_or(Refusal::NotPinned {
                 slot: id,
                 first_page: part.first_page,
                 end,
             })?;
-            // The engine computes the pages that are not loaded, as when a copy fails halfway.
             if held.len() > runs_left && whole {
-                return Err(Refusal::Limit {
-                    limit: "runs of pages that one load reads",
-                    max: LOAD_RUNS_MAX as u64,
+                return Err(Refusal::Invalid {
+                    field: "parts",
+                    value: format!("more than {LOAD_RUNS_MAX} runs of pages"),
+                    remedy: "load fewer pages: look up again with a smaller limit_pages",
                 });
             }
+            // The engine computes the pages that are not loaded, as when a copy fails halfway.
             held.truncate(runs_left);
             runs_left -= held.len();
             sources.push(held);
         }
 
         let mut stretches: Vec<Stretch> = Vec::new();
-        let mut ends = Vec::with_capacity(parts.len());
-        for (part, held) in parts.iter().zip(sources) {
+        let mut ends: BTreeMap<GroupId, u32> = BTreeMap::new();
+        for ((index, part), held) in parts.iter().enumerate().zip(sources) {
             let first = stretches.len();
             let mut position = part.first_page;
             for (held, run) in held {
@@ -296,26 +148,20 @@ impl Leader {
                 self.counts.loaded += 1;
                 let pin = pool.pin(block, offset + run.start + run.count - arena_start);
                 let last = stretches[first..].last_mut();
-                let last = last.map(|last| (&mut last.stage, &mut last.pages, &mut last.lease));
-                if let Some((StretchStage::Present(runs), pages, lease)) = last
-                    && tier == TierId::Host
-                {
-                    runs.push(run);
-                    *pages += run.count;
-                    lease.push((tier, pin));
-                } else {
+                if tier != TierId::Host || !last.is_some_and(|last| last.extend(run)) {
                     let block = pin.block();
-                    stretches.push(Stretch {
-                        group: part.group,
+                    let stage = match tier {
+                        TierId::Host => Stage::Present(vec![run]),
+                        tier => Stage::Below(Below { tier, block, run }),
+                    };
+                    let id = StretchId {
+                        part: index,
                         first: position,
-                        pages: run.count,
-                        destination: PageList::default(),
-                        stage: match tier {
-                            TierId::Host => StretchStage::Present(vec![run]),
-                            tier => StretchStage::Below(Below { tier, block, run }),
-                        },
-                        lease: vec![(tier, pin)],
-                    });
+                    };
+                    stretches.push(Stretch::new(id, part.group, run.count, stage));
+                }
+                if let Some(last) = stretches.last_mut() {
+                    last.lease.push((tier, pin));
                 }
                 position += run.count;
             }
@@ -327,92 +173,93 @@ impl Leader {
             let missing = end_of(part) - position;
             if whole && missing > 0 {
                 // Pages whose block was forgotten: the load is answered as not copied.
-                stretches.push(Stretch {
-                    group: part.group,
+                let id = StretchId {
+                    part: index,
                     first: position,
-                    pages: missing,
-                    destination: PageList::default(),
-                    stage: StretchStage::Ended(0),
-                    lease: Vec::new(),
-                });
+                };
+                stretches.push(Stretch::new(id, part.group, missing, Stage::Ended(0)));
             }
-            ends.push((part.group, position));
+            let end = ends.entry(part.group).or_default();
+            *end = position.max(*end);
         }
-        // The pins become a lease: holds on pages before the end of each part are released, because no other load needs
-        // them. The places of the holds are used until here.
-        for (group, end) in ends {
-            for held in slot.take_held_before(group, end) {
-                self.tiers.unpin(held.tier, held.pin);
-            }
+        // The pins become a lease: holds on pages before the end of the last part of each group are released, because no
+        // other load needs them. The places of the holds are used until here.
+        for held in slot.take_held_before(&ends) {
+            self.tiers.unpin(held.tier, held.pin);
         }
 
-        let load = PendingLoad {
-            reply_to,
-            replica,
-            after,
-            sequence: slot.sequence().clone(),
-            stretches,
-            whole,
-            failed: 0,
-        };
+        let sequence = slot.sequence().clone();
+        let load = OpenLoad::new((reply_to, replica), after, sequence, stretches, whole);
         self.loads.last += 1;
         self.advance_load(self.loads.last, load, effects);
         Ok(())
     }
 
-    /// Begins the transfers of a load that can begin now, and answers it if none is in flight.
-    fn advance_load(
-        &mut self,
-        key: LoadKey,
-        mut load: PendingLoad,
-        effects: &mut Vec<LeaderEffect>,
-    ) {
-        let mut index = 0;
-        // Host memory has no room for a promotion now. Pages that are there are copied all the same, which makes room.
-        let mut full = false;
-        while index < load.stretches.len() {
-            // Pages behind one that was not copied are of no use to the engine, and a transfer that begins after the
-            // deadline would only have to be cancelled.
-            let useless = load.reply_to.deadline <= self.step_time || load.is_useless(index);
-            let stage = &load.stretches[index].stage;
-            match stage {
-                StretchStage::Below(_) | StretchStage::Present(_) if useless => {
-                    self.end_stretch(&mut load.stretches[index], 0);
+    /// Begins the transfers of a load that can begin now, and answers it if none is in flight. Stretches that reach host
+    /// memory later are begun by [`Self::begin_present`].
+    fn advance_load(&mut self, key: LoadKey, mut load: OpenLoad, effects: &mut Vec<LeaderEffect>) {
+        let first = load.first_below() == 0;
+        let mut index = load.first_below();
+        // The first stretch for whose promotion host memory has no room now. Pages that are there are copied all the same,
+        // which makes room.
+        let mut full: Option<usize> = None;
+        while index < load.stretches().len() && (first || full.is_none()) {
+            match load.stretch(index).stage() {
+                Stage::Below(_) if self.is_useless(&load, index) => {
+                    self.end_stretch(&mut load, index, 0)
                 }
-                StretchStage::Below(_) if full => {}
-                StretchStage::Below(below) => {
+                Stage::Below(_) if full.is_some() => {}
+                Stage::Below(below) => {
                     let below = *below;
-                    full = !self.promote(key, &mut load, index, below, effects);
-                    // The stretch may have turned out to be present, or to have ended.
-                    if !full && !load.stretches[index].is_moving() {
-                        continue;
+                    if !self.promote(key, &mut load, index, below, effects) {
+                        full = Some(index);
                     }
+                    // The pages may have turned out to be in host memory.
+                    self.begin_present(key, &mut load, index, effects);
                 }
-                StretchStage::Present(_) => self.copy_stretch(key, &mut load, index, effects),
-                StretchStage::Promoting(_) | StretchStage::Copying(..) | StretchStage::Ended(_) => {
-                }
+                Stage::Present(_) => self.begin_present(key, &mut load, index, effects),
+                Stage::Promoting(_) | Stage::Copying(..) | Stage::Ended(_) => {}
             }
             index += 1;
         }
+        load.passed_to(full.unwrap_or(index));
         if load.is_moving() {
-            if load.is_promoting() {
-                let deadline = load.reply_to.deadline;
-                self.timers.set(deadline, Timer::Load(key));
-            }
             self.loads.waiting.insert(key, load);
             return;
         }
         self.timers.clear(load.reply_to.deadline, Timer::Load(key));
-        for stretch in &mut load.stretches {
-            self.end_stretch(stretch, 0);
+        for index in 0..load.stretches().len() {
+            self.end_stretch(&mut load, index, 0);
         }
         let answer = match load.complete_pages() {
-            0 if load.failed == 0 => Err(Refusal::NotPromoted),
+            0 if load.failed == 0 => Err(Refusal::NotLoaded),
             0 => Err(Refusal::CopyFailed(load.failed)),
             pages => Ok(Answer::Load(LoadAnswer { pages })),
         };
         let ReplyTo { engine, id, .. } = load.reply_to;
         self.answer(engine, id, answer, effects);
+    }
+
+    /// True if a transfer of a stretch is of no use: its pages lie behind one that was not copied, or the deadline has
+    /// passed, so that the transfer would only have to be cancelled.
+    fn is_useless(&self, load: &OpenLoad, index: usize) -> bool {
+        load.reply_to.deadline <= self.step_time || load.is_useless(index)
+    }
+
+    /// Begins the copy of a stretch that is in host memory.
+    fn begin_present(
+        &mut self,
+        key: LoadKey,
+        load: &mut OpenLoad,
+        index: usize,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        if matches!(load.stretch(index).stage(), Stage::Present(_)) {
+            match self.is_useless(load, index) {
+                true => self.end_stretch(load, index, 0),
+                false => self.copy_stretch(key, load, index, effects),
+            }
+        }
     }
 
     /// The deadline of a load has passed: the load stops waiting for transfers into host memory, which do not touch the
@@ -421,9 +268,9 @@ impl Leader {
         let Some(mut load) = self.loads.waiting.remove(&key) else {
             return;
         };
-        for stretch in &mut load.stretches {
-            if matches!(stretch.stage, StretchStage::Promoting(_)) {
-                self.end_stretch(stretch, 0);
+        for index in 0..load.stretches().len() {
+            if matches!(load.stretch(index).stage(), Stage::Promoting(_)) {
+                self.end_stretch(&mut load, index, 0);
             }
         }
         self.advance_load(key, load, effects);
@@ -434,12 +281,14 @@ impl Leader {
     fn promote(
         &mut self,
         key: LoadKey,
-        load: &mut PendingLoad,
+        load: &mut OpenLoad,
         index: usize,
         below: Below,
         effects: &mut Vec<LeaderEffect>,
     ) -> bool {
-        let (first, end) = (load.stretches[index].first, load.stretches[index].end());
+        let stretch = load.stretch(index);
+        let (id, group, end) = (stretch.id, stretch.group, stretch.end());
+        let first = id.first;
         let ratio = self.settings.ratio.pages();
         let workers = self.roster.moving();
         // A reset in progress does not know blocks that are created now: pages that it removes are not promoted.
@@ -447,10 +296,9 @@ impl Leader {
         let movable = source.is_some_and(|pool| pool.movable(below.block).is_some());
         let host = self.tiers.serving_mut(TierId::Host).filter(|_| movable);
         let (Some(host), Some(_)) = (host, workers) else {
-            self.end_stretch(&mut load.stretches[index], 0);
+            self.end_stretch(load, index, 0);
             return true;
         };
-        let group = load.stretches[index].group;
         let walk = PlanWalk {
             from: load.sequence.model().first_of_cell(group, first, ratio),
             wanted: first..end,
@@ -465,24 +313,22 @@ impl Leader {
             if load.is_moving() {
                 return false;
             }
-            self.end_stretch(&mut load.stretches[index], 0);
+            self.end_stretch(load, index, 0);
             return true;
         }
         if refused > 0 {
-            let mut rest = load.stretches[index].split(fits);
-            if let Some(pool) = self.tiers.serving_mut(below.tier)
-                && let Some(pin) = pool.pin_through(below.block, below.run.start + below.run.count)
-            {
-                rest.stage = StretchStage::Below(Below {
-                    run: PageRun {
-                        start: below.run.start + fits,
-                        count: below.run.count - fits,
-                    },
-                    ..below
-                });
-                rest.lease.push((below.tier, pin));
+            let rest = Below {
+                run: PageRun {
+                    start: below.run.start + fits,
+                    count: below.run.count - fits,
+                },
+                ..below
+            };
+            let pool = self.tiers.serving_mut(below.tier);
+            let end = below.run.start + below.run.count;
+            if let Some(pin) = pool.and_then(|pool| pool.pin_through(below.block, end)) {
+                load.divide(index, fits, rest, pin);
             }
-            load.stretches.insert(index + 1, rest);
         }
         let edge = Edge {
             from: below.tier,
@@ -499,32 +345,40 @@ impl Leader {
             by_setting: false,
         };
         self.order_moves(edge, &source, &planned.reserved, terms, effects);
+        let foreign = planned.waits.iter().any(|wait| !wait.own);
         let waits: BTreeSet<TransferId> = planned.waits.iter().map(|wait| wait.transfer).collect();
         for transfer in &waits {
-            self.loads.wait(*transfer, key);
+            self.loads.wait(*transfer, (key, id));
         }
-        let stretch = &mut load.stretches[index];
-        match waits.is_empty() {
-            true => self.find_promoted(load, index),
-            false => stretch.stage = StretchStage::Promoting(waits),
+        if waits.is_empty() {
+            self.find_promoted(load, index, None);
+        } else {
+            let promotion = Promotion {
+                waits,
+                source: below,
+                foreign,
+            };
+            load.set_stage(index, Stage::Promoting(promotion));
+            let deadline = load.reply_to.deadline;
+            self.timers.set(deadline, Timer::Load(key));
         }
         true
     }
 
     /// The transfers into host memory that a stretch waited for have ended: holds what is there now instead of the source.
-    fn find_promoted(&mut self, load: &mut PendingLoad, index: usize) {
-        let stretch = &mut load.stretches[index];
-        for (tier, pin) in stretch.lease.drain(..) {
-            self.tiers.unpin(tier, pin);
-        }
-        let (mut position, end) = (stretch.first, stretch.end());
-        let mut present = Vec::new();
+    /// If pages are missing, and a transfer of `foreign` source that another load or a setting ordered may be the reason,
+    /// the stretch is promoted again, for a deadline of its own.
+    fn find_promoted(&mut self, load: &mut OpenLoad, index: usize, foreign: Option<Below>) {
+        let stretch = load.stretch(index);
+        let (group, first, end) = (stretch.group, stretch.id.first, stretch.end());
+        let mut position = first;
+        let (mut present, mut lease) = (Vec::new(), Vec::new());
         if let Some(host) = self.tiers.serving_mut(TierId::Host) {
-            let (domain, hashes) = load.sequence.of(stretch.group);
-            for run in host.covering(domain, hashes, position, end) {
+            let (domain, hashes) = load.sequence.of(group);
+            for run in host.covering(domain, hashes, first, end) {
                 let until = (run.position + run.pages).min(end);
                 let pin = host.pin(run.block, run.offset + until - run.position);
-                stretch.lease.push((TierId::Host, pin));
+                lease.push((TierId::Host, pin));
                 present.push(PageRun {
                     start: host.arena_page(&run, position),
                     count: until - position,
@@ -532,25 +386,35 @@ impl Leader {
                 position = until;
             }
         }
-        stretch.stage = StretchStage::Present(present);
+        if let Some(source) = foreign.filter(|_| position < end) {
+            lease
+                .into_iter()
+                .for_each(|(tier, pin)| self.tiers.unpin(tier, pin));
+            return load.set_stage(index, Stage::Below(source));
+        }
+        let before = std::mem::replace(&mut load.stretch_mut(index).lease, lease);
+        before
+            .into_iter()
+            .for_each(|(tier, pin)| self.tiers.unpin(tier, pin));
+        load.set_stage(index, Stage::Present(present));
     }
 
     /// Orders the copy of a stretch into the engine's memory.
     fn copy_stretch(
         &mut self,
         key: LoadKey,
-        load: &mut PendingLoad,
+        load: &mut OpenLoad,
         index: usize,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        let stretch = &mut load.stretches[index];
-        let StretchStage::Present(runs) = &mut stretch.stage else {
+        let Some(runs) = load.take_present(index) else {
             return;
         };
-        let runs = std::mem::take(runs);
         if runs.is_empty() {
-            return self.end_stretch(stretch, 0);
+            return self.end_stretch(load, index, 0);
         }
+        let stretch = load.stretch(index);
+        let (stretch_id, group) = (stretch.id, stretch.group);
         let mut cursor = PageCursor::new(&stretch.destination);
         let pairs: Vec<FragmentPair> = runs
             .iter()
@@ -572,11 +436,11 @@ impl Leader {
             deadline,
         };
         self.transfers.begin(begun, &mut self.timers);
-        self.loads.wait(id, key);
-        stretch.stage = StretchStage::Copying(id, runs);
+        self.loads.wait(id, (key, stretch_id));
+        load.set_stage(index, Stage::Copying(id, runs));
         let device = DeviceEnd {
             engine: load.reply_to.engine,
-            group: stretch.group,
+            group,
             request: load.reply_to.id,
             after: load.after,
         };
@@ -593,12 +457,9 @@ impl Leader {
     }
 
     /// Ends a stretch of which `pages` pages were copied, and releases its pins.
-    fn end_stretch(&mut self, stretch: &mut Stretch, pages: u32) {
-        for (tier, pin) in stretch.lease.drain(..) {
+    fn end_stretch(&mut self, load: &mut OpenLoad, index: usize, pages: u32) {
+        for (tier, pin) in load.end(index, pages) {
             self.tiers.unpin(tier, pin);
-        }
-        if !matches!(stretch.stage, StretchStage::Ended(_)) {
-            stretch.stage = StretchStage::Ended(pages);
         }
     }
 
@@ -609,20 +470,34 @@ impl Leader {
         outcome: TransferOutcome,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        for key in self.loads.waiters.remove(&id).unwrap_or_default() {
+        let mut waiters = self.loads.waiters.remove(&id).unwrap_or_default();
+        waiters.sort_unstable();
+        for of_load in waiters.chunk_by(|(one, _), (other, _)| one == other) {
+            let key = of_load[0].0;
             let Some(mut load) = self.loads.waiting.remove(&key) else {
                 continue;
             };
             load.failed = load.failed.max(outcome.failed);
-            for index in 0..load.stretches.len() {
-                let stretch = &mut load.stretches[index];
-                match stretch.waited_for(id) {
+            for (_, stretch) in of_load {
+                let Some(index) = load.index_of(*stretch) else {
+                    continue;
+                };
+                match load.waited_for(index, id) {
                     None => {}
                     Some(Waited::Copy) => {
                         self.counts.failed_copies += u64::from(outcome.failed > 0);
-                        self.end_copy(stretch, outcome);
+                        self.end_copy(&mut load, index, outcome);
                     }
-                    Some(Waited::Promotions) => self.find_promoted(&mut load, index),
+                    Some(Waited::Promotion) => {
+                        let foreign = match load.stretch(index).stage() {
+                            Stage::Promoting(promotion) if promotion.foreign => {
+                                Some(promotion.source)
+                            }
+                            _ => None,
+                        };
+                        self.find_promoted(&mut load, index, foreign);
+                        self.begin_present(key, &mut load, index, effects);
+                    }
                 }
             }
             self.advance_load(key, load, effects);
@@ -630,78 +505,13 @@ impl Leader {
     }
 
     /// A copy from host memory has ended. If a page failed its checksum there, the block is cut at that page.
-    fn end_copy(&mut self, stretch: &mut Stretch, outcome: TransferOutcome) {
+    fn end_copy(&mut self, load: &mut OpenLoad, index: usize, outcome: TransferOutcome) {
+        let stretch = load.stretch(index);
         let bad = outcome.bad_page.and_then(|bad| stretch.source_of(bad));
-        self.end_stretch(stretch, outcome.complete_pages);
+        self.end_stretch(load, index, outcome.complete_pages);
         if let (Some((block, page)), Some(host)) = (bad, self.tiers.serving_mut(TierId::Host)) {
             host.cut(block, page);
             self.counts.bad_sources += 1;
         }
-    }
-
-    /// The replica of an engine that is served, and the model of its memory.
-    pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &Arc<Model>), Refusal> {
-        let found = self.roster.memory_of(engine);
-        let key = self.tiers.wanted_key();
-        found
-            .filter(|(_, model)| key.is_none_or(|key| key.is_for(model)))
-            .ok_or_else(|| self.roster.not_ready())
-    }
-}
-
-/// Position after the last page of a part.
-pub(super) fn end_of(part: &Part) -> u32 {
-    let pages = u32::try_from(part.pages.pages()).unwrap_or(u32::MAX);
-    part.first_page.saturating_add(pages)
-}
-
-/// Refuses parts of groups that the model does not have, pages that the engine does not have, empty lists, and parts of
-/// one group that overlap. Replicas may have different numbers of pages.
-pub(super) fn check_parts(model: &Model, parts: &[Part]) -> Result<(), Refusal> {
-    let invalid = |field, value, remedy| {
-        Err(Refusal::Invalid {
-            field,
-            value,
-            remedy,
-        })
-    };
-    if parts.is_empty() {
-        return invalid("parts", "empty".to_owned(), "name at least one page");
-    }
-    let groups = model.geometry().groups.len();
-    for part in parts {
-        if usize::from(part.group.0) >= groups {
-            let remedy = "name a group that the ranks registered";
-            return invalid("parts.group", part.group.0.to_string(), remedy);
-        }
-        if part.pages.0.is_empty() {
-            let remedy = "name at least one page";
-            return invalid("parts.pages", "empty".to_owned(), remedy);
-        }
-        let device_pages = model.geometry().device_pages(part.group);
-        let outside = |run: &&PageRun| run.end() > u64::from(device_pages) || run.count == 0;
-        if let Some(run) = part.pages.0.iter().find(outside) {
-            let value = format!("[{}, {}]", run.start, run.count);
-            return invalid("parts.pages", value, "name pages that the ranks registered");
-        }
-    }
-    let mut ranges: Vec<(GroupId, u32, u64)> = parts
-        .iter()
-        .map(|part| {
-            let end = u64::from(part.first_page) + part.pages.pages();
-            (part.group, part.first_page, end)
-        })
-        .collect();
-    ranges.sort_unstable();
-    let overlap = ranges
-        .windows(2)
-        .find(|pair| pair[0].0 == pair[1].0 && u64::from(pair[1].1) < pair[0].2);
-    match overlap {
-        None => Ok(()),
-        Some(pair) => invalid(
-            "parts.first_page",
-            format!("{} of {}", pair[1].1, pair[1].0),
-            "name each page of a group once",
-        ),
     }
 }

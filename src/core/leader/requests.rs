@@ -5,11 +5,13 @@
 //! one that an older leader ordered for it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::event::LeaderEffect;
+use crate::model::Model;
 use crate::refusal::Refusal;
 use crate::session::RequestState;
-use kvferry_types::{Answer, EngineId, Request, RequestId, SlotId, Time};
+use kvferry_types::{Answer, EngineId, Replica, Request, RequestId, SlotId, Time};
 
 use super::lookup::Lookup;
 use super::{Leader, ReplyTo};
@@ -46,6 +48,15 @@ impl Parked {
 }
 
 impl Leader {
+    /// The replica of an engine that is served, and the model of its memory.
+    pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &Arc<Model>), Refusal> {
+        let found = self.roster.memory_of(engine);
+        let key = self.tiers.wanted_key();
+        found
+            .filter(|(_, model)| key.is_none_or(|key| key.is_for(model)))
+            .ok_or_else(|| self.roster.not_ready())
+    }
+
     pub(super) fn request(
         &mut self,
         now: Time,

@@ -20,7 +20,7 @@ use kvferry_types::{
     SlotId, TierId, Time, TransferId,
 };
 
-use super::load::check_parts;
+use super::parts::check_parts;
 use super::plan::{PlanWalk, Wait, plan};
 use super::timers::{CancelId, StoreKey, Timer, Timers};
 use super::transfers::Begun;

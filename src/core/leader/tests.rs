@@ -659,3 +659,66 @@ fn a_store_that_waits_for_its_own_copy_is_answered_when_that_has_ended() {
         assert_eq!((leader.open_requests(), leader.check()), (0, Ok(())));
     }
 }
+
+/// As many parts as a request may have: each is a transfer, and each end of one makes the load go on.
+#[test]
+fn a_load_of_many_parts_is_answered_with_the_end_of_the_last_one() {
+    let pages = 4096;
+    let mut leader = with_arena(2 * pages, |_| {});
+    transfers_of(&mut leader, 1, lookup_of(1, distinct(pages)));
+    let store = Request::Store {
+        slot: SlotId(1),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, pages))],
+        more: None,
+    };
+    let copies = transfers_of(&mut leader, 2, store);
+    end(&mut leader, copies.into_iter());
+    for (id, failed) in [(3, None), (5, Some(2000))] {
+        transfers_of(&mut leader, id, lookup_of(1, distinct(pages)));
+        let each = (0..pages).map(|page| Part::new(GroupId(0), page, PageList::run(page, 1)));
+        let load = Request::Load {
+            slot: SlotId(1),
+            parts: each.collect(),
+            after: RequestId(0),
+        };
+        let copies = transfers_of(&mut leader, id + 1, load);
+        assert_eq!(copies.len(), pages as usize);
+        let copies = copies.into_iter().enumerate();
+        let (failing, mut whole): (Vec<_>, Vec<_>) =
+            copies.partition(|(index, _)| Some(*index) == failed);
+        let last = whole.pop().map(|(_, transfer)| transfer);
+        for (_, transfer) in failing {
+            fail(&mut leader, transfer);
+        }
+        end(&mut leader, whole.into_iter().map(|(_, transfer)| transfer));
+        assert_eq!((leader.open_requests(), leader.check()), (1, Ok(())));
+        let effects = end(&mut leader, last.into_iter());
+        let answer = effects.into_iter().find_map(|effect| match effect {
+            LeaderEffect::Answer { answer, .. } => Some(answer),
+            _ => None,
+        });
+        let expected = match failed {
+            None => Ok(Answer::Load(LoadAnswer { pages })),
+            Some(_) => Err(Refusal::CopyFailed(1)),
+        };
+        assert_eq!(answer, Some(expected));
+    }
+}
+
+/// Reports a transfer as failed.
+fn fail(leader: &mut Leader, transfer: TransferId) {
+    let ended = kvferry_types::EndedCopy {
+        transfer,
+        complete: false,
+        complete_pages: 0,
+        bytes: 0,
+        copy_us: 0,
+        bad_source: false,
+    };
+    let event = LeaderEvent::Ended {
+        worker: WORKER,
+        epoch: Epoch(1),
+        copies: vec![ended],
+    };
+    leader.step(Time(0), event, &mut Vec::new());
+}

@@ -28,7 +28,7 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         Refusal::NotPinned { .. } => ErrorCode::NotPinned,
         Refusal::Limit { .. } => ErrorCode::Limit,
         Refusal::Crowded { .. } => ErrorCode::Busy,
-        Refusal::CopyFailed(_) | Refusal::NotPromoted => ErrorCode::CopyFailed,
+        Refusal::CopyFailed(_) | Refusal::NotLoaded => ErrorCode::CopyFailed,
         Refusal::StaleRequest(_) => ErrorCode::StaleRequest,
     };
     ErrorBody {

@@ -1,5 +1,7 @@
 //! A world's configuration, drawn from its seed: a seed is all that is needed to repeat a run.
 
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -35,6 +37,8 @@ const TIERS: u64 = 0x7469_6572_7321;
 const GROUPS: u64 = 0x6772_6f75_7073;
 /// Like [`LARGE`], for the index of pages and for prompts that are tails.
 const TAILS: u64 = 0x7461_696c_7321;
+/// Like [`LARGE`], for the rates of edges.
+const RATES: u64 = 0x7261_7465_7321;
 /// Bytes of one cell of memory.
 pub(super) const CELL_BYTES: u64 = 1024;
 
@@ -120,6 +124,8 @@ pub struct Setup {
     pub open_requests_limits: Vec<usize>,
     /// Most copies that a worker runs at one time.
     pub running_max: usize,
+    /// Most bytes a second that the copies of an edge move; without an entry as many as they can.
+    pub bytes_per_s: BTreeMap<Edge, NonZeroU64>,
     /// Highest protocol version that clients offer.
     pub version_max: u16,
     /// First delay before a client reconnects. The longest is 4 times that.
@@ -192,6 +198,7 @@ impl Setup {
         let mut granule = Rng::with_seed(rng.clone().u64(..) ^ GRANULE);
         let mut tails = Rng::with_seed(rng.clone().u64(..) ^ TAILS);
         let mut limits = Rng::with_seed(rng.clone().u64(..) ^ LIMITS);
+        let mut rates = Rng::with_seed(rng.clone().u64(..) ^ RATES);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
             ranks,
@@ -239,6 +246,7 @@ impl Setup {
             open_requests_limits: vec![*pick(rng, &[2, 4, 16, 1024])],
             favourite,
             running_max: *pick(rng, &[1, 2, 8, 64]),
+            bytes_per_s: BTreeMap::new(),
             version_max: rng.u16(1..=2),
             reconnect: Duration::ZERO,
             request_timeout: match rng.u8(0..3) {
@@ -300,7 +308,30 @@ impl Setup {
             let next = *pick(&mut limits, &[1, 2, 4, 1024]);
             setup.open_requests_limits.push(next);
         }
+        setup.limit_rates(&mut rates);
         setup
+    }
+
+    /// In every third world, stores or moves to slower tiers have a rate, from a fifth of what one copy moves without it
+    /// to five times as much.
+    fn limit_rates(&mut self, rng: &mut Rng) {
+        if rng.u8(0..3) > 0 {
+            return;
+        }
+        let page_ns = u64::try_from(self.page_time.as_nanos())
+            .unwrap_or(u64::MAX)
+            .max(1);
+        let bytes_per_s = u64::from(self.shapes[0].cells) * CELL_BYTES * 1_000_000_000 / page_ns;
+        let down = Edge {
+            from: TierId::Host,
+            to: TierId::Disk,
+        };
+        for edge in [Edge::STORE, down] {
+            let rate = NonZeroU64::new(bytes_per_s * rng.u64(1..=25) / 5);
+            if let Some(rate) = rate.filter(|_| rng.bool()) {
+                self.bytes_per_s.insert(edge, rate);
+            }
+        }
     }
 
     /// Most open requests of one engine at the leader of this epoch.

@@ -3,8 +3,6 @@
 mod copies;
 mod host;
 
-use std::collections::BTreeMap;
-
 use super::client::{self, SimClient};
 use super::net::{ConnectionEnd, ConnectionId, Received};
 use super::server::{self, SimServer, peer};
@@ -29,7 +27,7 @@ impl WorkerProcess {
         let hello = SimClient::hello(Role::Worker, EngineId::default(), id, env.setup.version_max);
         let settings = WorkerSettings {
             running_max: env.setup.running_max,
-            bytes_per_s: BTreeMap::new(),
+            bytes_per_s: env.setup.bytes_per_s.clone(),
             fence: env.setup.fence,
             attach_every: env.setup.attach_every,
         };
