@@ -99,7 +99,7 @@ impl FromStr for Admission {
     }
 }
 
-/// A page that a store offers.
+/// When pages are offered, and how large they are.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Offer {
     pub(super) now: Time,
@@ -151,6 +151,13 @@ impl Admitter {
             }
         }
         admitted
+    }
+
+    /// Gives back what admitted pages took of the budgets, because there was no room for them.
+    pub(super) fn give_back(&mut self, pages: u32, offer: Offer) {
+        for budget in &mut self.budgets {
+            budget.give_back(u64::from(pages) * offer.page_bytes, offer);
+        }
     }
 }
 
@@ -204,9 +211,18 @@ impl Budget {
     fn grow(&mut self, offer: Offer) {
         let before = self.grown_until.replace(offer.now);
         let elapsed = before.map_or(0, |before| offer.now.0.saturating_sub(before.0));
+        self.add(u128::from(elapsed) * u128::from(self.bytes_per_day), offer);
+    }
+
+    fn give_back(&mut self, bytes: u64, offer: Offer) {
+        self.add(u128::from(bytes) * DAY, offer);
+    }
+
+    /// Adds to what is left, up to a burst.
+    fn add(&mut self, more: u128, offer: Offer) {
         let burst = (self.bytes_per_day / BURSTS_PER_DAY).max(offer.page_bytes);
-        let grown = self.left + u128::from(elapsed) * u128::from(self.bytes_per_day);
-        self.left = grown.min(u128::from(burst) * DAY);
+        let most = u128::from(burst) * DAY;
+        self.left = self.left.saturating_add(more).min(most);
     }
 
     fn has(&self, bytes: u64) -> bool {
@@ -267,6 +283,22 @@ mod tests {
 
     fn admitter(text: &str) -> Admitter {
         Admitter::new(text.parse().expect("a rule"))
+    }
+
+    #[test]
+    fn a_page_without_room_costs_no_budget() {
+        let mut admitter = admitter("bytes-per-day:24000B");
+        let mut admitted = 0;
+        while admitter.admits(page(admitted), offer(0)) {
+            admitted += 1;
+        }
+        assert_eq!(admitted, 10, "an hour's share");
+        admitter.give_back(3, offer(0));
+        let more = (0..5).filter(|more| admitter.admits(page(100 + more), offer(0)));
+        assert_eq!(more.count(), 3);
+        admitter.give_back(1_000, offer(0));
+        let more = (0..20).filter(|more| admitter.admits(page(200 + more), offer(0)));
+        assert_eq!(more.count(), 10, "no more than a burst");
     }
 
     #[test]

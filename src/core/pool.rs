@@ -192,6 +192,11 @@ impl Pool {
         admitted
     }
 
+    /// Gives back what the last pages that were admitted took of the budgets: there is no room for them.
+    pub(super) fn give_back_admission(&mut self, pages: u32, offer: Offer) {
+        self.admitter.give_back(pages, offer);
+    }
+
     /// Counters since the pool was created.
     pub fn counts(&self) -> PoolCounts {
         self.counts

@@ -122,6 +122,9 @@ pub(super) fn plan(
             }
             position += room;
             if position < end {
+                if let Some(offer) = offer {
+                    pool.give_back_admission(end - position, offer);
+                }
                 plan.refuse(position..wanted.end);
                 break;
             }
