@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use crate::anchor::Domain;
+use crate::around::MISSES_AROUND_MAX;
 use crate::blocks::{BlockIndex, BlockRef};
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pool, PrefixMatch};
@@ -72,7 +73,7 @@ impl Pool {
         runs
     }
 
-    /// The readable runs that hold some of these pages, past those that are missing.
+    /// The readable runs that hold some of these pages, past at most [`MISSES_AROUND_MAX`] that are missing.
     pub(super) fn covering_any(
         &self,
         domain: &Domain,
@@ -80,7 +81,10 @@ impl Pool {
         pages: Range<u32>,
     ) -> Vec<BlockRun> {
         let (mut runs, mut position) = (Vec::new(), pages.start);
-        while position < pages.end {
+        for _ in 0..=MISSES_AROUND_MAX {
+            if position >= pages.end {
+                break;
+            }
             let found = self.covering(domain, hashes, position, pages.end);
             position = found
                 .last()
@@ -122,7 +126,8 @@ impl Pool {
 }
 
 /// Follows a sequence from its first page over several tiers, the fastest one first, and reports each readable run. Pages
-/// below `covered` may be missing, because the caller has them elsewhere.
+/// below `covered` may be missing, because the caller has them elsewhere. Where [`MISSES_AROUND_MAX`] of them are missing,
+/// the others are skipped: they only count as used.
 pub(super) fn walk_tiers(
     pools: &[(TierId, &Pool)],
     domain: &Domain,
@@ -136,6 +141,11 @@ pub(super) fn walk_tiers(
         return PrefixMatch::default();
     };
     let mut ahead = host.prefetcher(domain, hashes);
+    // A block that holds the first page that is not covered begins here or later.
+    let last_cell = u32::try_from(covered)
+        .unwrap_or(u32::MAX)
+        .saturating_sub(host.ratio - 1);
+    let mut misses = 0;
     while position < len {
         let goal = MatchGoal::Readable;
         let at = position as usize;
@@ -171,7 +181,11 @@ pub(super) fn walk_tiers(
             pending = false;
         } else if ready == 0 && (position as usize) < covered {
             pending = false;
+            misses += 1;
             position += 1;
+            if misses >= MISSES_AROUND_MAX {
+                position = position.max(last_cell);
+            }
         } else if ready == 0 {
             break;
         }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::anchor::{AnchorKey, Domain};
+use super::around::MISSES_AROUND_MAX;
 use super::blocks::Filling;
 use super::index::MatchGoal;
 use super::pool::{BlockRun, Pin, Pool, PrefixMatch, ReservationKind};
@@ -492,4 +493,29 @@ fn the_counters_of_two_pools_add_up() {
     };
     assert_eq!(counts(5).with(counts(7)), sum);
     assert_eq!(counts(7).with(counts(5)), sum);
+}
+
+/// However many of the engine's own pages are missing, the block that holds the first page after them is found, also
+/// where that block begins before it.
+#[test]
+fn a_walk_past_many_missing_pages_finds_what_follows_them() {
+    let missing = MISSES_AROUND_MAX as usize * 8;
+    let hashes = sequence(missing as u32 + 8, 0);
+    let mut pool = Pool::new(64, Ratio::new(RATIO as u32).expect("in bounds"));
+    for position in [missing, missing + RATIO] {
+        let transfer = reserve(&mut pool, &hashes, position, position as u64);
+        pool.start_filling(transfer, ShardSet::first(1));
+        assert_eq!(pool.ended(transfer, Shard(0), true), Some(true));
+    }
+    for covered in missing..missing + RATIO {
+        let mut runs = Vec::new();
+        let reach = pool.walk(&domain(), hashes.view(), covered, &mut runs);
+        assert_eq!(
+            reach.end as usize,
+            hashes.len(),
+            "{covered} pages of the engine"
+        );
+        let first = runs.first().map(|run| run.position as usize);
+        assert_eq!(first, Some(missing));
+    }
 }
