@@ -84,6 +84,15 @@ impl<'a> Reach<'a> {
         self.pending.get()
     }
 
+    /// All runs that were found of the prefix groups.
+    pub(super) fn prefix_runs(&self) -> Vec<TierRun> {
+        let groups = self.groups.iter().filter_map(|pages| match pages {
+            GroupPages::Prefix { runs, .. } => Some(runs),
+            GroupPages::Cells { .. } => None,
+        });
+        groups.flatten().copied().collect()
+    }
+
     /// The runs that hold the pages of a group, in order. Pages that the tiers do not have are left out.
     pub(super) fn runs(&self, group: GroupId, pages: Range<u32>) -> Vec<TierRun> {
         let overlaps = |found: &&TierRun| {
@@ -115,7 +124,7 @@ impl<'a> Reach<'a> {
         let mut cells = cells.borrow_mut();
         let runs = cells.entry(cell).or_insert_with(|| {
             let end = (cell + 1).saturating_mul(*cell_pages);
-            self.runs_that_begin(group, cell * cell_pages..end)
+            self.runs_of_cell(group, cell * cell_pages..end)
         });
         let holds = |found: &&TierRun| {
             (found.run.position..found.run.position + found.run.pages).contains(&page)
@@ -127,8 +136,8 @@ impl<'a> Reach<'a> {
         })
     }
 
-    /// The readable runs that begin at these pages of a group, and the one that reaches into them.
-    fn runs_that_begin(&self, group: GroupId, pages: Range<u32>) -> CellRuns {
+    /// The readable runs in one cell of a group: those that begin there, and the one that reaches into it.
+    fn runs_of_cell(&self, group: GroupId, pages: Range<u32>) -> CellRuns {
         let (domain, hashes) = self.sequence.of(group);
         let len = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
         let mut runs = CellRuns::new();

@@ -318,3 +318,45 @@ fn a_load_of_several_groups_is_carried_out_as_a_whole() {
         "{answer:?}"
     );
 }
+
+/// The beginning of a sequence is as new as the tail that a lookup finds, also where the engine has that beginning itself:
+/// without it, the rest could not be reached.
+#[test]
+fn a_lookup_uses_the_pages_of_a_prefix_that_the_engine_has() {
+    let geometry = geometry_of(&models()[0]);
+    for device_pages in [8, 16] {
+        let mut tiered = Tiered::of(geometry.clone(), 128, &[], false);
+        let lookup = |tiered: &mut Tiered, name: u8, device_pages| {
+            tiered.request(Request::Lookup {
+                slot: SlotId(name.into()),
+                namespace: vec![7],
+                hashes: sequence(name, 16),
+                device_pages,
+                limit_pages: None,
+            })
+        };
+        for name in [0, 2] {
+            lookup(&mut tiered, name, 0);
+            let part = |group| Part::new(GroupId(group), 0, PageList::run(0, 16));
+            let answer = tiered.request(Request::Store {
+                slot: SlotId(name.into()),
+                parts: vec![part(0), part(1)],
+                more: None,
+            });
+            assert_eq!(answer, None);
+            let stores = tiered.take(Edge::STORE);
+            stores.iter().for_each(|copy| tiered.end(copy, 8, false));
+        }
+        lookup(&mut tiered, 0, device_pages);
+        let root = |name| sequence(name, 1).fingerprint(0);
+        let host = tiered.leader.pool().expect("it serves");
+        // The window's block begins with the same page, and is older.
+        let blocks: Vec<_> = host.view().map(|block| block.fingerprints[0]).collect();
+        let age = |name| blocks.iter().rposition(|first| *first == root(name));
+        let prefix = (age(0), age(2));
+        assert!(
+            prefix.0 > prefix.1,
+            "{prefix:?} with {device_pages} pages in the engine"
+        );
+    }
+}

@@ -137,10 +137,13 @@ impl Leader {
         };
         let pools = self.tiers.serving_pools();
         let reach = Reach::new(&pools, sequence, bounds.device_tokens);
+        // As with one group, all runs of a prefix count as used, also those of pages that the engine has.
+        let mut used = reach.prefix_runs();
         let Some(hit) = reach.hit(bounds) else {
             let pending = reach.is_pending();
             return Found {
                 pending,
+                used,
                 ..Found::default()
             };
         };
@@ -151,12 +154,15 @@ impl Leader {
         let mut needed: Vec<(GroupId, TierRun)> = Vec::new();
         for group in groups {
             let runs = reach.runs(group, model.groups().needed(group, hit));
+            if model.kind(group) != Some(GroupKind::Prefix) {
+                used.extend(runs.iter().copied());
+            }
             needed.extend(runs.into_iter().map(|run| (group, run)));
         }
         Found {
             hit_pages: (hit.end_tokens() - hit.device_tokens()) / model.hash_tokens(),
             pending: reach.is_pending(),
-            used: needed.iter().map(|(_, run)| *run).collect(),
+            used,
             needed,
         }
     }
