@@ -119,6 +119,16 @@ impl Index {
             .is_some_and(|head| siblings(blocks, head).count() >= SIBLINGS_MAX)
     }
 
+    /// The blocks under an anchor, the one that was added last first.
+    pub(super) fn under<'a>(
+        &'a self,
+        blocks: &'a Blocks,
+        anchor: Anchor,
+    ) -> impl Iterator<Item = BlockIndex> + 'a {
+        let head = self.head(blocks, anchor).into_iter();
+        head.flat_map(|head| siblings(blocks, head))
+    }
+
     /// Removes a block from the index. Must be called before the block leaves the slab.
     pub fn remove(&mut self, blocks: &mut Blocks, index: BlockIndex) {
         let (anchor, sibling) = {

@@ -223,11 +223,24 @@ impl Pool {
         pool.arena = arena;
         pool.blocks.reserve(blocks.len(), fingerprints);
         pool.index.reserve(&pool.blocks, blocks.len());
+        let mut inserted = vec![NONE; blocks.len()];
+        let mut place_of: Vec<usize> = Vec::with_capacity(blocks.len());
+        for (place, found) in blocks.iter().enumerate() {
+            let (block, dropped) = pool.insert_recovered(found);
+            if let Some(dropped) = dropped {
+                inserted[place_of[dropped as usize]] = NONE;
+            }
+            if let Some(block) = block {
+                inserted[place] = block;
+                let slots = place_of.len().max(block as usize + 1);
+                place_of.resize(slots, 0);
+                place_of[block as usize] = place;
+            }
+        }
         let mut names = vec![NONE; pages.as_ref().map_or(0, |_| blocks.len())];
-        for found in blocks {
-            let block = pool.insert_recovered(found);
+        for (found, block) in blocks.iter().zip(inserted) {
             if let Some(name) = names.get_mut(found.number as usize) {
-                *name = block.unwrap_or(NONE);
+                *name = block;
             }
         }
         pool.pages = pages.map(|mut pages| {
@@ -237,10 +250,34 @@ impl Pool {
         pool
     }
 
-    /// Adds a block that was read from the inventories, if its anchor has room for it. The arena has its pages, and the
-    /// slab their fingerprints.
-    fn insert_recovered(&mut self, found: &RecoveredBlock) -> Option<BlockIndex> {
+    /// Adds a block that was read from the inventories. Where its anchor has no room, the block with the fewest pages of
+    /// those under it is left out, the oldest of several: lookups take the longest one. Returns the block if it was added,
+    /// and the block that was dropped for it. The arena has its pages, and the slab their fingerprints.
+    fn insert_recovered(
+        &mut self,
+        found: &RecoveredBlock,
+    ) -> (Option<BlockIndex>, Option<BlockIndex>) {
         let count = u32::from(found.pages);
+        let mut dropped = None;
+        if self.index.is_full(&self.blocks, found.anchor) {
+            let others = self.index.under(&self.blocks, found.anchor);
+            // The newest ones come first.
+            let pages = |block: &BlockIndex| self.blocks.get(*block).ready;
+            let fewest = others.reduce(|one, older| match pages(&older) <= pages(&one) {
+                true => older,
+                false => one,
+            });
+            match fewest.filter(|fewest| pages(fewest) <= found.pages) {
+                None => {
+                    self.arena.release(found.start, count);
+                    return (None, None);
+                }
+                Some(fewest) => {
+                    self.retire_block(fewest);
+                    dropped = Some(fewest);
+                }
+            }
+        }
         let filling = Filling {
             transfer: TransferId(0),
             pages: count,
@@ -255,14 +292,11 @@ impl Pool {
         let held = self.blocks.get_mut(block);
         held.set_filling(None);
         held.ready = found.pages;
-        if !self.index.insert(&mut self.blocks, block) {
-            self.blocks.remove(block);
-            self.arena.release(found.start, count);
-            return None;
-        }
+        let has_room = self.index.insert(&mut self.blocks, block);
+        debug_assert!(has_room, "room was made");
         self.blocks.add_pages(block, count);
         self.blocks.update_order(block);
-        Some(block)
+        (Some(block), dropped)
     }
 }
 

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use proptest::sample::Index as Pick;
 
 use super::*;
+use crate::SIBLINGS_MAX;
 use kvferry_types::Epoch;
 
 fn page(page: u32, block_start: u32, anchor: u128, content: u128) -> PageRecord {
@@ -132,6 +133,37 @@ fn the_oldest_store_is_evicted_first() {
     let pool = recover(&[all.clone(), all]);
     let by_age: Vec<u32> = pool.view().map(|block| block.start).collect();
     assert_eq!(by_age, [8, 0]);
+}
+
+/// A block of which only the beginning was left is listed until its pages are overwritten. Of more blocks with one
+/// beginning than an anchor has room for, the longest ones are found again.
+#[test]
+fn the_longest_of_many_blocks_with_one_beginning_are_kept() {
+    let count = SIBLINGS_MAX as u32 + 4;
+    for long in [0, 3, count - 1] {
+        let start = |at: u32| 2 * at + 2 * u32::from(at > long);
+        let blocks = (0..count).map(|at| {
+            let pages = if at == long { 4 } else { 1 };
+            let mut pages = block(start(at), pages, 1);
+            pages
+                .iter_mut()
+                .for_each(|page| page.stored.epoch = Epoch(u64::from(at) + 1));
+            pages
+        });
+        let all: Vec<PageRecord> = blocks.flatten().collect();
+        let pool = recover(&[all.clone(), all]);
+        pool.check().expect("the second count agrees");
+        let mut found = ready(&pool);
+        found.sort_unstable();
+        // The oldest short ones make room.
+        let shorts = (0..count)
+            .filter(|at| *at != long)
+            .skip(4)
+            .map(|at| (start(at), 1));
+        let mut expected: Vec<(u32, u32)> = shorts.chain([(start(long), 4)]).collect();
+        expected.sort_unstable();
+        assert_eq!(found, expected, "the long one is {long}");
+    }
 }
 
 /// Requires that two pools decide the same from now on.
