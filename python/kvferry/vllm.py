@@ -1,8 +1,8 @@
 """The KV connector for vLLM: ``KvferryConnector``.
 
 vLLM creates one connector in the scheduler and one in every rank's worker, and calls them at fixed points of each step.
-This file only dispatches those calls: the scheduler's to :mod:`kvferry.scheduler`, a rank's to :mod:`kvferry.rank`. The
-leader decides what is cached, found and evicted.
+This file checks vLLM's configuration and dispatches those calls: the scheduler's to :mod:`kvferry.scheduler`, a rank's
+to :mod:`kvferry.rank`. The leader decides what is cached, found and evicted.
 """
 
 import logging
