@@ -55,7 +55,7 @@ impl Arguments {
             settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
             settings.tier_policies = PerTier::host(config.g2_policy.clone());
-            settings.host_tier = !self.no_tiers;
+            settings.accepts_empty_depots = self.no_tiers;
             let depot_bytes = config.g2.0 / u64::from(config.kv_shards.shards());
             settings.depot_bytes = PerTier::host(depot_bytes);
             settings.page_index = config.page_index;

@@ -397,8 +397,8 @@ impl Blocks {
     }
 
     /// Counts a further use of a block.
-    pub(super) fn promote(&mut self, index: BlockIndex) {
-        self.order.promote(&mut self.slab, index);
+    pub(super) fn note_use(&mut self, index: BlockIndex) {
+        self.order.note_use(&mut self.slab, index);
     }
 
     /// Sets the priority of a block.

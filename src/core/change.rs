@@ -1,7 +1,7 @@
 //! Changes of a tier: which pages it has gained and lost, in the order in which that happened.
 //!
-//! Pages are moved to slower tiers, and engines are told about pages, from this one list. A pool records changes only
-//! where they are consumed.
+//! Write-through moves begin with this list, and the events of a cache will: pages that were removed have no other reader
+//! yet. A pool records changes only where they are consumed.
 
 use crate::blocks::BlockRef;
 use kvferry_types::{DomainId, Fingerprint};

@@ -37,7 +37,7 @@ pub enum Decision {
     },
     /// These arena pages were evicted to make room.
     Evicted(PageRun),
-    /// There was no room for `count` pages from `position` on.
+    /// `count` pages from `position` on found no room, or were not admitted.
     Refused {
         /// Position of the first page.
         position: u32,

@@ -8,8 +8,9 @@ use hashbrown::HashTable;
 use crate::blocks::{BlockIndex, Blocks, NONE};
 use kvferry_types::{Anchor, DomainId, HashView};
 
-/// Most blocks that may share an anchor: sequences that diverge within the length of one block. A further block is
-/// refused.
+/// Most blocks that may share an anchor, which is the hash of their first page and of all pages before it. Sequences that
+/// diverge have other anchors; several blocks begin with one page after a store during a reset, which hides the blocks
+/// before it, and after a recovery that found leftovers of earlier blocks. A further block is refused.
 pub const SIBLINGS_MAX: usize = 8;
 
 /// The longest indexed run at one position of a sequence.

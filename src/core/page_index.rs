@@ -14,8 +14,8 @@ use crate::blocks::{BlockIndex, Blocks, NONE};
 use crate::index::SIBLINGS_MAX;
 use kvferry_types::{Anchor, DomainId, Fingerprint};
 
-/// Most blocks under which one page is entered. Blocks that hold the same page stem from stores that named less than
-/// these pages before the pool had the index, or from stores during a reset.
+/// Most blocks under which a page is entered. Several blocks hold one page after a store during a reset, or after a tail
+/// was stored without the index.
 const BLOCKS_OF_PAGE_MAX: usize = SIBLINGS_MAX;
 /// Pages of one part of the table when the pool is full, on average.
 const PART_PAGES: u32 = 3_200;

@@ -1,4 +1,4 @@
-//! The policy of a tier: how its pool places, evicts, admits and finds pages.
+//! The policy of a tier: how its pool places, evicts and admits pages.
 //!
 //! One text describes a policy, such as `pieces=2`: settings separated by commas or spaces, each with a default. The
 //! configuration, the flags of a replay and the log use that text.

@@ -197,6 +197,11 @@ impl Pool {
         self.admitter.give_back(pages, offer);
     }
 
+    /// Counts pages that were not tried, because pages before them found no room.
+    pub(super) fn count_refused(&mut self, pages: u32) {
+        self.counts.refused_pages += u64::from(pages);
+    }
+
     /// Counters since the pool was created.
     pub fn counts(&self) -> PoolCounts {
         self.counts
@@ -275,7 +280,7 @@ impl Pool {
     /// Counts a use of the runs, and makes them the most recently used ones.
     pub fn use_runs(&mut self, runs: &[BlockRun]) {
         for run in runs {
-            self.blocks.promote(run.block);
+            self.blocks.note_use(run.block);
         }
         self.touch(runs);
     }
@@ -286,8 +291,8 @@ impl Pool {
     }
 
     /// Counts a use of a block.
-    pub(super) fn promote(&mut self, block: BlockIndex) {
-        self.blocks.promote(block);
+    pub(super) fn note_use(&mut self, block: BlockIndex) {
+        self.blocks.note_use(block);
     }
 
     /// Sets the priority of a block, for eviction by priority: blocks with the lowest one are evicted first.
@@ -412,7 +417,7 @@ impl Pool {
             let phase = phase + at - position;
             let block = self.open(transfer, domain, hashes, (at, phase), run);
             if again {
-                self.blocks.promote(block);
+                self.blocks.note_use(block);
             }
             reserved.push(Reserved {
                 transfer,

@@ -44,7 +44,7 @@ pub struct StoreAnswer {
     pub stored_pages: u32,
     /// Pages that were stored before.
     pub present_pages: u32,
-    /// Pages for which there was no room.
+    /// Pages that found no room, or that the tier did not admit.
     #[serde(default)]
     pub refused_pages: u32,
     /// Pages whose copy failed.

@@ -41,7 +41,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     // The key only determines the place of an anchor in a table.
     let key = AnchorKey::new([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
-    settings.host_tier = tiers;
+    settings.accepts_empty_depots = !tiers;
     settings.tier_policies = PerTier::host(arguments.g2_policy.clone());
     settings.sharding = workload.sharding;
     settings.record_decisions = true;

@@ -110,12 +110,7 @@ fn memory(status: &StatusAnswer) -> String {
         let filled = status.pages.get("ready").copied().unwrap_or(0);
         let percent = percent(filled, pages).unwrap_or_default();
         let (filled, pages) = (grouped(filled), grouped(pages));
-        let tokens = status.engine_page_tokens;
-        write!(
-            text,
-            ": {percent} filled, {filled} of {pages} pages of {tokens} tokens"
-        )
-        .ok();
+        write!(text, ": {percent} filled, {filled} of {pages} pages").ok();
     }
     text
 }
@@ -238,7 +233,7 @@ mod tests {
         let expected = "\
 kvferry      0.1.0, epoch 9
 state        serves
-host memory  40 GiB: 72.0 % filled, 72 of 100 pages of 16 tokens
+host memory  40 GiB: 72.0 % filled, 72 of 100 pages
              1,234 blocks of up to 32 pages, 3 pages filling
 hits         62.5 % of what the engine lacked: 1,000,000 of 1,600,000 tokens, 4,000 lookups
 copied       3.0 GiB stored at 8.1 GB/s a copy, 0 B loaded

@@ -144,7 +144,7 @@ impl EvictionOrder {
     }
 
     /// A block was used once more: under ARC, it moves to the list of those that were used again.
-    pub(super) fn promote(&mut self, places: &mut impl Places, index: BlockIndex) {
+    pub(super) fn note_use(&mut self, places: &mut impl Places, index: BlockIndex) {
         if self.policy == EvictionPolicy::Arc {
             self.move_to(places, index, AGAIN);
         }

@@ -132,9 +132,9 @@ impl Leader {
     /// The pages that a worker's depot of a tier must have room for: those of a block, and those of a pool that is in
     /// use and does not close for this memory.
     fn least_pages(&self, tier: TierId, memory: &SeatMemory) -> u32 {
-        let block = match self.settings.host_tier {
-            true => self.settings.ratio.pages(),
-            false => 0,
+        let block = match self.settings.accepts_empty_depots {
+            true => 0,
+            false => self.settings.ratio.pages(),
         };
         let in_use = self.tiers.serving(tier);
         let in_use = in_use.filter(|pool| pool.pins() > 0 || !self.transfers.is_empty());

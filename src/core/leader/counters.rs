@@ -76,23 +76,27 @@ pub const COUNTERS: &[Counter] = &[
     counter("lookups", "Lookups answered", |l, _| l.lookups),
     counter(
         "lookup_pages",
-        "Pages of the sequences that lookups named",
+        "Pages of the sequences that lookups named, counted by their hashes",
         |l, _| l.lookup_pages,
     ),
     counter(
         "device_pages",
-        "Pages of those that the engine had itself",
+        "Pages of those that the engine had itself, counted by their hashes",
         |l, _| l.device_pages,
     ),
     counter(
         "hit_pages",
-        "Pages that lookups found beyond the engine's own",
+        "Pages that lookups found beyond the engine's own, counted by their hashes",
         |l, _| l.hit_pages,
     ),
     counter("blocks_loaded", "Runs of pages read by loads", |l, _| {
         l.loaded
     }),
-    counter("loaded_pages", "Pages read by loads", |l, _| l.loaded_pages),
+    counter(
+        "loaded_pages",
+        "Pages of all groups read by loads",
+        |l, _| l.loaded_pages,
+    ),
     counter("published_pages", "Pages that became ready", |l, _| {
         l.published_pages
     }),

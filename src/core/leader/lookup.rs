@@ -110,7 +110,7 @@ impl Leader {
         };
         slot.decide(GroupId(0), decision);
         for (tier, block) in below {
-            self.fetch(tier, block);
+            self.queue_prefetch(tier, block);
         }
         self.counts.lookups += 1;
         self.counts.lookup_pages += sequence.hashes().len() as u64;

@@ -92,8 +92,8 @@ pub struct LeaderSettings {
     /// Bytes of the depot of one shard in each tier of which the leader knows them: a worker that reports more pages than
     /// fit is refused. The leader keeps 29 bytes for each page, and 8 more with `page_index`. Default: unknown.
     pub depot_bytes: PerTier<u64>,
-    /// Host memory has room for at least one block. Without it every store is refused, as a baseline. Default: on.
-    pub host_tier: bool,
+    /// Accept depots without room for a block, for a baseline without host memory. Default: off.
+    pub accepts_empty_depots: bool,
     /// The pools find pages inside blocks, for engines that name the tails of sequences alone. Default: off.
     pub page_index: bool,
     /// Keep the digest of decisions: a hash of every decision about each request. Default: off.
@@ -129,7 +129,7 @@ impl LeaderSettings {
             tiers: vec![TierId::Host],
             moves: Vec::new(),
             depot_bytes: PerTier::default(),
-            host_tier: true,
+            accepts_empty_depots: false,
             page_index: false,
             record_decisions: false,
         }
@@ -430,7 +430,7 @@ impl Leader {
         while let Some(timer) = self.timers.take_expired(now) {
             match timer {
                 Timer::Hold(engine, slot) => self.drop_holds(engine, slot),
-                Timer::Copy(transfer) => self.copy_due(now, transfer, effects),
+                Timer::Transfer(transfer) => self.transfer_due(now, transfer, effects),
                 Timer::Store(key) => self.store_due(key, effects),
                 Timer::Reset(id) => self.reset_late(id, effects),
                 Timer::Resets => self.resets_due(now, effects),

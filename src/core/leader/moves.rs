@@ -198,7 +198,7 @@ impl Leader {
     }
 
     /// Queues a block that a lookup found in a slower tier, if there is an edge to the faster one.
-    pub(super) fn fetch(&mut self, from: TierId, block: BlockRef) {
+    pub(super) fn queue_prefetch(&mut self, from: TierId, block: BlockRef) {
         let edge = Edge {
             from,
             to: TierId::Host,

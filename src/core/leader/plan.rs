@@ -75,7 +75,7 @@ pub(super) fn plan(
     // multiples are those of another sequence, an index of pages finds such a block from the middle on.
     let mut position = from.max(looks.own_start());
     let mut cells = Cells { ratio, lead: 0 };
-    let mut gate = Gate {
+    let mut gate = AdmissionOnce {
         offer,
         verdict: None,
     };
@@ -86,7 +86,7 @@ pub(super) fn plan(
             if found.ready > 0 {
                 held.push(pool.pin(found.block, found.ready_through()));
                 if position >= wanted.start {
-                    pool.promote(found.block);
+                    pool.note_use(found.block);
                 }
             }
             plan.count_present(pool, found, position, &wanted);
@@ -125,6 +125,8 @@ pub(super) fn plan(
                 if let Some(offer) = offer {
                     pool.give_back_admission(end - position, offer);
                 }
+                // The pages behind are not tried: without those before them they are of no use.
+                pool.count_refused(wanted.end - end);
                 plan.refuse(position..wanted.end);
                 break;
             }
@@ -209,14 +211,14 @@ impl Cells {
 
 /// The admission of the missing pages of a store. Offers each page once, although the walk may return to the page at
 /// which a run ended.
-struct Gate {
+struct AdmissionOnce {
     /// `None` if every page is admitted.
     offer: Option<Offer>,
     /// The page that was offered last, and the verdict.
     verdict: Option<(u32, bool)>,
 }
 
-impl Gate {
+impl AdmissionOnce {
     fn admits(
         &mut self,
         pool: &mut Pool,

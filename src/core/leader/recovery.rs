@@ -270,8 +270,7 @@ impl Tier {
         Some((key, recovery))
     }
 
-    /// Checks that no worker owes answers for two depots, and that no depot has two workers that owe. `Err` names the
-    /// first contradiction.
+    /// Checks that no depot has two workers that owe answers for it. `Err` names the first contradiction.
     pub(super) fn check_reads(&self) -> Result<(), Contradiction> {
         let mut depots = BTreeSet::new();
         let mut open_read = self.unanswered.iter();

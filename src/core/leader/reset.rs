@@ -61,7 +61,7 @@ impl ResetStage {
 
 /// A reset that has not been answered.
 #[derive(Debug)]
-struct PendingReset {
+struct OpenReset {
     reply_to: ReplyTo,
     scope: Scope,
     /// The last store before the reset. Pages of later stores stay listed, because an invalidation may be repeated
@@ -77,7 +77,7 @@ struct PendingReset {
     requested_from: BTreeMap<Shard, WorkerId>,
 }
 
-impl PendingReset {
+impl OpenReset {
     /// A worker of a shard that has not confirmed the reset and has no request in flight for it.
     fn next_worker(&self, roster: &Roster, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
         if !self.ending.is_empty() {
@@ -143,7 +143,7 @@ impl Tiers {
 /// The resets that are not answered.
 #[derive(Debug, Default)]
 pub(super) struct Resets {
-    open: BTreeMap<ResetId, PendingReset>,
+    open: BTreeMap<ResetId, OpenReset>,
     /// When the next slice is due, while one is scheduled.
     next_slice: Option<Time>,
     last: u64,
@@ -183,7 +183,7 @@ impl Resets {
     ) {
         self.last += 1;
         let id = ResetId(self.last);
-        let reset = PendingReset {
+        let reset = OpenReset {
             reply_to,
             scope,
             through,
@@ -201,7 +201,7 @@ impl Resets {
     /// listed when they end, so they must have ended before the pages are removed from the inventories.
     fn next_to_do(&self, closes: bool, roster: &Roster) -> Option<ResetId> {
         let mut workers = None;
-        let mut to_do = |reset: &PendingReset| match reset.stage {
+        let mut to_do = |reset: &OpenReset| match reset.stage {
             ResetStage::CountingHolders { .. } | ResetStage::RemovingPages(_) => !closes,
             ResetStage::Invalidating => {
                 let workers = workers.get_or_insert_with(|| roster.worker_of_each_shard());
@@ -330,12 +330,7 @@ impl Resets {
     }
 
     /// Takes a reset out, with its timer; no page is hidden for it any longer.
-    fn take(
-        &mut self,
-        id: ResetId,
-        tiers: &mut Tiers,
-        timers: &mut Timers,
-    ) -> Option<PendingReset> {
+    fn take(&mut self, id: ResetId, tiers: &mut Tiers, timers: &mut Timers) -> Option<OpenReset> {
         let reset = self.open.remove(&id)?;
         timers.clear(reset.reply_to.deadline, Timer::Reset(id));
         if let Some(sweeps) = reset.stage.sweeps() {
@@ -493,7 +488,7 @@ impl Leader {
     /// Answers a reset for which no work is left.
     fn answer_if_over(&mut self, now: Time, id: ResetId, effects: &mut Vec<LeaderEffect>) {
         let reset = self.resets.open.get(&id);
-        if reset.is_some_and(PendingReset::is_over) {
+        if reset.is_some_and(OpenReset::is_over) {
             self.end_reset(id, effects);
             self.restart_readings(now, effects);
         }

@@ -28,7 +28,7 @@ use super::{Leader, ReplyTo};
 
 /// A store that waits for copies.
 #[derive(Debug)]
-struct PendingStore {
+struct OpenStore {
     reply_to: ReplyTo,
     slot: SlotId,
     /// The lookup that opened the slot.
@@ -57,7 +57,7 @@ struct StoreWait {
     own: bool,
 }
 
-impl PendingStore {
+impl OpenStore {
     fn wait_for(&mut self, wait: Wait) {
         let Wait {
             transfer,
@@ -96,7 +96,7 @@ pub(super) enum Stopped {
 /// The stores that wait for copies.
 #[derive(Debug, Default)]
 pub(super) struct Stores {
-    waiting: BTreeMap<StoreKey, PendingStore>,
+    waiting: BTreeMap<StoreKey, OpenStore>,
     /// The stores that wait for each copy.
     waiters: BTreeMap<TransferId, Vec<StoreKey>>,
     last: StoreKey,
@@ -135,7 +135,7 @@ impl Stores {
     }
 
     /// Adds a store, and sets its timer if it waits for copies of other requests.
-    fn wait(&mut self, pending: PendingStore, timers: &mut Timers) {
+    fn wait(&mut self, pending: OpenStore, timers: &mut Timers) {
         self.last += 1;
         for transfer in pending.waits.keys() {
             let waiting = self.waiters.entry(*transfer).or_default();
@@ -222,7 +222,7 @@ impl Stores {
     }
 
     /// Removes a store with its timer.
-    fn take(&mut self, key: StoreKey, timers: &mut Timers) -> Option<PendingStore> {
+    fn take(&mut self, key: StoreKey, timers: &mut Timers) -> Option<OpenStore> {
         let store = self.waiting.remove(&key)?;
         timers.clear(store.reply_to.deadline, Timer::Store(key));
         if let Some(bytes) = self.hash_bytes.get_mut(&store.reply_to.engine) {
@@ -359,7 +359,7 @@ impl Leader {
         }
         self.stores
             .check_hash_bytes(reply_to.engine, sequence.hash_bytes())?;
-        let mut pending = PendingStore {
+        let mut pending = OpenStore {
             reply_to,
             slot: id,
             lookup,
@@ -410,7 +410,7 @@ impl Leader {
             offer,
             around,
         }: &mut StoreTerms,
-        pending: &mut PendingStore,
+        pending: &mut OpenStore,
         effects: &mut Vec<LeaderEffect>,
     ) {
         let (reply_to, epoch) = (pending.reply_to, self.settings.epoch);
@@ -571,7 +571,7 @@ impl Leader {
 
     /// Makes the sequence of a store the newest, tail first, and returns the answer. Windows and states come before the
     /// prefix, without which they are of no use, so that they are evicted before it.
-    fn end_store(&mut self, store: &PendingStore) -> Answer {
+    fn end_store(&mut self, store: &OpenStore) -> Answer {
         if let Some(pool) = self.tiers.serving_mut(TierId::Host) {
             let model = store.sequence.model();
             let is_prefix = |group: GroupId| model.kind(group) == Some(GroupKind::Prefix);

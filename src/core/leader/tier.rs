@@ -282,7 +282,7 @@ impl Tiers {
     pub(super) fn use_runs(&mut self, runs: &[TierRun]) {
         for TierRun { tier, run } in runs {
             if let Some(pool) = self.serving_mut(*tier) {
-                pool.promote(run.block);
+                pool.note_use(run.block);
             }
         }
         for TierRun { tier, run } in runs.iter().rev() {

@@ -18,8 +18,8 @@ pub(super) type LoadKey = u64;
 pub(super) enum Timer {
     /// The holds of a slot expire.
     Hold(EngineId, SlotId),
-    /// A copy is checked: at its deadline, then every quarter of the fence time.
-    Copy(TransferId),
+    /// A transfer is checked: at its deadline, then every quarter of the fence time.
+    Transfer(TransferId),
     /// The deadline of a store that waits for copies of other requests.
     Store(StoreKey),
     /// The deadline of a reset.

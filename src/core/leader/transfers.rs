@@ -122,7 +122,7 @@ pub(super) struct Transfers {
 
 impl Transfers {
     pub(super) fn begin(&mut self, begun: Begun, timers: &mut Timers) {
-        timers.set(begun.deadline, Timer::Copy(begun.id));
+        timers.set(begun.deadline, Timer::Transfer(begun.id));
         let transfer = TransferInFlight {
             edge: begun.edge,
             touching: begun.workers,
@@ -172,7 +172,7 @@ impl Transfers {
             return Some((edge, None));
         }
         self.in_flight.remove(&id);
-        timers.clear(next, Timer::Copy(id));
+        timers.clear(next, Timer::Transfer(id));
         let outcome = TransferOutcome {
             failed,
             complete_pages,
@@ -193,7 +193,7 @@ impl Transfers {
         let (first, expired) = (transfer.checks == 0, transfer.checks >= CHECKS_MAX);
         transfer.checks = transfer.checks.saturating_add(1);
         transfer.next = now + fence / 4;
-        timers.set(transfer.next, Timer::Copy(id));
+        timers.set(transfer.next, Timer::Transfer(id));
         let touching = transfer.touching.iter().filter(|_| expired);
         Some(Late {
             edge: transfer.edge,
@@ -271,7 +271,8 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         for copy in copies {
-            if let Some(edge) = self.copy_ended(worker, copy.transfer, WorkerEnd::of(copy), effects)
+            if let Some(edge) =
+                self.transfer_ended(worker, copy.transfer, WorkerEnd::of(copy), effects)
             {
                 self.count_bytes(edge, copy);
             }
@@ -304,13 +305,13 @@ impl Leader {
             .map(|(id, _)| id)
             .collect();
         for id in ids {
-            self.copy_ended(worker, id, WorkerEnd::NOTHING, effects);
+            self.transfer_ended(worker, id, WorkerEnd::NOTHING, effects);
         }
     }
 
     /// Notes the end of a transfer on one worker. Returns its edge, or `None` when that end was already known or is of no
     /// transfer in flight.
-    fn copy_ended(
+    fn transfer_ended(
         &mut self,
         worker: WorkerId,
         id: TransferId,
@@ -340,7 +341,12 @@ impl Leader {
     /// The deadline of a copy has passed: cancels the copy on the workers where it has not ended, and again every quarter
     /// of the fence time. Its pages are not reused before it has ended everywhere. After the fence time only the death
     /// of its workers proves that the pages are not written any longer.
-    pub(super) fn copy_due(&mut self, now: Time, id: TransferId, effects: &mut Vec<LeaderEffect>) {
+    pub(super) fn transfer_due(
+        &mut self,
+        now: Time,
+        id: TransferId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         let fence = self.settings.fence;
         let Some(late) = self.transfers.check_late(now, id, fence, &mut self.timers) else {
             return;

@@ -56,7 +56,7 @@ pub struct StatusAnswer {
     pub ready: bool,
     /// Pages of the largest block.
     pub ratio: u32,
-    /// Tokens of one page; 0 before a rank has attached.
+    /// Tokens of one hash, in which hits are counted: the page of a model with one group. 0 before a rank has attached.
     pub engine_page_tokens: u32,
     /// The ranks of all replicas.
     pub ranks: Vec<RankStatus>,
