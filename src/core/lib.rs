@@ -62,7 +62,7 @@ pub use event::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, MemoryStatement,
     WorkerMemory, Workers,
 };
-pub use eviction::{EvictionPolicy, PRIORITIES, PRIORITY_DEFAULT, REMEMBERED_PAGES_MAX};
+pub use eviction::{EvictionPolicy, REMEMBERED_PAGES_MAX};
 pub use group::{
     GROUPS_MAX, GroupError, GroupField, GroupKind, GroupSpec, Groups, HIT_TOKENS_MAX, Hit,
     LookupBounds, Presence, Retention, SEQUENCE_TOKENS_MAX, Written,

@@ -295,6 +295,15 @@ impl Pool {
         self.blocks.note_use(block);
     }
 
+    /// Sets the priority of the blocks of those runs that hold some of these pages.
+    pub(super) fn set_priorities(&mut self, runs: &[BlockRun], pages: &Range<u32>, priority: u8) {
+        let named =
+            |run: &&BlockRun| run.position < pages.end && run.position + run.pages > pages.start;
+        for run in runs.iter().filter(named) {
+            self.set_priority(run.block, priority);
+        }
+    }
+
     /// Sets the priority of a block, for eviction by priority: blocks with the lowest one are evicted first.
     pub fn set_priority(&mut self, block: BlockIndex, priority: u8) {
         self.blocks.set_priority(block, priority);

@@ -42,7 +42,7 @@ pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
     GroupMemory, Nonce, Registration, TensorRole, TensorView, Timeline,
 };
-pub use request::{Part, Request, ResetScope};
+pub use request::{PRIORITIES, PRIORITY_DEFAULT, Part, Request, ResetScope};
 pub use sharding::Sharding;
 pub use time::Time;
 pub use transfer::{DeviceEnd, Direction, Edge, EndedCopy, TierId, Transfer};

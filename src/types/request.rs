@@ -2,6 +2,11 @@
 
 use super::{GroupId, PageHashes, PageList, RequestId, SlotId};
 
+/// Number of priorities of pages: those with priority 0 are evicted first.
+pub const PRIORITIES: u8 = 8;
+/// The priority of pages that are stored without one.
+pub const PRIORITY_DEFAULT: u8 = 4;
+
 /// Consecutive pages of one group of a sequence, and the engine's own pages that hold them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
@@ -11,15 +16,18 @@ pub struct Part {
     pub first_page: u32,
     /// Device pages, one for each page from there on.
     pub pages: PageList,
+    /// For a store, where a tier evicts by priority: how long the pages are kept, below [`PRIORITIES`].
+    pub priority: u8,
 }
 
 impl Part {
-    /// Pages of a group from `first_page` on.
+    /// Pages of a group from `first_page` on, with the default priority.
     pub fn new(group: GroupId, first_page: u32, pages: PageList) -> Self {
         Self {
             group,
             first_page,
             pages,
+            priority: PRIORITY_DEFAULT,
         }
     }
 }

@@ -63,6 +63,7 @@ async fn bytes_beyond_the_credits_are_refused() {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(0, 1).into(),
+                priority: None,
             }],
             hash_bytes: 64,
             more_hashes: vec![0; 64 * 100_000],
@@ -143,6 +144,7 @@ async fn invalid_messages_to_a_leader_are_answered_with_typed_errors() {
             group: 0,
             first_page: 0,
             pages: PageList::run(1000, 1).into(),
+            priority: None,
         }],
         after: 0,
     });

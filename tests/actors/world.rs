@@ -137,6 +137,7 @@ impl Engine {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(0, pages).into(),
+                priority: None,
             }],
             after: 0,
         };
@@ -200,6 +201,7 @@ pub fn store(slot: u64, pages: u32) -> Store {
             group: 0,
             first_page: 0,
             pages: PageList::run(0, pages).into(),
+            priority: None,
         }],
         hash_bytes: 0,
         more_hashes: Vec::new(),

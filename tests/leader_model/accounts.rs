@@ -1,5 +1,7 @@
 //! Counters of the leader, and its reports about its state.
 
+use kvferry_types::{PRIORITIES, TierId};
+
 use super::*;
 use kvferry_core::AttachedDepot;
 use kvferry_types::Part;
@@ -385,4 +387,101 @@ fn pages_without_room_and_split_runs_are_counted() {
     assert_eq!((count("blocks_refused"), count("refused_pages")), (1, 3));
     assert_eq!((count("blocks_stored"), count("blocks_split")), (8, 0));
     assert_eq!(count("blocks_evicted"), 0);
+}
+
+/// Where host memory evicts by priority, the pages of a part with a low one are evicted before older ones.
+#[test]
+fn pages_are_evicted_by_the_priority_of_the_part_that_stored_them() {
+    let mut world = World::without_workers();
+    let mut settings = settings();
+    let policy = "eviction=priority".parse().expect("a policy");
+    settings.tier_policies.insert(TierId::Host, policy);
+    world.leader = Leader::new(settings);
+    for engine in 0..2 {
+        world.event(LeaderEvent::EngineOpened(engine_id(engine)));
+    }
+    world.begin();
+    let store = |world: &mut World, name: u8, priority: u8| {
+        look_up_named(world, name);
+        world.request(
+            0,
+            Request::Store {
+                slot: SlotId(name.into()),
+                parts: vec![Part {
+                    priority,
+                    ..Part::new(GroupId(0), 0, PageList::run(0, 8))
+                }],
+                more: None,
+            },
+        );
+        let open: Vec<TransferId> = world.open.keys().copied().collect();
+        for transfer in open {
+            (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
+        }
+    };
+    // 60 pages of host memory: seven sequences of 8 pages fit, and the eighth evicts one.
+    store(&mut world, 10, 5);
+    store(&mut world, 12, 1);
+    for name in 7..12 {
+        store(&mut world, 2 * name, 4);
+    }
+    let is_found = |world: &mut World, name| look_up_named(world, name) == 8;
+    store(&mut world, 30, 7);
+    assert!(!is_found(&mut world, 12), "the lowest priority");
+    assert!(is_found(&mut world, 10), "the oldest, of a higher priority");
+    // The last store that names a page sets its priority anew.
+    store(&mut world, 10, 0);
+    store(&mut world, 32, 7);
+    assert!(!is_found(&mut world, 10));
+    // Priorities that do not exist are refused by field.
+    look_up_named(&mut world, 40);
+    let part = Part {
+        priority: PRIORITIES,
+        ..Part::new(GroupId(0), 0, PageList::run(0, 8))
+    };
+    world.request(
+        0,
+        Request::Store {
+            slot: SlotId(40),
+            parts: vec![part],
+            more: None,
+        },
+    );
+    let (_, refused) = &world.requests[&(0, RequestId(world.next_id))];
+    let field = match refused {
+        Some(Err(Refusal::Invalid { field, .. })) => *field,
+        other => unreachable!("{other:?}"),
+    };
+    assert_eq!(field, "parts.priority");
+}
+
+/// Looks up a sequence of 8 pages in a slot of its own. Returns the number of pages found.
+fn look_up_named(world: &mut World, name: u8) -> u32 {
+    let lookup = Request::Lookup {
+        slot: SlotId(name.into()),
+        namespace: vec![7],
+        hashes: sequence(name, 8),
+        device_pages: 0,
+        limit_pages: None,
+    };
+    world.request(0, lookup);
+    let found = match &world.requests[&(0, RequestId(world.next_id))].1 {
+        Some(Ok(Answer::Lookup(found))) => found.hit_pages,
+        other => unreachable!("{other:?}"),
+    };
+    world.request(
+        0,
+        Request::Finish {
+            slot: SlotId(name.into()),
+        },
+    );
+    let lookup = Request::Lookup {
+        slot: SlotId(name.into()),
+        namespace: vec![7],
+        hashes: sequence(name, 8),
+        device_pages: 8,
+        limit_pages: None,
+    };
+    world.request(0, lookup);
+    found
 }

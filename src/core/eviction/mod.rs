@@ -8,18 +8,13 @@ mod list;
 
 use std::collections::BTreeMap;
 
-use kvferry_types::{DomainId, Fingerprint, NamespaceId};
+use kvferry_types::{DomainId, Fingerprint, NamespaceId, PRIORITIES, PRIORITY_DEFAULT};
 
 pub use arc::REMEMBERED_PAGES_MAX;
 use arc::{AGAIN, Adaptive, ONCE};
 use list::AgeList;
 pub use list::BlockIndex;
 pub(super) use list::{Place, Places};
-
-/// Number of priorities: 0 is evicted first.
-pub const PRIORITIES: u8 = 8;
-/// The priority of a new block.
-pub const PRIORITY_DEFAULT: u8 = 4;
 
 /// Which block is evicted first.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use crate::model::Model;
 use crate::refusal::Refusal;
-use kvferry_types::{GroupId, PageRun, Part};
+use kvferry_types::{GroupId, PRIORITIES, PageRun, Part};
 
 /// Position after the last page of a part.
 pub(super) fn end_of(part: &Part) -> u32 {
@@ -32,6 +32,10 @@ pub(super) fn check_parts(model: &Model, parts: &[Part]) -> Result<(), Refusal> 
         if part.pages.0.is_empty() {
             let remedy = "name at least one page";
             return invalid("parts.pages", "empty".to_owned(), remedy);
+        }
+        if part.priority >= PRIORITIES {
+            let remedy = "give a priority from 0 to 7, or none";
+            return invalid("parts.priority", part.priority.to_string(), remedy);
         }
         let device_pages = model.geometry().device_pages(part.group);
         let outside = |run: &&PageRun| run.end() > u64::from(device_pages) || run.count == 0;

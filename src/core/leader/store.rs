@@ -34,8 +34,8 @@ struct OpenStore {
     /// The lookup that opened the slot.
     lookup: RequestId,
     sequence: Sequence,
-    /// Positions of the pages to store, by group.
-    wanted: Vec<(GroupId, Range<u32>)>,
+    /// The pages to store.
+    wanted: Vec<WantedPages>,
     /// Copies that have not ended.
     waits: BTreeMap<TransferId, StoreWait>,
     /// The engine cancelled the store: its copies were stopped.
@@ -46,6 +46,14 @@ struct OpenStore {
     present_pages: u32,
     refused_pages: u32,
     failed_pages: u32,
+}
+
+/// Pages of one part of a store.
+#[derive(Debug, Clone)]
+struct WantedPages {
+    group: GroupId,
+    pages: Range<u32>,
+    priority: u8,
 }
 
 /// What a store waits for in one copy.
@@ -345,11 +353,15 @@ impl Leader {
                 ),
                 remedy: "send the hashes of all pages that are stored",
             })?;
-            wanted.push((part.group, part.first_page..end));
+            wanted.push(WantedPages {
+                group: part.group,
+                pages: part.first_page..end,
+                priority: part.priority,
+            });
         }
 
         if cancelled {
-            let pages = wanted.iter().map(|(_, pages)| pages.end - pages.start);
+            let pages = wanted.iter().map(|part| part.pages.end - part.pages.start);
             return Ok(Some(Answer::Store(StoreAnswer {
                 stored_pages: 0,
                 present_pages: 0,
@@ -378,7 +390,7 @@ impl Leader {
             offer,
             around: LooksAround::default(),
         };
-        for (part, (group, pages)) in parts.iter().zip(&wanted) {
+        for (part, WantedPages { group, pages, .. }) in parts.iter().zip(&wanted) {
             let mut cursor = PageCursor::new(&part.pages);
             let whole = match pending.sequence.model().kind(*group) {
                 // A state is of use by itself: of a block of several, eviction would take the latest state first.
@@ -575,26 +587,29 @@ impl Leader {
         if let Some(pool) = self.tiers.serving_mut(TierId::Host) {
             let model = store.sequence.model();
             let is_prefix = |group: GroupId| model.kind(group) == Some(GroupKind::Prefix);
-            for (group, wanted) in store.wanted.iter().filter(|(group, _)| !is_prefix(*group)) {
-                let (domain, hashes) = store.sequence.of(*group);
-                let runs = pool.covering_any(domain, hashes, wanted.clone());
+            for part in store.wanted.iter().filter(|part| !is_prefix(part.group)) {
+                let (domain, hashes) = store.sequence.of(part.group);
+                let runs = pool.covering_any(domain, hashes, part.pages.clone());
+                pool.set_priorities(&runs, &part.pages, part.priority);
                 pool.touch(&runs);
             }
             let session = self.sessions.get_mut(store.reply_to.engine);
             let slot = session.and_then(|session| session.any_slot(store.slot));
             let mut slot = slot.filter(|slot| slot.lookup() == store.lookup);
             let mut around = LooksAround::default();
-            for (group, wanted) in store.wanted.iter().filter(|(group, _)| is_prefix(*group)) {
+            for part in store.wanted.iter().filter(|part| is_prefix(part.group)) {
+                let (group, wanted) = (part.group, &part.pages);
                 let mut none = Trail::default();
                 let trail = match &mut slot {
-                    Some(slot) => slot.trail_mut(*group),
+                    Some(slot) => slot.trail_mut(group),
                     None => &mut none,
                 };
                 let mut runs: Vec<BlockRun> = Vec::with_capacity(trail.len() + 1);
-                let (domain, hashes) = store.sequence.of(*group);
+                let (domain, hashes) = store.sequence.of(group);
                 let known = (trail, &mut around);
                 let looks = pool.walk_around(domain, hashes, wanted, known, &mut runs);
                 self.counts.store_looks += u64::from(looks);
+                pool.set_priorities(&runs, wanted, part.priority);
                 pool.touch(&runs);
             }
         }

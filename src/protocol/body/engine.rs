@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::PageItemSchema;
 use crate::pairs::Pages;
-use kvferry_types::{GroupId, Part};
+use kvferry_types::{GroupId, PRIORITY_DEFAULT, Part};
 
 /// Finds and holds the pages of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -42,6 +42,10 @@ pub struct PartBody {
     /// Device pages, one for each page from there on.
     #[schemars(with = "Vec<PageItemSchema>")]
     pub pages: Pages,
+    /// For a store, where host memory evicts by priority: how long the pages are kept, from 0, evicted first, to 7. Without
+    /// it 4. A block has the priority of the last store that named pages of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub priority: Option<u8>,
 }
 
 impl From<Part> for PartBody {
@@ -50,13 +54,18 @@ impl From<Part> for PartBody {
             group: part.group.0,
             first_page: part.first_page,
             pages: part.pages.into(),
+            priority: Some(part.priority).filter(|priority| *priority != PRIORITY_DEFAULT),
         }
     }
 }
 
 impl From<PartBody> for Part {
     fn from(part: PartBody) -> Self {
-        Self::new(GroupId(part.group), part.first_page, part.pages.list)
+        let priority = part.priority.unwrap_or(PRIORITY_DEFAULT);
+        Self {
+            priority,
+            ..Self::new(GroupId(part.group), part.first_page, part.pages.list)
+        }
     }
 }
 

@@ -242,6 +242,7 @@ impl World {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(2, 2).into(),
+                priority: None,
             }],
             hash_bytes: 0,
             more_hashes: Vec::new(),

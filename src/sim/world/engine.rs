@@ -14,8 +14,8 @@ use super::storage::TORN;
 use super::{NodeId, SimContext, SimEvent};
 use kvferry_protocol::{Abandon, Message, Register, Role, Written};
 use kvferry_types::{
-    Answer, EngineId, Fingerprint, GroupId, Part, Rank, Replica, Request, RequestId, ResetAnswer,
-    ResetScope, SlotId, Time, WorkerId,
+    Answer, EngineId, Fingerprint, GroupId, PRIORITIES, PRIORITY_DEFAULT, Part, Rank, Replica,
+    Request, RequestId, ResetAnswer, ResetScope, SlotId, Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, WorkKind};
 
@@ -550,7 +550,13 @@ impl EngineProcess {
             next += 1;
             match std::mem::replace(action, Action::Idle) {
                 Action::Idle => {}
-                Action::Send { id, request } => {
+                Action::Send { id, mut request } => {
+                    if let Request::Store { parts, .. } = &mut request {
+                        // Where a tier evicts by priority, each store has another one than the store before.
+                        let priority = id.0 % u64::from(PRIORITIES);
+                        let priority = u8::try_from(priority).unwrap_or(PRIORITY_DEFAULT);
+                        parts.iter_mut().for_each(|part| part.priority = priority);
+                    }
                     self.highest = self.highest.max(id);
                     let kind = match &request {
                         Request::Lookup { .. } => RequestKind::Lookup,

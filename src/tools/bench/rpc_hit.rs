@@ -210,6 +210,7 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
             group: 0,
             first_page: 0,
             pages: PageList::run(0, pages).into(),
+            priority: None,
         }],
         hash_bytes: 0,
         more_hashes: Vec::new(),
