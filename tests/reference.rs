@@ -276,23 +276,31 @@ fn runs_keep_the_hits_with_a_fraction_of_the_stores() {
     }
 }
 
-/// The digests were recorded before runs could be split early.
+/// The digests of eviction first were recorded before runs could be split early.
 #[test]
-fn without_early_splits_the_decisions_are_those_of_eviction_first() {
+fn the_decisions_of_eviction_first_and_of_the_defaults_are_those_recorded() {
+    let first = &[EVICT_FIRST, "pieces=1"][..];
+    let defaults = &["", "pieces=2"][..];
     let recorded = [
         (
-            5_000,
-            "30000",
+            (5_000, "30000", first),
             "b66d295461b0f23eb7e42ecfc981e583f8c35a6e113fad52481995d2db2e4ac0",
         ),
         (
-            0,
-            "10000",
+            (0, "10000", first),
             "3bdb3c9a73082e52aa1975b442f5a3ce239f391f0004e6191144795152dd82ac",
         ),
+        (
+            (5_000, "30000", defaults),
+            "b823e362aeac3327f72273c21f31410de0a2b8298fa2554d063900cfb46fcdb3",
+        ),
+        (
+            (0, "10000", defaults),
+            "2d83734a040308158144e4f1919d833dcb0dae2b0d5217711ecd35ca96b47c55",
+        ),
     ];
-    for (g1_pages, g2_pages, digest) in recorded {
-        for policy in [EVICT_FIRST, "pieces=1"] {
+    for ((g1_pages, g2_pages, policies), digest) in recorded {
+        for policy in policies {
             let run = Run {
                 g1_pages,
                 g2_pages: g2_pages.to_owned(),
@@ -306,7 +314,7 @@ fn without_early_splits_the_decisions_are_those_of_eviction_first() {
             assert_eq!(
                 found,
                 format!("blake3:{digest}"),
-                "{policy}, {g2_pages} pages"
+                "'{policy}', {g2_pages} pages"
             );
         }
     }

@@ -176,13 +176,14 @@ impl Sequence {
         self.hashes.as_bytes().len()
     }
 
-    /// The domain and the page hashes of a group. A group that the model does not have reads as the first one; requests
-    /// are checked before.
+    /// The domain and the page hashes of a group of the model: the parts of requests are checked before.
+    ///
+    /// # Panics
+    ///
+    /// If the model does not have the group. Its pages must not be taken for those of another group.
     pub fn of(&self, group: GroupId) -> (&Domain, HashView<'_>) {
-        let index = usize::from(group.0);
-        let domain = self.domains.get(index).unwrap_or(&self.domains[0]);
         (
-            domain,
+            &self.domains[usize::from(group.0)],
             self.hashes.view_of(self.model.hashes_per_page(group)),
         )
     }

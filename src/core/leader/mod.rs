@@ -435,7 +435,7 @@ impl Leader {
                 Timer::Reset(id) => self.reset_late(id, effects),
                 Timer::Resets => self.resets_due(now, effects),
                 Timer::Cancel(id) => self.cancel_due(id, effects),
-                Timer::RecoveryScan(tier) => self.reading_due(now, tier, effects),
+                Timer::Reading(tier) => self.reading_due(now, tier, effects),
                 Timer::UnansweredRead(tier, worker) => self.read_overdue(now, tier, worker),
                 Timer::AttachOverdue => {
                     let fence = self.settings.fence;

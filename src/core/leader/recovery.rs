@@ -16,7 +16,7 @@ use kvferry_types::{DepotId, PageRecord, Shard, TierId, Time, WorkerId};
 
 use super::Leader;
 use super::roster::Roster;
-use super::tier::{RecoveryScan, ShardScan, Tier, TierKey, TierState, UnansweredRead};
+use super::tier::{Reading, ShardReading, Tier, TierKey, TierState, UnansweredRead};
 use super::timers::{Timer, Timers};
 use super::transfers::CHECKS_MAX;
 
@@ -39,16 +39,16 @@ struct PartRequest {
 
 impl Tier {
     /// The inventories read so far, while a pool is being recovered from them.
-    pub(super) fn scan(&self) -> Option<&RecoveryScan> {
+    pub(super) fn reading(&self) -> Option<&Reading> {
         match &self.state {
-            TierState::Reading(scan) => Some(scan),
+            TierState::Reading(reading) => Some(reading),
             _ => None,
         }
     }
 
-    fn scan_mut(&mut self) -> Option<&mut RecoveryScan> {
+    fn reading_mut(&mut self) -> Option<&mut Reading> {
         match &mut self.state {
-            TierState::Reading(scan) => Some(scan),
+            TierState::Reading(reading) => Some(reading),
             _ => None,
         }
     }
@@ -62,11 +62,11 @@ impl Tier {
         after: u64,
         again: Time,
     ) {
-        let begin = || ShardScan {
+        let begin = || ShardReading {
             from: Some(0),
-            ..ShardScan::default()
+            ..ShardReading::default()
         };
-        self.state = TierState::Reading(RecoveryScan {
+        self.state = TierState::Reading(Reading {
             recovery,
             key,
             after,
@@ -76,11 +76,11 @@ impl Tier {
     }
 
     /// Ends the reading. Returns the inventories read so far, if there was one.
-    fn take_scan(&mut self, id: TierId, timers: &mut Timers) -> Option<RecoveryScan> {
+    fn take_reading(&mut self, id: TierId, timers: &mut Timers) -> Option<Reading> {
         match std::mem::take(&mut self.state) {
-            TierState::Reading(scan) => {
-                timers.clear(scan.again, Timer::RecoveryScan(id));
-                Some(scan)
+            TierState::Reading(reading) => {
+                timers.clear(reading.again, Timer::Reading(id));
+                Some(reading)
             }
             state => {
                 self.state = state;
@@ -89,24 +89,24 @@ impl Tier {
         }
     }
 
-    /// The next request of each shard that has none open, which counts as sent. A shard of which many records
-    /// wait for other shards gets none, so that what is kept does not grow with the inventory. Where a worker owes an answer for the depot, only
-    /// that worker receives the request, and none is sent while that worker may not read.
+    /// The next request of each shard that has none open, which counts as sent. A shard of which many records wait for
+    /// other shards gets none, so that what is kept does not grow with the inventory. Where a worker owes an answer for the
+    /// depot, only that worker receives the request, and none is sent while that worker may not read.
     fn next_parts(&mut self, id: TierId, roster: &Roster) -> Vec<PartRequest> {
-        let TierState::Reading(scan) = &mut self.state else {
+        let TierState::Reading(reading) = &mut self.state else {
             return Vec::new();
         };
-        let workers = roster.reader_of_each_shard(scan.key.page_bytes);
+        let workers = roster.reader_of_each_shard(reading.key.page_bytes);
         let mut requests = Vec::new();
-        for ((shard_scan, worker), shard) in scan.shards.iter_mut().zip(workers).zip(0..) {
+        for ((of_shard, worker), shard) in reading.shards.iter_mut().zip(workers).zip(0..) {
             let (Some(from), Some(depot), None) = (
-                shard_scan.from,
+                of_shard.from,
                 roster.depot(id, Shard(shard)),
-                shard_scan.requested_from,
+                of_shard.requested_from,
             ) else {
                 continue;
             };
-            if scan.recovery.is_ahead(shard.into()) {
+            if reading.recovery.is_ahead(shard.into()) {
                 continue;
             }
             let mut reader = self.unanswered.iter();
@@ -117,7 +117,7 @@ impl Tier {
             let Some(worker) = worker else {
                 continue;
             };
-            shard_scan.requested_from = Some(worker);
+            of_shard.requested_from = Some(worker);
             requests.push(PartRequest {
                 worker,
                 depot,
@@ -218,23 +218,23 @@ impl Tier {
 
     /// Every part counts as not requested, and the next time for that is `again`. Returns false if there is no reading.
     fn request_anew(&mut self, id: TierId, again: Time, timers: &mut Timers) -> bool {
-        let Some(scan) = self.scan_mut() else {
+        let Some(reading) = self.reading_mut() else {
             return false;
         };
-        for shard_scan in &mut scan.shards {
-            shard_scan.requested_from = None;
+        for of_shard in &mut reading.shards {
+            of_shard.requested_from = None;
         }
-        scan.again = again;
-        timers.set(again, Timer::RecoveryScan(id));
+        reading.again = again;
+        timers.set(again, Timer::Reading(id));
         true
     }
 
     /// The parts that this worker was to send count as not requested.
     fn reader_lost(&mut self, worker: WorkerId) {
-        let scan = self.scan_mut().into_iter();
-        let scan = scan.flat_map(|scan| &mut scan.shards);
-        for shard_scan in scan.filter(|shard_scan| shard_scan.requested_from == Some(worker)) {
-            shard_scan.requested_from = None;
+        let reading = self.reading_mut().into_iter();
+        let reading = reading.flat_map(|reading| &mut reading.shards);
+        for of_shard in reading.filter(|of_shard| of_shard.requested_from == Some(worker)) {
+            of_shard.requested_from = None;
         }
     }
 
@@ -248,25 +248,25 @@ impl Tier {
     ) -> Option<(TierKey, Recovery)> {
         let shard = roster.shard_of(part.worker);
         let current = roster.depot(id, shard) == Some(part.depot);
-        let requested = |scan: &&mut RecoveryScan| current && scan.after < part.read_id;
-        let scan = self.scan_mut().filter(requested)?;
-        let shard_scan = scan.shards.get_mut(usize::from(shard.0))?;
-        if shard_scan.requested_from != Some(part.worker) || shard_scan.from != Some(part.from) {
+        let requested = |reading: &&mut Reading| current && reading.after < part.read_id;
+        let reading = self.reading_mut().filter(requested)?;
+        let of_shard = reading.shards.get_mut(usize::from(shard.0))?;
+        if of_shard.requested_from != Some(part.worker) || of_shard.from != Some(part.from) {
             return None;
         }
         // A part whose `next` does not advance would be repeated forever: treat it as the last one.
         let next = part.next.filter(|next| *next > part.from);
-        shard_scan.requested_from = None;
-        shard_scan.from = next.filter(|next| *next < scan.key.pages);
-        scan.recovery.add(shard.0.into(), part.records, next);
-        if scan
+        of_shard.requested_from = None;
+        of_shard.from = next.filter(|next| *next < reading.key.pages);
+        reading.recovery.add(shard.0.into(), part.records, next);
+        if reading
             .shards
             .iter()
-            .any(|shard_scan| shard_scan.from.is_some())
+            .any(|of_shard| of_shard.from.is_some())
         {
             return None;
         }
-        let RecoveryScan { key, recovery, .. } = self.take_scan(id, timers)?;
+        let Reading { key, recovery, .. } = self.take_reading(id, timers)?;
         Some((key, recovery))
     }
 
@@ -295,7 +295,7 @@ impl Leader {
                 continue;
             };
             if tier.is_shut() {
-                self.timers.set(again, Timer::RecoveryScan(id));
+                self.timers.set(again, Timer::Reading(id));
                 let mut recovery = Recovery::new(key.pages, self.settings.ratio, shards);
                 if self.settings.page_index {
                     recovery = recovery.with_page_index(&self.settings.anchor_key);
@@ -311,7 +311,7 @@ impl Leader {
         let Some(tier) = self.tiers.get_mut(id) else {
             return;
         };
-        let Some(page_bytes) = tier.scan().map(|scan| scan.key.page_bytes) else {
+        let Some(page_bytes) = tier.reading().map(|reading| reading.key.page_bytes) else {
             return;
         };
         let read_id = self.next_id + 1;
@@ -392,7 +392,7 @@ impl Leader {
     /// Stops the reading of a tier. Returns whether there was one.
     pub(super) fn stop_reading(&mut self, id: TierId) -> bool {
         let tier = self.tiers.get_mut(id);
-        tier.is_some_and(|tier| tier.take_scan(id, &mut self.timers).is_some())
+        tier.is_some_and(|tier| tier.take_reading(id, &mut self.timers).is_some())
     }
 
     /// Starts the readings again, because the records read so far may list pages that have been removed since.

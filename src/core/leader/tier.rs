@@ -43,7 +43,7 @@ impl TierKey {
 
 /// How far one shard's inventory was read.
 #[derive(Debug, Default)]
-pub(super) struct ShardScan {
+pub(super) struct ShardReading {
     /// The worker that received the request for the next part.
     pub(super) requested_from: Option<WorkerId>,
     /// The arena page at which that part begins; `None` when the inventory is read completely.
@@ -52,13 +52,13 @@ pub(super) struct ShardScan {
 
 /// The inventories of all shards of a tier.
 #[derive(Debug)]
-pub(super) struct RecoveryScan {
+pub(super) struct Reading {
     /// The key of the pool that will open. Noted when the reading begins, because engines may leave before it ends.
     pub(super) key: TierKey,
     /// Answers to requests up to this number do not belong to this reading: the pages that they list may have been
     /// removed since.
     pub(super) after: u64,
-    pub(super) shards: Vec<ShardScan>,
+    pub(super) shards: Vec<ShardReading>,
     /// What was read of them.
     pub(super) recovery: Recovery,
     /// When missing parts are requested again.
@@ -78,13 +78,6 @@ pub(super) struct UnansweredRead {
     pub(super) checks: u32,
 }
 
-impl RecoveryScan {
-    /// The key of the pool that is being recovered.
-    pub(super) fn key(&self) -> &TierKey {
-        &self.key
-    }
-}
-
 /// The stage of a tier.
 #[derive(Debug, Default)]
 pub(super) enum TierState {
@@ -92,7 +85,7 @@ pub(super) enum TierState {
     #[default]
     Shut,
     /// The inventories are read, and a pool opens with the last part of them.
-    Reading(RecoveryScan),
+    Reading(Reading),
     /// The pool serves.
     Open {
         /// The pages that the pool is for.
@@ -187,7 +180,7 @@ impl Tier {
 
     /// The key of the pool that serves, or of the pool that is being recovered.
     fn wanted_key(&self) -> Option<&TierKey> {
-        self.key().or(self.scan().map(RecoveryScan::key))
+        self.key().or(self.reading().map(|reading| &reading.key))
     }
 
     /// True if no pool serves or closes, and none is being recovered.
@@ -396,6 +389,6 @@ impl Leader {
     /// True while inventories of a tier are being read.
     pub fn is_reading(&self, tier: TierId) -> bool {
         let tier = self.tiers.0.get(tier);
-        tier.is_some_and(|tier| tier.scan().is_some())
+        tier.is_some_and(|tier| tier.reading().is_some())
     }
 }

@@ -29,7 +29,7 @@ pub(super) enum Timer {
     /// The deadline of a `cancel_stores`.
     Cancel(CancelId),
     /// Missing parts of the inventories of a tier are requested again.
-    RecoveryScan(TierId),
+    Reading(TierId),
     /// A worker that owes the answer to an inventory request is checked.
     UnansweredRead(TierId, WorkerId),
     /// Workers that have not attached are checked.
