@@ -153,10 +153,11 @@ impl Admitter {
         admitted
     }
 
-    /// Gives back what admitted pages took of the budgets, because there was no room for them.
-    pub(super) fn give_back(&mut self, pages: u32, offer: Offer) {
+    /// Of the pages that were admitted since the last call, the last `pages` found no room: gives back what they took of
+    /// the budgets.
+    pub(super) fn settle(&mut self, pages: u32, offer: Offer) {
         for budget in &mut self.budgets {
-            budget.give_back(u64::from(pages) * offer.page_bytes, offer);
+            budget.settle(pages, offer);
         }
     }
 }
@@ -197,6 +198,8 @@ struct Budget {
     bytes_per_day: u64,
     left: u128,
     grown_until: Option<Time>,
+    /// What each page took that was admitted and may find no room: at most the pages of a block.
+    taken: Vec<u128>,
 }
 
 impl Budget {
@@ -205,6 +208,7 @@ impl Budget {
             bytes_per_day,
             left: u128::from(bytes_per_day / BURSTS_PER_DAY) * DAY,
             grown_until: None,
+            taken: Vec::new(),
         }
     }
 
@@ -214,8 +218,10 @@ impl Budget {
         self.add(u128::from(elapsed) * u128::from(self.bytes_per_day), offer);
     }
 
-    fn give_back(&mut self, bytes: u64, offer: Offer) {
-        self.add(u128::from(bytes) * DAY, offer);
+    fn settle(&mut self, pages: u32, offer: Offer) {
+        let kept = self.taken.len().saturating_sub(pages as usize);
+        let given_back = self.taken.drain(..).skip(kept).sum();
+        self.add(given_back, offer);
     }
 
     /// Adds to what is left, up to a burst.
@@ -229,8 +235,11 @@ impl Budget {
         self.left >= u128::from(bytes) * DAY
     }
 
+    /// Takes the bytes of a page, or what is left: another rule may have admitted the page.
     fn spend(&mut self, bytes: u64) {
-        self.left = self.left.saturating_sub(u128::from(bytes) * DAY);
+        let taken = self.left.min(u128::from(bytes) * DAY);
+        self.left -= taken;
+        self.taken.push(taken);
     }
 }
 
@@ -293,12 +302,26 @@ mod tests {
             admitted += 1;
         }
         assert_eq!(admitted, 10, "an hour's share");
-        admitter.give_back(3, offer(0));
+        admitter.settle(3, offer(0));
         let more = (0..5).filter(|more| admitter.admits(page(100 + more), offer(0)));
         assert_eq!(more.count(), 3);
-        admitter.give_back(1_000, offer(0));
-        let more = (0..20).filter(|more| admitter.admits(page(200 + more), offer(0)));
-        assert_eq!(more.count(), 10, "no more than a burst");
+        admitter.settle(0, offer(0));
+        admitter.settle(1_000, offer(0));
+        assert!(
+            !admitter.admits(page(200), offer(0)),
+            "those pages have room"
+        );
+    }
+
+    #[test]
+    fn a_page_that_another_rule_admits_gives_back_what_it_took() {
+        let mut any = admitter("seen:2|bytes-per-day:2400");
+        assert!(any.admits(page(0), offer(0)));
+        any.settle(0, offer(0));
+        assert!(!any.admits(page(1), offer(0)), "the budget is empty");
+        assert!(any.admits(page(1), offer(0)), "seen twice");
+        any.settle(1, offer(0));
+        assert!(!any.admits(page(2), offer(0)), "the budget is still empty");
     }
 
     #[test]

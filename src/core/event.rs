@@ -72,6 +72,14 @@ pub enum LeaderEvent {
         /// One item for each copy.
         copies: Vec<EndedCopy>,
     },
+    /// The order of these copies could not be sent to a worker: they have not begun and never will. No moves begin in this
+    /// step, because their orders could not be sent either.
+    Unsent {
+        /// The worker.
+        worker: WorkerId,
+        /// One item for each copy.
+        copies: Vec<EndedCopy>,
+    },
     /// Time passed. Due at [`crate::Leader::next_timeout`].
     Tick,
 }

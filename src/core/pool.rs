@@ -192,9 +192,9 @@ impl Pool {
         admitted
     }
 
-    /// Gives back what the last pages that were admitted took of the budgets: there is no room for them.
-    pub(super) fn give_back_admission(&mut self, pages: u32, offer: Offer) {
-        self.admitter.give_back(pages, offer);
+    /// Of the pages that were admitted last, `pages` found no room: their budget is given back.
+    pub(super) fn settle_admission(&mut self, pages: u32, offer: Offer) {
+        self.admitter.settle(pages, offer);
     }
 
     /// Counts pages that were not tried, because pages before them found no room.

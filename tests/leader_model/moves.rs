@@ -418,6 +418,87 @@ fn a_load_outlives_the_promotion_that_another_load_ordered() {
     }
 }
 
+/// Host memory has two holes of half a block. The second half of the block is bad: both loads get the first half, also the
+/// one that waited for transfers of the other.
+#[test]
+fn pages_that_a_failed_promotion_of_another_load_brought_are_loaded() {
+    let mut tiered = Tiered::new(16, &[DOWN]);
+    tiered.stored(0);
+    assert_eq!(tiered.end_all(DOWN), 1);
+    let half = RATIO / 2;
+    for name in [20, 22, 24, 26] {
+        let hashes = sequence(name, half as usize);
+        tiered.request(Request::Lookup {
+            slot: SlotId(name.into()),
+            namespace: vec![7],
+            hashes,
+            device_pages: 0,
+            limit_pages: None,
+        });
+        tiered.request(Request::Store {
+            slot: SlotId(name.into()),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, half))],
+            more: None,
+        });
+        let copies = tiered.take(Edge::STORE);
+        copies.iter().for_each(|copy| tiered.end(copy, half, false));
+        let moves = tiered.take(DOWN);
+        moves.iter().for_each(|one| tiered.end(one, half, false));
+    }
+    // The first of the four is held. The two that make room are not beside each other.
+    tiered.request(Request::Lookup {
+        slot: SlotId(20),
+        namespace: vec![7],
+        hashes: sequence(20, half as usize),
+        device_pages: 0,
+        limit_pages: None,
+    });
+    let loads = [0, 0].map(|name| {
+        assert_eq!(tiered.lookup(name), RATIO);
+        tiered.load(name)
+    });
+    let promotions = tiered.take(UP);
+    assert_eq!(promotions.len(), 2, "two halves for both loads");
+    tiered.end(&promotions[0], half, false);
+    tiered.end(&promotions[1], 0, true);
+    assert_eq!(tiered.take(UP), [], "the source is bad");
+    let copies = tiered.take(Edge::LOAD);
+    assert_eq!(copies.len(), 2);
+    copies.iter().for_each(|copy| tiered.end(copy, half, false));
+    for load in loads {
+        let loaded = Ok(Answer::Load(LoadAnswer { pages: half }));
+        assert_eq!(tiered.answers.get(&load), Some(&loaded), "{load}");
+    }
+}
+
+/// The worker of an order that cannot be sent is about to be lost: no further moves are ordered from it meanwhile.
+#[test]
+fn no_move_begins_in_the_step_of_an_order_that_was_not_sent() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    for name in [0, 2, 4, 6, 8, 10] {
+        tiered.stored(name);
+    }
+    let moves = tiered.take(DOWN);
+    assert_eq!(moves.len(), 4, "as many as the edge may run");
+    let ended = EndedCopy {
+        transfer: moves[0].id,
+        complete: false,
+        complete_pages: 0,
+        bytes: 0,
+        copy_us: 0,
+        bad_source: false,
+    };
+    for rank in 0..RANKS {
+        tiered.step(LeaderEvent::Unsent {
+            worker: worker(0, rank),
+            copies: vec![ended],
+        });
+    }
+    assert_eq!(tiered.take(DOWN), []);
+    tiered.step(LeaderEvent::Tick);
+    assert_eq!(tiered.take(DOWN).len(), 1, "its place is free");
+}
+
 #[test]
 fn a_page_that_fails_its_checksum_is_cut_from_its_tier_and_the_load_gets_no_more_than_is_good() {
     let mut tiered = Tiered::new(16, &[DOWN]);

@@ -613,3 +613,38 @@ fn a_worker_with_pages_of_another_size_gets_no_request_for_the_earlier_inventory
     assert_eq!(verdict(&attached), Ok(()));
     assert_eq!(requested(&attached), [(worker(1, 0), 64)]);
 }
+
+/// The answer to a statement may arrive after its time limit, when the worker has stated its memory again: it refuses the
+/// requests to read its inventory that followed.
+#[test]
+fn an_inventory_is_requested_again_from_a_worker_that_states_its_memory_again() {
+    let mut site = Site::new(1, 1);
+    let reads = |effects: &[LeaderEffect]| -> Vec<u64> {
+        let reads = effects.iter().filter_map(|effect| match effect {
+            LeaderEffect::ReadInventory { read_id, .. } => Some(*read_id),
+            _ => None,
+        });
+        reads.collect()
+    };
+    let first = site.attach((0, 0), Some(A));
+    let [read] = reads(&first)[..] else {
+        panic!("{first:?}")
+    };
+    site.attaches -= 1;
+    let memory = WorkerMemory {
+        engine: engine_id(A.engine),
+        geometry: geometry().into(),
+        arena_pages: PerTier::host(A.arena_pages),
+    };
+    let again = site.state((0, 0), Some(memory));
+    let [later] = reads(&again)[..] else {
+        panic!("{again:?}")
+    };
+    assert!(later > read, "{later} after {read}");
+    let admitted = |effect: &LeaderEffect| matches!(effect, LeaderEffect::AdmitMemory { .. });
+    let admitted = again.iter().position(admitted);
+    let read = |effect: &LeaderEffect| matches!(effect, LeaderEffect::ReadInventory { .. });
+    assert!(admitted < again.iter().position(read), "behind the answer");
+    assert_eq!(site.read(&again), [64]);
+    assert!(site.leader.is_ready());
+}

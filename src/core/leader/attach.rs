@@ -70,7 +70,12 @@ impl Leader {
             return;
         }
         if let Some(answered) = self.roster.answered_memory(worker, number) {
-            effects.extend(answered.map(admit));
+            if let Some(verdict) = answered {
+                effects.push(admit(verdict));
+                // The earlier answer may have arrived late, so that the worker refused the requests to read an inventory
+                // that followed it: send them again, to this worker.
+                self.read_again(now, worker, effects);
+            }
             return;
         }
         self.fail_device_copies_of(worker, effects);

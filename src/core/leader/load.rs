@@ -296,7 +296,8 @@ impl Leader {
         let movable = source.is_some_and(|pool| pool.movable(below.block).is_some());
         let host = self.tiers.serving_mut(TierId::Host).filter(|_| movable);
         let (Some(host), Some(_)) = (host, workers) else {
-            self.end_stretch(load, index, 0);
+            // An earlier promotion may have brought the first pages.
+            self.find_promoted(load, index, None);
             return true;
         };
         let walk = PlanWalk {
@@ -387,9 +388,8 @@ impl Leader {
             }
         }
         if let Some(source) = foreign.filter(|_| position < end) {
-            lease
-                .into_iter()
-                .for_each(|(tier, pin)| self.tiers.unpin(tier, pin));
+            // The source stays held, and so do the pages that have arrived.
+            load.stretch_mut(index).lease.extend(lease);
             return load.set_stage(index, Stage::Below(source));
         }
         let before = std::mem::replace(&mut load.stretch_mut(index).lease, lease);

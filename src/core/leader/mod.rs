@@ -204,6 +204,7 @@ impl Leader {
         // Fire expired timers before the event, also when no tick was delivered in time: an event that is processed
         // late must not revive an operation whose deadline has passed.
         self.fire_timers(now, effects);
+        let mut may_move = true;
         match event {
             LeaderEvent::EngineOpened(engine) => self.engine_opened(engine),
             LeaderEvent::EngineClosed(engine) => self.engine_closed(now, engine),
@@ -257,12 +258,18 @@ impl Leader {
                     self.copies_ended(worker, &copies, effects);
                 }
             }
+            LeaderEvent::Unsent { worker, copies } => {
+                may_move = false;
+                self.copies_ended(worker, &copies, effects);
+            }
             LeaderEvent::Tick => {}
         }
         self.fire_timers(now, effects);
         self.reopen_tiers(now, effects);
         self.run_reset_slice(now, effects);
-        self.run_moves(now, effects);
+        if may_move {
+            self.run_moves(now, effects);
+        }
         self.send_cancels(effects);
     }
 

@@ -85,6 +85,8 @@ impl WaitingBlocks {
 #[derive(Debug, Default)]
 pub(super) struct Moves {
     running: BTreeMap<TransferId, Move>,
+    /// Numbers of running moves that settings ordered, by edge.
+    by_setting: BTreeMap<Edge, usize>,
     waiting: BTreeMap<Edge, WaitingBlocks>,
 }
 
@@ -104,11 +106,26 @@ impl Moves {
         pins
     }
 
+    /// Number of running moves over an edge that a setting ordered.
     fn running(&self, edge: Edge) -> usize {
-        let running = self.running.values();
-        running
-            .filter(|one| one.by_setting && one.edge == edge)
-            .count()
+        self.by_setting.get(&edge).copied().unwrap_or(0)
+    }
+
+    fn insert(&mut self, id: TransferId, one: Move) {
+        if one.by_setting {
+            *self.by_setting.entry(one.edge).or_default() += 1;
+        }
+        self.running.insert(id, one);
+    }
+
+    fn remove(&mut self, id: TransferId) -> Option<Move> {
+        let one = self.running.remove(&id)?;
+        if one.by_setting
+            && let Some(count) = self.by_setting.get_mut(&one.edge)
+        {
+            *count -= 1;
+        }
+        Some(one)
     }
 
     /// Forgets the blocks of a tier that wait.
@@ -116,8 +133,18 @@ impl Moves {
         self.waiting.retain(|edge, _| !edge.touches(tier));
     }
 
-    /// Checks that the source of every move has a pool. `Err` names the first contradiction.
+    /// Checks that the source of every move has a pool, and recounts the moves by edge. `Err` names the first
+    /// contradiction.
     pub(super) fn check(&self, tiers: &Tiers) -> Result<(), Contradiction> {
+        let mut by_setting: BTreeMap<Edge, usize> = BTreeMap::new();
+        for one in self.running.values().filter(|one| one.by_setting) {
+            *by_setting.entry(one.edge).or_default() += 1;
+        }
+        let counted = self.by_setting.iter().filter(|(_, count)| **count > 0);
+        if !counted.eq(by_setting.iter()) {
+            let counted = &self.by_setting;
+            return Err(format!("{by_setting:?} moves run, counted {counted:?}").into());
+        }
         let mut running = self.running.iter();
         let lost = running.find(|(_, one)| tiers.pools().all(|(tier, _)| tier != one.edge.from));
         match lost {
@@ -295,7 +322,7 @@ impl Leader {
                 source: start,
                 by_setting: terms.by_setting,
             };
-            self.moves.running.insert(id, one);
+            self.moves.insert(id, one);
             let Some(to) = self.tiers.serving_mut(edge.to) else {
                 return;
             };
@@ -345,7 +372,7 @@ impl Leader {
     pub(super) fn move_ended(&mut self, id: TransferId, bad_page: Option<u32>) {
         let Some(Move {
             edge, pin, source, ..
-        }) = self.moves.running.remove(&id)
+        }) = self.moves.remove(id)
         else {
             return;
         };

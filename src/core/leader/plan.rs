@@ -121,10 +121,10 @@ pub(super) fn plan(
                 });
             }
             position += room;
+            if let Some(offer) = offer {
+                pool.settle_admission(end - position, offer);
+            }
             if position < end {
-                if let Some(offer) = offer {
-                    pool.give_back_admission(end - position, offer);
-                }
                 // The pages behind are not tried: without those before them they are of no use.
                 pool.count_refused(wanted.end - end);
                 plan.refuse(position..wanted.end);

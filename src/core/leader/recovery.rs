@@ -3,8 +3,8 @@
 //! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one entry after
 //! another. A worker that is stopped in the middle of that may write entries at any later time, and if the pages are
 //! larger by then, those entries lie inside pages. A request is therefore owed like a copy: until its worker has
-//! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
-//! fence time the worker is fenced.
+//! answered, has attached again, has stated its memory or is known to be dead, no other worker receives a request for that
+//! depot. After the fence time the worker is fenced.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -387,6 +387,22 @@ impl Leader {
             tier.reader_lost(worker);
         }
         self.request_all_parts(now, effects);
+    }
+
+    /// A worker that owes answers to inventory requests may have refused them, and is known to live: its fence time starts
+    /// again, and the requests are sent again.
+    pub(super) fn read_again(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        for (_, tier) in self.tiers.iter_mut() {
+            if let Some(open_read) = tier.unanswered.get_mut(&worker) {
+                open_read.checks = 0;
+            }
+        }
+        self.reader_lost(now, worker, effects);
     }
 
     /// Stops the reading of a tier. Returns whether there was one.

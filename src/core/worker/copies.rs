@@ -85,6 +85,8 @@ pub(super) struct Copies {
     waiting: BTreeSet<(RequestId, TransferId)>,
     /// Open copies, by request.
     requests: BTreeSet<(RequestId, TransferId)>,
+    /// Open copies that touch an engine's memory.
+    of_device: usize,
     lanes: Lanes,
     /// Deadlines of copies, and fences of stopped copies.
     deadlines: BTreeSet<(Time, TransferId)>,
@@ -113,6 +115,11 @@ impl Copies {
     /// The numbers of all open copies, in ascending order.
     pub(super) fn ids(&self) -> Vec<TransferId> {
         self.open.keys().copied().collect()
+    }
+
+    /// True while a copy that touches an engine's memory is open.
+    pub(super) fn has_device(&self) -> bool {
+        self.of_device > 0
     }
 
     /// The numbers of the open copies that touch an engine's memory, in ascending order.
@@ -155,6 +162,7 @@ impl Copies {
         };
         self.deadlines.insert((task.transfer.deadline, id));
         self.requests.insert((task.request(), id));
+        self.of_device += usize::from(task.transfer.device.is_some());
         if written {
             self.lanes.push(task.transfer.edge, id);
             task.phase = CopyPhase::Queued;
@@ -235,6 +243,7 @@ impl Copies {
     /// Removes a copy that ended.
     pub(super) fn end(&mut self, transfer: TransferId) -> Option<OpenCopy> {
         let task = self.open.remove(&transfer)?;
+        self.of_device -= usize::from(task.transfer.device.is_some());
         if task.phase == CopyPhase::Running {
             self.lanes.ended(task.transfer.edge);
         }
@@ -285,6 +294,11 @@ impl Copies {
         let counted = self.lanes.running();
         if running != counted {
             return Err(format!("{running:?} copies run, the lanes count {counted:?}").into());
+        }
+        let of_device = self.ids_of_device().len();
+        if of_device != self.of_device {
+            let counted = self.of_device;
+            return Err(format!("{of_device} copies of engine memory, counted {counted}").into());
         }
         let waiting = self.open.values();
         let waiting = waiting
@@ -376,6 +390,10 @@ mod tests {
         wrong(
             |copies| copies.waiting.clear(),
             "4 copies, 2 of them wait; the indexes have 4 and 0",
+        );
+        wrong(
+            |copies| copies.of_device = 3,
+            "4 copies of engine memory, counted 3",
         );
         wrong(
             |copies| copies.requests.clear(),

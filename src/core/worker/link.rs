@@ -227,7 +227,7 @@ impl Worker {
     /// repeats each until the leader answers.
     pub(super) fn attach(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         let idle = self.copies.is_empty();
-        let device_idle = self.copies.ids_of_device().is_empty();
+        let device_idle = !self.copies.has_device();
         let every = self.settings.attach_every;
         let LeaderLink {
             link,

@@ -60,7 +60,7 @@ pub struct WorkerSettings {
     pub bytes_per_s: BTreeMap<Edge, NonZeroU64>,
     /// How long a stopped copy may take to end before the worker ends its own process. Default: 10 s.
     pub fence: Duration,
-    /// Interval at which the worker repeats an unanswered attach request. Default: 1 s.
+    /// Interval at which the worker repeats an unanswered attach request or memory statement. Default: 1 s.
     pub attach_every: Duration,
 }
 

@@ -38,7 +38,8 @@ pub enum OrderRefusal {
         "the leader does not know this worker as it is now: order again after its next attach or memory statement"
     )]
     NotAttached,
-    /// A request to read the inventory whose number is not above that of a later request or of the last attach.
+    /// A request to read the inventory whose number is not above that of a later request, of the last attach or of the last
+    /// memory statement.
     #[error(
         "this reading has number {number}, and everything up to {last} is over: read with a new number"
     )]

@@ -284,8 +284,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     fn step<H: LeaderHost<Process = P>>(&mut self, host: &mut H, event: LeaderEvent) {
         let mut next = self.step_once(host, event);
-        // The copies of an order that was not sent have ended, because no worker will report them. Their end orders no
-        // further copies.
+        // The copies of an order that was not sent have ended, because no worker will report them.
         while let Some(event) = next.pop() {
             next.extend(self.step_once(host, event));
         }
@@ -374,9 +373,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 for worker in self.order(host, workers, Message::Transfer(order), left) {
                     let transfers = copies.len();
                     tracing::warn!(%worker, transfers, "order not sent: its transfers count as failed");
-                    unsent.push(LeaderEvent::Ended {
+                    unsent.push(LeaderEvent::Unsent {
                         worker,
-                        epoch: self.settings.epoch,
                         copies: copies.clone(),
                     });
                 }

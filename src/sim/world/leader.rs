@@ -243,6 +243,12 @@ impl LeaderHost for Host<'_> {
                     env.oracle.ended(*worker, ended, key);
                 }
             }
+            LeaderEvent::Unsent { worker, copies } => {
+                for ended in copies {
+                    let key = |tier| core.tier_key(tier).cloned();
+                    env.oracle.ended(*worker, ended, key);
+                }
+            }
             LeaderEvent::Inventory { .. }
             | LeaderEvent::Invalidated { .. }
             | LeaderEvent::Ended { .. }
