@@ -110,7 +110,7 @@ impl Pool {
             });
             let found = self.or_inside(found, domain, hashes, at as usize, want);
             if let Some(found) = found.filter(|found| found.offset > 0 || at == 0) {
-                ahead.align(at as usize, self.phase_of(found));
+                ahead.align(at, self.phase_of(found));
             }
             looks.note(at, found.is_some());
             position = at + found.map_or(1, |found| found.pages);

@@ -154,7 +154,7 @@ pub(super) fn walk_tiers(
             .and_then(|head| host.longest_of(domain, head, hashes, at, goal));
         let found = host.or_inside(found, domain, hashes, at, goal);
         if let Some(found) = found.filter(|found| found.offset > 0 || at == 0) {
-            ahead.align(at, host.phase_of(found));
+            ahead.align(position, host.phase_of(found));
         }
         let ready = found.map_or(0, |found| found.ready);
         if let Some(found) = found.filter(|_| ready > 0) {

@@ -21,6 +21,7 @@ mod anchor;
 mod arena;
 mod around;
 mod blocks;
+mod cells;
 mod change;
 mod check;
 mod contradiction;

@@ -13,7 +13,7 @@ use crate::anchor::Domain;
 use crate::arena::Arena;
 use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::change::{Change, Changes};
-use crate::eviction::EvictionOrder;
+use crate::eviction::{EvictionOrder, EvictionPolicy};
 use crate::index::{Index, Match, MatchGoal};
 use crate::page_index::PageIndex;
 use crate::policy::TierPolicy;
@@ -297,6 +297,9 @@ impl Pool {
 
     /// Sets the priority of the blocks of those runs that hold some of these pages.
     pub(super) fn set_priorities(&mut self, runs: &[BlockRun], pages: &Range<u32>, priority: u8) {
+        if self.policy.eviction != EvictionPolicy::Priority {
+            return;
+        }
         let named =
             |run: &&BlockRun| run.position < pages.end && run.position + run.pages > pages.start;
         for run in runs.iter().filter(named) {

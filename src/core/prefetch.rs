@@ -2,6 +2,7 @@
 
 use crate::anchor::Domain;
 use crate::blocks::{BlockIndex, Blocks};
+use crate::cells::Cells;
 use crate::index::Index;
 use kvferry_types::{Anchor, HashView};
 
@@ -12,17 +13,13 @@ const AHEAD_MAX: usize = 32;
 
 /// Index heads of several positions of a sequence.
 ///
-/// Blocks mostly begin at multiples of the ratio, so the table holds the requested position and the multiples of the
-/// ratio after it. Their lookups do not depend on each other, so the CPU runs several at a time. As long as the walk
+/// Blocks mostly begin with a cell, so the table holds the requested position and the beginnings of the cells after it. Their lookups do not depend on each other, so the CPU runs several at a time. As long as the walk
 /// uses up the table, the next one covers twice as many positions; a walk that ends early looks up few positions in
 /// vain.
 pub(super) struct HeadPrefetcher<'a> {
     index: &'a Index,
     blocks: &'a Blocks,
-    ratio: u32,
-    /// Pages between the first page of the sequence and the multiple of the ratio before it: 0 unless the sequence is the
-    /// tail of another one.
-    lead: usize,
+    cells: Cells,
     domain: &'a Domain,
     hashes: HashView<'a>,
     found: [(usize, Option<BlockIndex>); AHEAD_MAX],
@@ -41,8 +38,7 @@ impl<'a> HeadPrefetcher<'a> {
         Self {
             index,
             blocks,
-            ratio,
-            lead: 0,
+            cells: Cells::new(ratio),
             domain,
             hashes,
             found: [(0, None); AHEAD_MAX],
@@ -67,25 +63,21 @@ impl<'a> HeadPrefetcher<'a> {
         }
     }
 
-    /// Notes that the page at `position` is page `phase` of its cell. The multiples of the ratio follow from it.
-    pub(super) fn align(&mut self, position: usize, phase: u32) {
-        let ratio = self.ratio as usize;
-        let lead = (phase as usize + ratio - position % ratio) % ratio;
-        if lead != self.lead {
-            self.lead = lead;
+    /// Notes that the page at `position` is page `phase` of its cell. Where blocks begin follows from it.
+    pub(super) fn align(&mut self, position: u32, phase: u32) {
+        if self.cells.align(position, phase) {
             (self.used, self.filled) = (0, 0);
         }
     }
 
     fn fill(&mut self, position: usize) {
-        let ratio = self.ratio as usize;
         let mut anchors = [Anchor::default(); AHEAD_MAX];
         let mut at = position;
         (self.used, self.filled) = (0, 0);
         while self.filled < self.next_fill && at < self.hashes.len() {
             self.found[self.filled].0 = at;
             anchors[self.filled] = self.domain.anchor(self.hashes.fingerprint(at));
-            at = ((at + self.lead) / ratio + 1) * ratio - self.lead;
+            at = u32::try_from(at).map_or(usize::MAX, |at| self.cells.next(at) as usize);
             self.filled += 1;
         }
         for (index, anchor) in anchors[..self.filled].iter().enumerate() {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use crate::admission::Offer;
 use crate::anchor::Domain;
 use crate::around::{Looks, LooksAround};
+use crate::cells::Cells;
 use crate::index::{Match, MatchGoal};
 use crate::pool::{Pin, Pool, Reserved};
 use crate::trail::Trail;
@@ -74,7 +75,7 @@ pub(super) fn plan(
     // Blocks of the pages before do not reach into these, because no block crosses a multiple of the ratio. Where the
     // multiples are those of another sequence, an index of pages finds such a block from the middle on.
     let mut position = from.max(looks.own_start());
-    let mut cells = Cells { ratio, lead: 0 };
+    let mut cells = Cells::new(ratio);
     let mut gate = AdmissionOnce {
         offer,
         verdict: None,
@@ -90,7 +91,10 @@ pub(super) fn plan(
                 }
             }
             plan.count_present(pool, found, position, &wanted);
-            cells.align(pool, position, found);
+            // Without an index of pages, sequences are named from their first page on.
+            if pool.has_page_index() {
+                cells.align(position, pool.phase_of(found));
+            }
             position += found.pages;
             tail = Some(found);
         } else if position < wanted.start {
@@ -102,7 +106,7 @@ pub(super) fn plan(
             tail = None;
         } else {
             let phase = cells.phase(position);
-            let limit = wanted.end.min(position + ratio - phase);
+            let limit = wanted.end.min(cells.next(position));
             let end = missing_until(pool, (domain, hashes), position, limit);
             let end = gate.admitted_until(pool, (domain, hashes), position, end);
             if !pool.has_hole(end - position) {
@@ -184,29 +188,6 @@ fn missing_until(
             .is_some()
     };
     (position + 1..limit).find(there).unwrap_or(limit)
-}
-
-/// The cells of a sequence: the pages between two multiples of the ratio, which no block crosses.
-struct Cells {
-    ratio: u32,
-    /// Pages between the first page of the sequence and the multiple of the ratio before it.
-    lead: u32,
-}
-
-impl Cells {
-    /// Takes the cells from a block that was found. The first page of a sequence whose tail alone is named lies anywhere
-    /// in a cell; only an index of pages finds such tails.
-    fn align(&mut self, pool: &Pool, position: u32, found: Match) {
-        if pool.has_page_index() {
-            let phase = pool.phase_of(found);
-            self.lead = (phase + self.ratio - position % self.ratio) % self.ratio;
-        }
-    }
-
-    /// The place of a page in its cell.
-    fn phase(&self, position: u32) -> u32 {
-        (position + self.lead) % self.ratio
-    }
 }
 
 /// The admission of the missing pages of a store. Offers each page once, although the walk may return to the page at
