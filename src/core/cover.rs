@@ -11,7 +11,9 @@ use crate::around::MISSES_AROUND_MAX;
 use crate::blocks::{BlockIndex, BlockRef};
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pool, PrefixMatch};
+use crate::prefetch::HeadPrefetcher;
 use kvferry_types::{HashView, TierId};
+use smallvec::SmallVec;
 
 /// A run of pages in one block of a tier. The run may begin before the pages that it was found for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,13 +45,36 @@ impl Pool {
         hashes: HashView<'_>,
         position: u32,
     ) -> Option<(u32, Match)> {
+        self.containing_with(domain, hashes, position, None)
+    }
+
+    /// Like [`Self::containing`]; `ahead` reads the index at `position`, and at the cells after it.
+    fn containing_with(
+        &self,
+        domain: &Domain,
+        hashes: HashView<'_>,
+        position: u32,
+        ahead: Option<&mut HeadPrefetcher<'_>>,
+    ) -> Option<(u32, Match)> {
+        let goal = MatchGoal::Readable;
+        let (at, holds) = (position as usize, |found: &Match| found.ready > 0);
+        let first = match ahead {
+            None => self.longest(domain, hashes, at, goal),
+            Some(ahead) => {
+                let head = ahead.head(at);
+                let found = head.and_then(|head| self.longest_of(domain, head, hashes, at, goal));
+                self.or_inside(found, domain, hashes, at, goal)
+            }
+        };
+        if let Some(found) = first.filter(holds) {
+            return Some((position, found));
+        }
         let cell = match self.has_page_index() {
             true => position,
             false => position / self.ratio * self.ratio,
         };
-        let starts = std::iter::once(position).chain(cell..position);
-        let mut found = starts.filter_map(|start| {
-            let found = self.longest(domain, hashes, start as usize, MatchGoal::Readable)?;
+        let mut found = (cell..position).filter_map(|start| {
+            let found = self.longest(domain, hashes, start as usize, goal)?;
             (start + found.ready > position).then_some((start, found))
         });
         found.next()
@@ -141,6 +166,8 @@ pub(super) fn walk_tiers(
         return PrefixMatch::default();
     };
     let mut ahead = host.prefetcher(domain, hashes);
+    // Those of the slower tiers, once one of them is asked.
+    let mut ahead_below: SmallVec<[HeadPrefetcher<'_>; 2]> = SmallVec::new();
     // A block that holds the first page that is not covered begins here or later.
     let last_cell = u32::try_from(covered)
         .unwrap_or(u32::MAX)
@@ -171,8 +198,15 @@ pub(super) fn walk_tiers(
         if position >= len {
             break;
         }
-        let below = slower.iter().find_map(|(tier, pool)| {
-            let (start, found) = pool.containing(domain, hashes, position)?;
+        if ahead_below.is_empty() {
+            let readers = slower.iter();
+            ahead_below = readers
+                .map(|(_, pool)| pool.prefetcher(domain, hashes))
+                .collect();
+        }
+        let mut below = slower.iter().zip(&mut ahead_below);
+        let below = below.find_map(|((tier, pool), ahead)| {
+            let (start, found) = pool.containing_with(domain, hashes, position, Some(ahead))?;
             Some((*tier, start, found))
         });
         if let Some((tier, start, found)) = below {
