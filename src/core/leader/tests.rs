@@ -534,6 +534,10 @@ fn a_tail_is_found_loaded_and_not_stored_again() {
         pending: false,
     };
     assert_eq!(found, Some(Ok(Answer::Lookup(hit))));
+    let slot = leader.sessions.open(ENGINE).any_slot(SlotId(2));
+    let held = slot.expect("a slot").held().iter();
+    let held: Vec<u32> = held.map(|run| Pool::pinned_pages(&run.pin)).collect();
+    assert_eq!(held, [4, 2], "the holds reach up to the last pages");
     let mut effects = Vec::new();
     let event = LeaderEvent::Request {
         engine: ENGINE,
