@@ -119,8 +119,9 @@ pub struct Flags {
     ///
     /// Settings separated by commas. pieces=N, 0 to 32: before a page is evicted, a run is split over at most N holes;
     /// with 0 and 1, pages are evicted first. eviction=lru, arc or priority: which block is evicted first (the lowest
-    /// priority that stores named, from 0 to 7). quota=PAGES: a namespace with more pages evicts its own blocks first. admission=RULE: which pages enter: all, seen:K (offered K times, 2 to
-    /// 255), bytes-per-day:SIZE, or several of them joined by & (all of them) and | (any of them).
+    /// priority that stores named, from 0 to 7). quota=PAGES: a namespace with more pages evicts its own blocks first.
+    /// admission=RULE: which pages enter: all, seen:K (offered K times, 2 to 255), bytes-per-day:SIZE, or several of
+    /// them joined by & (all of them) and | (any of them).
     #[arg(long, value_name = "POLICY")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2_policy: Option<String>,

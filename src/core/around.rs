@@ -79,8 +79,8 @@ impl<'a> Looks<'a> {
 
 impl Pool {
     /// Follows a sequence past missing pages, examines the pages in `wanted` and a bounded number of positions around
-    /// them, and appends the readable runs. `around` bounds these positions over all parts of a store. Takes the first blocks from the trail as far as they have not changed, and
-    /// extends it. Returns the number of positions examined.
+    /// them, and appends the readable runs. `around` bounds these positions over all parts of a store. Takes the first
+    /// blocks from the trail as far as they have not changed, and extends it. Returns the number of positions examined.
     pub fn walk_around(
         &self,
         domain: &Domain,

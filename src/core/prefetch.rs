@@ -13,9 +13,9 @@ const AHEAD_MAX: usize = 32;
 
 /// Index heads of several positions of a sequence.
 ///
-/// Blocks mostly begin with a cell, so the table holds the requested position and the beginnings of the cells after it. Their lookups do not depend on each other, so the CPU runs several at a time. As long as the walk
-/// uses up the table, the next one covers twice as many positions; a walk that ends early looks up few positions in
-/// vain.
+/// Blocks mostly begin with a cell, so the table holds the requested position and the beginnings of the cells after it.
+/// Their lookups do not depend on each other, so the CPU runs several at a time. As long as the walk uses up the table,
+/// the next one covers twice as many positions; a walk that ends early looks up few positions in vain.
 pub(super) struct HeadPrefetcher<'a> {
     index: &'a Index,
     blocks: &'a Blocks,

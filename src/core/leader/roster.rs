@@ -1,8 +1,9 @@
 //! The roster of workers: which are attached, with which memory and depot, and whether they agree.
 //!
 //! A worker *attaches* when no copy or other order of an older leader, or of an older connection, is in flight any
-//! longer, and then states its engine's *memory*, or that it has none, whenever that changes. Until every seat has attached or is known to be dead, an old order may still read or write engine memory and
-//! depots. Before that the leader reads no inventory, and refuses no request that names engine pages.
+//! longer, and then states its engine's *memory*, or that it has none, whenever that changes. Until every seat has
+//! attached or is known to be dead, an old order may still read or write engine memory and depots. Before that the
+//! leader reads no inventory, and refuses no request that names engine pages.
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -576,9 +577,10 @@ impl Roster {
         }
     }
 
-    /// True when the worker that states its memory makes room for a worker of another replica that differs from it. The replica that
-    /// makes room is the one that the pool is not for, else the one that is not complete, else the higher one. Without
-    /// this rule two engines that register at the same time could each keep the other one from becoming complete.
+    /// True when the worker that states its memory makes room for a worker of another replica that differs from it. The
+    /// replica that makes room is the one that the pool is not for, else the one that is not complete, else the higher
+    /// one. Without this rule two engines that register at the same time could each keep the other one from becoming
+    /// complete.
     fn yields(
         &self,
         (worker, memory): (WorkerId, &SeatMemory),

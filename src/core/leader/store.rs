@@ -87,7 +87,7 @@ impl OpenStore {
 struct StoreTerms {
     workers: Workers,
     offer: Offer,
-    /// How far the store may still look around its own pages.
+    /// How far the store has looked around its own pages so far.
     around: LooksAround,
 }
 

@@ -3,10 +3,10 @@
 //! A copy waits until the engine has written the pages that it reads or overwrites, then until fewer than `running_max`
 //! copies of its edge run and the rate of its edge permits its start, then runs. Its end is reported when it no longer
 //! reads or writes memory. Loads and stores have separate queues, limits and rates. An order that is repeated, late, or
-//! received after its own cancellation is not carried out: the worker remembers how the last [`WORKER_ENDED_MAX`] copies ended and refuses older ones. Every order is
-//! answered; see [`orders`] for the answers. Copies that an older leader ordered are stopped and never reported to a
-//! newer one. The worker attaches to the newer leader only when none of those copies is left, and states an engine's
-//! memory only when no copy of other memory is left; see [`link`].
+//! received after its own cancellation is not carried out: the worker remembers how the last [`WORKER_ENDED_MAX`]
+//! copies ended and refuses older ones. Every order is answered; see [`orders`] for the answers. Copies that an older
+//! leader ordered are stopped and never reported to a newer one. The worker attaches to the newer leader only when none
+//! of those copies is left, and states an engine's memory only when no copy of other memory is left; see [`link`].
 
 mod check;
 mod copies;

@@ -356,8 +356,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Orders the transfers of a step. Transfers of one request for the same workers share messages: as few as they fit
-    /// into, each encoded once for all of these workers. Returns the ends of transfers that no worker will report, because their message could not be
-    /// encoded or sent.
+    /// into, each encoded once for all of these workers. Returns the ends of transfers that no worker will report,
+    /// because their message could not be encoded or sent.
     fn transfer<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,

@@ -93,8 +93,8 @@ pub trait WorkerHost: HolderPeers {
     /// Number of pages of this size that fit into the depot of a tier.
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32;
 
-    /// Reads a part of the inventory of the depot that `read` names, in pages of the size that it names. If the depot held pages of another size,
-    /// its inventory is cleared first. Replies to `order` with the part, or with an error.
+    /// Reads a part of the inventory of the depot that `read` names, in pages of the size that it names. If the depot
+    /// held pages of another size, its inventory is cleared first. Replies to `order` with the part, or with an error.
     fn read_inventory(
         &mut self,
         link: LinkId,
