@@ -8,7 +8,6 @@ use std::ops::Range;
 
 use crate::anchor::Domain;
 use crate::around::MISSES_AROUND_MAX;
-use crate::blocks::{BlockIndex, BlockRef};
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pool, PrefixMatch};
 use crate::prefetch::HeadPrefetcher;
@@ -117,36 +116,6 @@ impl Pool {
             runs.extend(found);
         }
         runs
-    }
-
-    /// True if a held block is not found by lookups any longer.
-    pub(super) fn is_forgotten(&self, block: BlockIndex) -> bool {
-        self.blocks.get(block).retired
-    }
-
-    /// Forgets the pages of a block from arena page `page` on, because that page failed its checksum. While the block has
-    /// other holders or grows, all of its pages are forgotten.
-    pub(super) fn cut(&mut self, block: BlockRef, page: u32) {
-        let Some(held) = self.blocks.find(block).filter(|held| !held.retired) else {
-            return;
-        };
-        let ready = u32::from(held.ready);
-        let keep = page.saturating_sub(held.start);
-        if keep >= ready {
-            return;
-        }
-        let start = held.start;
-        let idle = held.pins == 0 && held.filling().is_none();
-        if idle && keep > 0 {
-            self.note_removed(block.index, keep, ready - keep);
-            self.unindex_pages(block.index, keep..ready);
-            self.blocks.remove_pages(block.index, ready - keep);
-            self.arena.release(start + keep, ready - keep);
-            self.blocks.get_mut(block.index).ready = u16::try_from(keep).unwrap_or(0);
-            self.blocks.update_order(block.index);
-        } else {
-            self.retire_block(block.index);
-        }
     }
 }
 

@@ -14,10 +14,9 @@ use crate::around::LooksAround;
 use crate::blocks::BlockRef;
 use crate::change::Change;
 use crate::event::LeaderEffect;
-use crate::pool::{Pin, Pool, Reserved};
+use crate::pool::{Pin, Reserved};
 use kvferry_types::{
-    DomainId, Edge, Fingerprint, FragmentPair, PageHashes, PageList, TierId, Time, Transfer,
-    TransferId,
+    Edge, Fingerprint, FragmentPair, PageHashes, PageList, TierId, Time, Transfer, TransferId,
 };
 
 use super::Leader;
@@ -382,30 +381,5 @@ impl Leader {
             pool.cut(block, source + page);
             self.counts.bad_sources += 1;
         }
-    }
-}
-
-impl Pool {
-    /// The domain, the place in its cell, the first arena page and the pages of a block that can be moved: readable ones
-    /// that no reset is about to remove.
-    pub(super) fn movable(
-        &self,
-        block: BlockRef,
-    ) -> Option<(DomainId, u32, u32, impl Iterator<Item = Fingerprint> + '_)> {
-        let held = self.blocks.find(block)?;
-        if held.retired || held.ready == 0 || self.blocks.is_hidden(held) {
-            return None;
-        }
-        let pages = self.blocks.fingerprints(held.start, held.ready.into());
-        let pages = pages.iter().copied();
-        Some((held.domain, held.phase.into(), held.start, pages))
-    }
-
-    /// Holds the pages of a block up to arena page `end`; `None` if the block has none of them any longer.
-    pub(super) fn pin_through(&mut self, block: BlockRef, end: u32) -> Option<Pin> {
-        let held = self.blocks.find(block)?;
-        let ready = held.start + u32::from(held.ready);
-        let pages = end.checked_sub(held.start)?;
-        (end <= ready).then(|| self.pin(block.index, pages))
     }
 }
