@@ -133,10 +133,14 @@ class Lookup(msgspec.Struct, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct):
-    """Number of pages after the engine's own that can be loaded; ``pending``: the next one is being stored."""
+    """Number of pages after the engine's own that can be loaded; ``pending``: the next one is being stored.
+
+    ``below_pages`` of them lie in a tier below host memory.
+    """
 
     hit_pages: int
     pending: bool = False
+    below_pages: int = 0
 
 
 class Part(msgspec.Struct, omit_defaults=True):

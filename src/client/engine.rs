@@ -284,6 +284,7 @@ pub struct RequestGuard {
 const NOTHING_FOUND: LookupAnswer = LookupAnswer {
     hit_pages: 0,
     pending: false,
+    below_pages: 0,
 };
 
 impl RequestGuard {

@@ -76,7 +76,7 @@ impl Model {
     }
 
     /// Hashes that one page of a group covers.
-    fn hashes_per_page(&self, group: GroupId) -> u32 {
+    pub(super) fn hashes_per_page(&self, group: GroupId) -> u32 {
         let group = self.geometry.groups.get(usize::from(group.0));
         group.map_or(1, |group| group.engine_page_tokens / self.hash_tokens())
     }

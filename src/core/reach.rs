@@ -31,6 +31,13 @@ enum GroupPages {
     },
 }
 
+/// The pages of one group that a lookup used.
+#[derive(Debug, Clone)]
+pub(super) struct UsedPages {
+    pub(super) group: GroupId,
+    pub(super) pages: Range<u32>,
+}
+
 /// A lookup of a sequence of several groups in the tiers that serve, the fastest one first.
 pub(super) struct Reach<'a> {
     pools: &'a [(TierId, &'a Pool)],
@@ -91,6 +98,19 @@ impl<'a> Reach<'a> {
             GroupPages::Cells { .. } => None,
         });
         groups.flatten().copied().collect()
+    }
+
+    /// The pages of the prefix groups that were found, or that the engine has.
+    pub(super) fn prefixes(&self) -> Vec<UsedPages> {
+        let groups = (0..).map(GroupId).zip(&self.groups);
+        let prefixes = groups.filter_map(|(group, pages)| match pages {
+            GroupPages::Prefix { end, .. } => Some(UsedPages {
+                group,
+                pages: 0..*end,
+            }),
+            GroupPages::Cells { .. } => None,
+        });
+        prefixes.collect()
     }
 
     /// The runs that hold the pages of a group, in order. Pages that the tiers do not have are left out.

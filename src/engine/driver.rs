@@ -452,7 +452,7 @@ mod tests {
         let lookup = sent(&mut driver);
         let found = Answer::Lookup(LookupAnswer {
             hit_pages: 4,
-            pending: false,
+            ..LookupAnswer::default()
         });
         driver
             .scheduler

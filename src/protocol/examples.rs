@@ -84,6 +84,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::LookupAnswer(LookupAnswer {
                 hit_pages: 2,
                 pending: true,
+                below_pages: 1,
             }),
         ),
         (

@@ -21,13 +21,17 @@ pub enum Answer {
 }
 
 /// Answer to `lookup`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LookupAnswer {
     /// Pages after the engine's own that can be loaded. They are held for a limited time.
     pub hit_pages: u32,
     /// The page after those is being stored: a later lookup may find more.
     #[serde(default)]
     pub pending: bool,
+    /// Those of the pages that lie in a tier below host memory: the load brings them up first, unless they are on their
+    /// way already.
+    #[serde(default)]
+    pub below_pages: u32,
 }
 
 /// Answer to `load`: the pages are no longer written.

@@ -129,7 +129,7 @@ async fn receive(server: &mut Server, kind: MessageKind) -> Vec<MessageKind> {
                 if envelope.message.kind() == MessageKind::Lookup {
                     let nothing = Message::LookupAnswer(LookupAnswer {
                         hit_pages: 0,
-                        pending: false,
+                        ..LookupAnswer::default()
                     });
                     let replier = server.replier();
                     replier.reply(peer, envelope.correlation, nothing);

@@ -346,7 +346,7 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
     let found = world.requests[&(0, RequestId(world.next_id))].1.clone();
     let all = Answer::Lookup(LookupAnswer {
         hit_pages: 16,
-        pending: false,
+        ..LookupAnswer::default()
     });
     assert_eq!(found, Some(Ok(all)));
 }

@@ -38,7 +38,7 @@ fn a_lookup_pins_only_pages_that_the_engine_lacks() {
         world.request(0, lookup(1, 16, device_pages));
         let found = Answer::Lookup(LookupAnswer {
             hit_pages,
-            pending: false,
+            ..LookupAnswer::default()
         });
         assert_eq!(answer_of(&world), Some(Ok(found)), "{device_pages}");
         let pool = world.leader.pool().expect("a pool");

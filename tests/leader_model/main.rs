@@ -16,6 +16,7 @@ mod resets;
 mod settings;
 mod shared;
 mod tier;
+mod uses;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

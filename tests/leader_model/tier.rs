@@ -237,7 +237,7 @@ fn verdict(effects: &[LeaderEffect]) -> Result<(), Refusal> {
 fn hit(hit_pages: u32) -> Reply {
     Ok(Answer::Lookup(LookupAnswer {
         hit_pages,
-        pending: false,
+        ..LookupAnswer::default()
     }))
 }
 

@@ -13,6 +13,8 @@ pub struct LeaderCounts {
     pub device_pages: u64,
     /// Pages that lookups found beyond the engines' own pages.
     pub hit_pages: u64,
+    /// Pages of those that lay below host memory.
+    pub below_pages: u64,
     /// Arena runs read by loads.
     pub loaded: u64,
     /// Pages read by loads.
@@ -39,6 +41,8 @@ pub struct LeaderCounts {
     pub moves: u64,
     /// Pages of those.
     pub moved_pages: u64,
+    /// Pages of those that were written to a slower tier.
+    pub written_through_pages: u64,
     /// Blocks that were not moved to a slower tier, or not fetched from one, because too many waited.
     pub moves_left_out: u64,
     /// Pages of a source that failed their checksum; they are not served again.
@@ -89,6 +93,11 @@ pub const COUNTERS: &[Counter] = &[
         "Pages that lookups found beyond the engine's own, counted by their hashes",
         |l, _| l.hit_pages,
     ),
+    counter(
+        "below_pages",
+        "Pages of those that lay below G2, counted by their hashes",
+        |l, _| l.below_pages,
+    ),
     counter("blocks_loaded", "Runs of pages read by loads", |l, _| {
         l.loaded
     }),
@@ -134,6 +143,27 @@ pub const COUNTERS: &[Counter] = &[
         "scatter_us",
         "Microseconds that these copies to engines took, summed over ranks",
         |l, _| l.scatter_us,
+    ),
+    counter("moves", "Transfers between G2 and slower tiers", |l, _| {
+        l.moves
+    }),
+    counter("moved_pages", "Pages of those transfers", |l, _| {
+        l.moved_pages
+    }),
+    counter(
+        "written_through_pages",
+        "Pages of those that were written to a slower tier; the others were read from one",
+        |l, _| l.written_through_pages,
+    ),
+    counter(
+        "moves_left_out",
+        "Blocks that were not moved, because too many waited: the slower tier is too slow for what is stored",
+        |l, _| l.moves_left_out,
+    ),
+    counter(
+        "bad_sources",
+        "Pages that failed their checksum when they were read; they are not served again",
+        |l, _| l.bad_sources,
     ),
     counter(
         "reset_slices",

@@ -7,12 +7,13 @@ use crate::cover::TierRun;
 use crate::decision::{Decision, RequestDigest};
 use crate::group::{GroupKind, LookupBounds};
 use crate::model::Sequence;
-use crate::reach::Reach;
+use crate::reach::{Reach, UsedPages};
 use crate::refusal::Refusal;
 use crate::session::{PinnedRun, Slot};
 use kvferry_types::{Answer, LookupAnswer};
 use kvferry_types::{GroupId, PageHashes, SlotId, TierId, Time};
 
+use super::below::units_below;
 use super::timers::Timer;
 use super::{Leader, ReplyTo, release_holds};
 
@@ -34,6 +35,8 @@ struct Found {
     needed: Vec<(GroupId, TierRun)>,
     /// The runs whose blocks count as used, the ones to keep longest first.
     used: Vec<TierRun>,
+    /// The pages that count as used in every tier that has them.
+    used_pages: Vec<UsedPages>,
 }
 
 impl Leader {
@@ -77,6 +80,10 @@ impl Leader {
         }
         let found = self.find(&sequence, device_pages, limit_pages);
         self.tiers.use_runs(&found.used);
+        self.use_below(&sequence, &found.used_pages, &found.used);
+        let hit_pages = found.hit_pages;
+        let hit = device_pages..device_pages + hit_pages;
+        let below_pages = units_below(&sequence, &found.needed, hit);
         let slot = self.sessions.open(reply_to.engine).any_slot(id);
         let slot = slot.ok_or(Refusal::UnknownSlot(id))?;
         let mut below: Vec<(TierId, BlockRef)> = Vec::new();
@@ -103,7 +110,6 @@ impl Leader {
         if slot.hold_until(until) {
             self.timers.set(until, Timer::Hold(reply_to.engine, id));
         }
-        let hit_pages = found.hit_pages;
         let decision = Decision::Found {
             device_pages,
             hit_pages,
@@ -116,9 +122,11 @@ impl Leader {
         self.counts.lookup_pages += sequence.hashes().len() as u64;
         self.counts.device_pages += u64::from(device_pages);
         self.counts.hit_pages += u64::from(hit_pages);
+        self.counts.below_pages += u64::from(below_pages);
         Ok(Answer::Lookup(LookupAnswer {
             hit_pages,
             pending: found.pending,
+            below_pages,
         }))
     }
 
@@ -139,11 +147,13 @@ impl Leader {
         let reach = Reach::new(&pools, sequence, bounds.device_tokens);
         // As with one group, all runs of a prefix count as used, also those of pages that the engine has.
         let mut used = reach.prefix_runs();
+        let mut used_pages = reach.prefixes();
         let Some(hit) = reach.hit(bounds) else {
             let pending = reach.is_pending();
             return Found {
                 pending,
                 used,
+                used_pages,
                 ..Found::default()
             };
         };
@@ -153,9 +163,11 @@ impl Leader {
         groups.sort_by_key(|group| model.kind(*group) != Some(GroupKind::Prefix));
         let mut needed: Vec<(GroupId, TierRun)> = Vec::new();
         for group in groups {
-            let runs = reach.runs(group, model.groups().needed(group, hit));
+            let pages = model.groups().needed(group, hit);
+            let runs = reach.runs(group, pages.clone());
             if model.kind(group) != Some(GroupKind::Prefix) {
                 used.extend(runs.iter().copied());
+                used_pages.push(UsedPages { group, pages });
             }
             needed.extend(runs.into_iter().map(|run| (group, run)));
         }
@@ -163,6 +175,7 @@ impl Leader {
             hit_pages: (hit.end_tokens() - hit.device_tokens()) / model.hash_tokens(),
             pending: reach.is_pending(),
             used,
+            used_pages,
             needed,
         }
     }
@@ -186,6 +199,10 @@ impl Leader {
             pending: reach.pending,
             needed: needed.collect(),
             used,
+            used_pages: vec![UsedPages {
+                group,
+                pages: 0..reach.end,
+            }],
         }
     }
 

@@ -5,6 +5,7 @@
 //! leader and a replay in virtual time run the same code.
 
 mod attach;
+mod below;
 mod cancel;
 mod counters;
 mod load;
@@ -389,6 +390,7 @@ impl Leader {
         let session = self.sessions.get_mut(engine);
         if let Some(mut slot) = session.and_then(|session| session.take_slot(id)) {
             self.digest.add(slot.digest());
+            self.touch_below(slot.sequence());
             release_holds(&mut slot, engine, id, &mut self.tiers, &mut self.timers);
         }
     }

@@ -40,6 +40,33 @@ pub struct MoveEdge {
     pub deadline: Duration,
 }
 
+impl MoveEdge {
+    /// Moves over one edge that run at one time by default, at most: enough to keep a disk busy.
+    pub const RUNNING_MAX: usize = 32;
+    /// Time from the order of a move to its deadline by default.
+    pub const DEADLINE: Duration = Duration::from_secs(30);
+
+    /// The default edges of these tiers, which are given fastest first: from each one to the next slower one, and from each
+    /// slower one to host memory.
+    pub fn between(tiers: &[TierId]) -> Vec<Self> {
+        let mut edges = Vec::new();
+        for pair in tiers.windows(2) {
+            let (from, to) = (pair[0], pair[1]);
+            edges.push(Edge { from, to });
+            edges.push(Edge {
+                from: to,
+                to: TierId::Host,
+            });
+        }
+        let edge = |edge| Self {
+            edge,
+            running_max: Self::RUNNING_MAX,
+            deadline: Self::DEADLINE,
+        };
+        edges.into_iter().map(edge).collect()
+    }
+}
+
 /// A move that is in flight.
 #[derive(Debug)]
 struct Move {
@@ -90,6 +117,11 @@ pub(super) struct Moves {
 }
 
 impl Moves {
+    /// Adds a block to those that wait at an edge. Returns false if too many wait.
+    pub(super) fn queue(&mut self, edge: Edge, block: BlockRef) -> bool {
+        self.waiting.entry(edge).or_default().push(block)
+    }
+
     /// Number of pins that moves hold.
     pub(super) fn pins(&self) -> usize {
         self.running.len()
@@ -216,7 +248,7 @@ impl Leader {
                     .iter()
                     .filter(|edge| edge.from == tier && edge.to > tier);
                 for edge in out {
-                    let queued = self.moves.waiting.entry(*edge).or_default().push(block);
+                    let queued = self.moves.queue(*edge, block);
                     self.counts.moves_left_out += u64::from(!queued);
                 }
             }
@@ -230,8 +262,7 @@ impl Leader {
             to: TierId::Host,
         };
         if self.settings.moves.iter().any(|one| one.edge == edge) {
-            let queued = self.moves.waiting.entry(edge).or_default().push(block);
-            self.counts.moves_left_out += u64::from(!queued);
+            self.queue_move(edge, block);
         }
     }
 
@@ -349,6 +380,9 @@ impl Leader {
             self.transfers.begin(begun, &mut self.timers);
             self.counts.moves += 1;
             self.counts.moved_pages += u64::from(run.count);
+            if edge.to > edge.from {
+                self.counts.written_through_pages += u64::from(run.count);
+            }
             effects.push(LeaderEffect::Transfer {
                 workers: workers.clone(),
                 transfer,

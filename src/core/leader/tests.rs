@@ -531,7 +531,7 @@ fn a_tail_is_found_loaded_and_not_stored_again() {
     let found = request(&mut leader, 3, lookup(2, named(3)));
     let hit = LookupAnswer {
         hit_pages: 4,
-        pending: false,
+        ..LookupAnswer::default()
     };
     assert_eq!(found, Some(Ok(Answer::Lookup(hit))));
     let slot = leader.sessions.open(ENGINE).any_slot(SlotId(2));

@@ -20,6 +20,11 @@ impl Pin {
 }
 
 impl Pool {
+    /// A block with the stamp of its creation.
+    pub(crate) fn block_ref(&self, block: BlockIndex) -> BlockRef {
+        self.blocks.reference(block)
+    }
+
     /// Holds the first `pages` pages of a block until [`Self::unpin`].
     pub fn pin(&mut self, block: BlockIndex, pages: u32) -> Pin {
         self.pins += 1;

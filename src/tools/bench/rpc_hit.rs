@@ -358,7 +358,7 @@ async fn serve(mut server: Server) {
             let hit_pages = (lookup.hashes.len() / HASH_BYTES) as u32;
             let answer = LookupAnswer {
                 hit_pages,
-                pending: false,
+                ..LookupAnswer::default()
             };
             replier.reply(peer, envelope.correlation, Message::LookupAnswer(answer));
         }

@@ -150,8 +150,8 @@ impl GroupScheduler {
         match requested {
             OpenRequest::Lookup => {
                 let found = match answer {
-                    Some(Answer::Lookup(LookupAnswer { hit_pages, .. })) => hit_pages,
-                    _ => 0,
+                    Some(Answer::Lookup(found)) => found,
+                    _ => LookupAnswer::default(),
                 };
                 self.found(slot, found, actions);
             }
@@ -223,7 +223,8 @@ impl GroupScheduler {
     }
 
     /// Loads the pages of a hit, or computes all.
-    fn found(&mut self, slot: SlotId, hit_pages: u32, actions: &mut Vec<Action>) {
+    fn found(&mut self, slot: SlotId, found: LookupAnswer, actions: &mut Vec<Action>) {
+        let hit_pages = found.hit_pages;
         let hit_tokens = hit_pages.saturating_mul(self.cache.hash_tokens());
         let Some(run) = self.running.get_mut(&slot) else {
             return;
@@ -236,6 +237,7 @@ impl GroupScheduler {
             return self.compute(slot, actions);
         };
         run.state.served.hit_pages = hit_pages;
+        run.state.served.below_pages = found.below_pages;
         run.outstanding = run.outstanding.saturating_sub(copies.len());
         run.step = Step::Poisoning;
         // A number among those of the requests, so that the load is ordered after this work.
@@ -283,6 +285,7 @@ impl GroupScheduler {
             state.load_failed = true;
             // What the engine has itself is counted anew.
             state.served.hit_pages = 0;
+            state.served.below_pages = 0;
             self.again.push_back(state);
             self.admit(actions);
         }
@@ -348,6 +351,7 @@ impl GroupScheduler {
             tokens: prompt.tokens,
             device_pages: 0,
             hit_pages: 0,
+            below_pages: 0,
             loaded_pages: 0,
             refusals: 0,
             waited_for_pages: for_pages,

@@ -89,8 +89,10 @@ pub struct Served {
     pub tokens: u64,
     /// Full pages found in the engine's own cache.
     pub device_pages: u32,
-    /// Further pages that were found in G2.
+    /// Further pages that were found in G2 and below.
     pub hit_pages: u32,
+    /// Those of them that lay below G2.
+    pub below_pages: u32,
     /// Pages that were loaded; fewer than `hit_pages` when a load failed.
     pub loaded_pages: u32,
     /// Requests that were refused or failed. The prompt is computed nevertheless.

@@ -8,8 +8,8 @@ use std::ops::Range;
 use super::{Action, Prompt, RUNNING_PROMPTS_MAX, Served, WaitingPrompt, WorkKind, count};
 use crate::cache::PagedCache;
 use kvferry_types::{
-    Answer, Fingerprint, GroupId, LoadAnswer, LookupAnswer, PageList, Part, Request, RequestId,
-    SlotId, StoreAnswer,
+    Answer, Fingerprint, GroupId, LoadAnswer, PageList, Part, Request, RequestId, SlotId,
+    StoreAnswer,
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,10 +110,9 @@ impl PrefixScheduler {
         };
         run.served.refusals += u32::from(answer.is_none());
         match (run.step, answer) {
-            (Step::LookingUp, Some(Answer::Lookup(LookupAnswer { hit_pages, .. })))
-                if hit_pages > 0 =>
-            {
-                run.served.hit_pages = hit_pages;
+            (Step::LookingUp, Some(Answer::Lookup(found))) if found.hit_pages > 0 => {
+                run.served.hit_pages = found.hit_pages;
+                run.served.below_pages = found.below_pages;
                 run.step = Step::Poisoning;
                 let parts = vec![run.part(run.loading())];
                 let kind = WorkKind::Poison;
@@ -242,6 +241,7 @@ impl PrefixScheduler {
                 tokens: prompt.tokens,
                 device_pages,
                 hit_pages: 0,
+                below_pages: 0,
                 loaded_pages: 0,
                 refusals: 0,
                 waited_for_pages: for_pages,
