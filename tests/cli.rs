@@ -91,6 +91,29 @@ fn contradicting_sizes_are_refused() {
         78,
         &["--mode offline"],
     );
+    let offline = [
+        "replay",
+        "--mode",
+        "offline",
+        "--sequential",
+        "--g3-pages",
+        "64",
+    ];
+    refused(
+        &[&offline[..], &["--g2-pages", "0"]].concat(),
+        78,
+        &["G2 has no page", "--g3-pages 0"],
+    );
+    refused(
+        &[&offline[..], &["--ratio", "128"]].concat(),
+        78,
+        &["64 pages", "one block takes 128"],
+    );
+    refused(
+        &["replay", "--g3-pages", "64"],
+        78,
+        &["--g3-pages", "--mode offline"],
+    );
     refused(
         &["replay", "--model", "llama-3-8b", "--ranks", "3"],
         78,

@@ -7,6 +7,8 @@
     reason = "a test says what it expects"
 )]
 
+#[path = "reference/disk.rs"]
+mod disk;
 mod support;
 #[path = "reference/tails.rs"]
 mod tails;
@@ -29,7 +31,8 @@ struct Run {
 /// The policy that evicts before it splits a run.
 const EVICT_FIRST: &str = "pieces=0";
 
-fn offline(name: &str, run: &Run) -> Option<Value> {
+/// Replays a trace with a disk of `g3_pages`; 0 for none.
+fn offline(name: &str, run: &Run, g3_pages: u64) -> Option<Value> {
     let path = trace(name)?;
     let block = if name == "conv" { "512" } else { "64" };
     Some(replay(&[
@@ -49,6 +52,8 @@ fn offline(name: &str, run: &Run) -> Option<Value> {
         &run.g2_pages,
         "--g2-policy",
         run.policy,
+        "--g3-pages",
+        &g3_pages.to_string(),
     ]))
 }
 
@@ -98,7 +103,7 @@ fn one_tier_matches_the_reference(name: &str) {
             ratio: 1,
             policy: "",
         };
-        let Some(report) = offline(name, &run) else {
+        let Some(report) = offline(name, &run, 0) else {
             return;
         };
         assert_eq!(
@@ -124,7 +129,7 @@ fn two_tiers_match_the_reference(name: &str) {
             ratio: 1,
             policy: "",
         };
-        let Some(report) = offline(name, &run) else {
+        let Some(report) = offline(name, &run, 0) else {
             return;
         };
         assert_eq!(
@@ -168,7 +173,7 @@ fn policy_matches_the_reference(
             ratio: 1,
             policy,
         };
-        let Some(report) = offline(name, &run) else {
+        let Some(report) = offline(name, &run, 0) else {
             return;
         };
         let (_, found) = hits(name, &report);
@@ -226,7 +231,7 @@ fn unlimited_runs_lose_no_hit() {
             ratio,
             policy: "",
         };
-        let Some(report) = offline("conv", &run) else {
+        let Some(report) = offline("conv", &run, 0) else {
             return;
         };
         assert_eq!(hits("conv", &report), (0, 105_592), "ratio {ratio}");
@@ -259,7 +264,7 @@ fn runs_keep_the_hits_with_a_fraction_of_the_stores() {
             ratio,
             policy,
         };
-        let Some(report) = offline("conv", &run) else {
+        let Some(report) = offline("conv", &run, 0) else {
             return;
         };
         let (g1, g2) = hits("conv", &report);
@@ -307,7 +312,7 @@ fn the_decisions_of_eviction_first_and_of_the_defaults_are_those_recorded() {
                 ratio: 32,
                 policy,
             };
-            let Some(report) = offline("conv", &run) else {
+            let Some(report) = offline("conv", &run, 0) else {
                 return;
             };
             let found = report["decisions_digest"].as_str().expect("a digest");
@@ -328,10 +333,10 @@ fn two_offline_runs_give_the_same_report_but_for_wall_time() {
         ratio: 32,
         policy: "",
     };
-    let Some(mut first) = offline("conv", &run) else {
+    let Some(mut first) = offline("conv", &run, 0) else {
         return;
     };
-    let Some(mut second) = offline("conv", &run) else {
+    let Some(mut second) = offline("conv", &run, 0) else {
         return;
     };
     for report in [&mut first, &mut second] {

@@ -6,45 +6,52 @@
 use crate::ReplayError;
 use kvferry_core::{AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, WorkerMemory};
 use kvferry_types::{
-    AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, PerTier, Rank, Replica, TierId,
-    Time, WorkerId,
+    AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, MemoryGeometry, PerTier, Rank,
+    Replica, TierId, Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served};
 
 /// Id of the only engine.
 pub(super) const ENGINE: EngineId = EngineId([0; 16]);
 
-/// Attaches an engine of `ranks` equal ranks, with `arena_pages` of host memory each, to a leader.
+/// Attaches an engine of `ranks` equal ranks, with `arena_pages` of each tier below the device on each, to a leader.
 pub(super) fn attach(
     leader: &mut Leader,
     ranks: u16,
     geometry: &MemoryGeometry,
-    arena_pages: u32,
+    arena_pages: &PerTier<u32>,
 ) -> Result<(), ReplayError> {
     let mut effects = Vec::new();
     leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut effects);
     for rank in (0..ranks).map(Rank) {
         let replica = Replica(0);
+        let shard = u128::from(leader.sharding().of(rank).0);
+        let depot = |tier: TierId| AttachedDepot {
+            depot: DepotId(shard + (u128::from(tier.number() - TierId::Host.number()) << 64)),
+            epoch: Epoch(0),
+        };
         let attached = AttachRequest {
             worker: WorkerId { replica, rank },
             ranks: leader.sharding().ranks(),
             shards: leader.sharding().shards(),
             attach: AttachId(1),
-            depots: PerTier::host(AttachedDepot {
-                depot: DepotId(leader.sharding().of(rank).0.into()),
-                epoch: Epoch(0),
-            }),
+            depots: arena_pages
+                .tiers()
+                .map(|tier| (tier, depot(tier)))
+                .collect(),
         };
         let memory = WorkerMemory {
             engine: ENGINE,
             geometry: geometry.clone(),
-            arena_pages: PerTier::host(arena_pages),
+            arena_pages: arena_pages.clone(),
         };
         for event in LeaderEvent::arrival(attached, memory) {
             leader.step(Time(0), event, &mut effects);
         }
     }
-    for effect in effects {
+    let mut next = 0;
+    while let Some(effect) = effects.get(next).cloned() {
+        next += 1;
         match effect {
             LeaderEffect::Admit {
                 verdict: Err(refusal),
@@ -70,7 +77,7 @@ pub(super) fn attach(
                     next: None,
                     records: Vec::new(),
                 };
-                leader.step(Time(0), event, &mut Vec::new());
+                leader.step(Time(0), event, &mut effects);
             }
             _ => {}
         }
@@ -99,7 +106,7 @@ impl Sequential {
         scheduler: Scheduler,
         ranks: u16,
         geometry: &MemoryGeometry,
-        arena_pages: u32,
+        arena_pages: &PerTier<u32>,
     ) -> Result<Self, ReplayError> {
         attach(&mut leader, ranks, geometry, arena_pages)?;
         Ok(Self {
@@ -189,12 +196,13 @@ impl Sequential {
                     let pages: u64 = copy.pairs.iter().map(|pair| pair.src.pages()).sum();
                     let group = copy.device.map_or(0, |device| usize::from(device.group.0));
                     let page_bytes = self.page_bytes.get(group).copied().unwrap_or(0);
-                    let bytes = match copy.edge.to == TierId::Device {
-                        true => &mut self.loaded_bytes,
-                        false => &mut self.stored_bytes,
-                    };
                     for worker in workers {
-                        *bytes += pages * page_bytes;
+                        let bytes = pages * page_bytes;
+                        match copy.edge.direction() {
+                            Some(Direction::Load) => self.loaded_bytes += bytes,
+                            Some(Direction::Store) => self.stored_bytes += bytes,
+                            None => {}
+                        }
                         let epoch = self.leader.epoch();
                         let event = LeaderEvent::Ended {
                             worker,

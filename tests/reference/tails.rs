@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvferry_core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings};
 use kvferry_sim::sequential::Sequential;
-use kvferry_types::{Epoch, GroupGeometry, GroupId, PageHashes, Ratio, SlotId};
+use kvferry_types::{Epoch, GroupGeometry, GroupId, PageHashes, PerTier, Ratio, SlotId};
 use kvferry_workload::cache::PagedCache;
 use kvferry_workload::hashes::PageHasher;
 use kvferry_workload::scheduler::{Prompt, Scheduler};
@@ -55,8 +55,8 @@ fn run(named: Named, page_index: bool, ratio: u32, (g1, g2): (u32, u32)) -> Opti
     };
     let scheduler = Scheduler::new(device_pages, cached);
     let leader = Leader::new(settings);
-    let mut engine =
-        Sequential::new(leader, scheduler, 1, &geometry.into(), g2).expect("an engine");
+    let mut engine = Sequential::new(leader, scheduler, 1, &geometry.into(), &PerTier::host(g2))
+        .expect("an engine");
     let mut found = Found::default();
     for (index, request) in trace.requests.iter().enumerate() {
         let mut hashes = hasher.hash(&request.blocks);

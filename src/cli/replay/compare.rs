@@ -20,12 +20,13 @@ const EQUAL: [&str; 4] = [
 ];
 
 /// Keys that are shown.
-const SHOWN: [&str; 33] = [
+const SHOWN: [&str; 34] = [
     "/requests",
     "/disturbed_requests",
     "/tokens/prompt",
     "/tokens/hit_g1",
     "/tokens/hit_g2",
+    "/tokens/hit_g3",
     "/tokens/computed",
     "/blocks/stored",
     "/blocks/grown",

@@ -43,6 +43,8 @@ impl Arguments {
             ("--store-gb-per-s", timed.store_gb_per_s.is_some()),
             ("--link-latency-us", timed.link_latency_us.is_some()),
             ("--message-latency-us", timed.message_latency_us.is_some()),
+            ("--g3-write-gb-per-s", timed.g3_write_gb_per_s.is_some()),
+            ("--g3-read-gb-per-s", timed.g3_read_gb_per_s.is_some()),
             (
                 "--prefill-tokens-per-s",
                 timed.prefill_tokens_per_s.is_some(),
@@ -73,6 +75,10 @@ impl Arguments {
             let remedy = "says when prompts come, and with --sequential each waits for the one \
                           before it: leave one of the two out";
             refuse(&pace, remedy)?;
+        }
+        if self.mode == Mode::Live {
+            let disk = [("--g3-pages", self.g3_pages.is_some())];
+            refuse(&disk, "simulates a disk, use --mode offline")?;
         }
         if self.mode == Mode::Offline {
             refuse(&memory, "lays out real memory, use --mode live")?;

@@ -52,7 +52,7 @@ impl Mode {
     }
 }
 
-/// Pages of the G2 arena.
+/// Pages of the arena of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ArenaPages {
     Count(u32),
@@ -121,6 +121,9 @@ pub(super) struct Arguments {
     /// Pages of host memory on each rank instead; 0 for none, 'unlimited' offline only.
     #[arg(long, value_name = "N")]
     g2_pages: Option<ArenaPages>,
+    /// Pages of a disk below host memory on each rank, in an offline replay; 0 for none, or 'unlimited'. [default: 0]
+    #[arg(long, value_name = "N")]
+    g3_pages: Option<ArenaPages>,
     /// How pages are placed in host memory and leave it: see `g2_policy` in the settings.
     #[arg(long, value_name = "POLICY", default_value = "pieces=2")]
     g2_policy: TierPolicy,

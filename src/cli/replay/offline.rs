@@ -3,9 +3,11 @@
 use std::time::Instant;
 
 use crate::error::CommandError;
-use kvferry_core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings, NOT_RECORDED};
+use kvferry_core::{
+    ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings, MoveEdge, NOT_RECORDED, Pool,
+};
 use kvferry_sim::sequential::Sequential;
-use kvferry_types::{Epoch, PerTier};
+use kvferry_types::{Epoch, PerTier, TierId};
 
 use super::Arguments;
 use super::report::ReplayReport;
@@ -18,10 +20,10 @@ pub(super) fn run(
     let begun = Instant::now();
     let mut report = ReplayReport::new(arguments, workload);
     let scheduler = workload.scheduler(arguments);
-    let leader = leader(arguments, workload, workload.arena_pages > 0);
+    let pages = tier_pages(workload);
+    let leader = leader(arguments, workload, &pages);
     let geometry = workload.geometry();
-    let pages = workload.arena_pages;
-    let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry, pages);
+    let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry, &pages);
     let mut world = world.map_err(|error| CommandError::Config(error.to_string()))?;
     let progress = workload.progress(arguments);
     for (_, prompt) in workload.prompts() {
@@ -36,12 +38,24 @@ pub(super) fn run(
     Ok(report)
 }
 
-/// A leader for a world without processes.
-pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) -> Leader {
+/// Pages of each tier below the device, on each rank.
+pub(super) fn tier_pages(workload: &Workload) -> PerTier<u32> {
+    let mut pages = PerTier::host(workload.arena_pages);
+    if workload.disk_pages > 0 {
+        pages.insert(TierId::Disk, workload.disk_pages);
+    }
+    pages
+}
+
+/// A leader for a world without processes, with these pages in each tier. Without any in host memory it serves a
+/// baseline.
+pub(super) fn leader(arguments: &Arguments, workload: &Workload, pages: &PerTier<u32>) -> Leader {
     // The key only determines the place of an anchor in a table.
     let key = AnchorKey::new([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
-    settings.accepts_empty_depots = !tiers;
+    settings.accepts_empty_depots = pages.get(TierId::Host) == Some(&0);
+    settings.tiers = pages.tiers().collect();
+    settings.moves = MoveEdge::between(&settings.tiers);
     settings.tier_policies = PerTier::host(arguments.g2_policy.clone());
     settings.sharding = workload.sharding;
     settings.record_decisions = true;
@@ -61,14 +75,24 @@ pub(super) fn fill(
             .find(|(known, _)| *known == name)
             .map_or(0, |(_, value)| value)
     });
+    let limited = |pages: u32| (pages < ARENA_PAGES_MAX).then_some(u64::from(pages));
+    let used = |pool: &Pool| u64::from(pool.page_states().ready);
     if let Some(pool) = leader.pool() {
-        let states = pool.page_states();
-        report.arena.capacity_pages =
-            (workload.arena_pages < ARENA_PAGES_MAX).then_some(u64::from(workload.arena_pages));
-        report.arena.used_pages = u64::from(states.ready);
-        report.left.pins = pool.pins();
-        report.left.unsettled_pages =
-            u64::from(states.reserved + states.filling + states.quarantined);
+        report.arena.capacity_pages = limited(workload.arena_pages);
+        report.arena.used_pages = used(pool);
+    }
+    if let Some(pool) = leader.pool_of(TierId::Disk) {
+        report.moves.g3_pages = limited(workload.disk_pages);
+        report.moves.g3_used_pages = used(pool);
+        report.moves.g3_evicted_pages = pool.counts().evicted_pages;
+    }
+    for tier in [TierId::Host, TierId::Disk] {
+        if let Some(pool) = leader.pool_of(tier) {
+            let states = pool.page_states();
+            report.left.pins += pool.pins();
+            report.left.unsettled_pages +=
+                u64::from(states.reserved + states.filling + states.quarantined);
+        }
     }
     report.left.slots = leader.slots() as u64;
     report.left.copies_under_way = leader.copies_under_way() as u64;

@@ -16,7 +16,7 @@ use super::workload::Workload;
 pub use measured::{FirstToken, LinkReports, Prefills, Waits};
 
 /// Version of the report's format. Increases when a key is added or changes its meaning.
-pub(super) const REPORT_VERSION: u32 = 4;
+pub(super) const REPORT_VERSION: u32 = 5;
 
 /// Report of `kvferry replay --json`. Values that a mode cannot know are null.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
@@ -41,6 +41,8 @@ pub struct ReplayReport {
     pub blocks: BlockCounts,
     /// The arena of G2.
     pub arena: ArenaInfo,
+    /// Transfers between G2 and G3, and G3 itself: all zero without G3.
+    pub moves: MoveCounts,
     /// Bytes, all ranks together.
     pub bytes: Bytes,
     /// Rates of the copies while they ran, per rank.
@@ -98,6 +100,8 @@ pub struct Setup {
     pub page_bytes: u64,
     /// Pages of G2 on each rank; null when unlimited.
     pub g2_pages: Option<u64>,
+    /// Pages of G3 on each rank, 0 for none; null when unlimited.
+    pub g3_pages: Option<u64>,
     /// Longer prompts are cut to this many tokens; null when none is.
     pub max_prompt_tokens: Option<u64>,
     /// Factor by which timestamps pass faster; null where they are not used.
@@ -115,6 +119,8 @@ pub struct Tokens {
     pub hit_g1: u64,
     /// The further part of the same prefixes found in G2, in full pages.
     pub hit_g2: u64,
+    /// The part of the same prefixes found in G3 alone, in full pages.
+    pub hit_g3: u64,
     /// The other tokens, which were computed.
     pub computed: u64,
 }
@@ -149,6 +155,25 @@ pub struct ArenaInfo {
     pub largest_eviction_pages: u64,
     /// Pages evicted in all.
     pub evicted_pages: u64,
+}
+
+/// Moves between G2 and G3.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct MoveCounts {
+    /// Transfers.
+    pub moves: u64,
+    /// Pages of these transfers.
+    pub pages: u64,
+    /// Those of the pages that were written to G3; the others were read from it.
+    pub written_through_pages: u64,
+    /// Blocks that were not moved, because too many waited.
+    pub left_out: u64,
+    /// Pages of G3 on each rank; null when unlimited, and without G3.
+    pub g3_pages: Option<u64>,
+    /// Pages of G3 in use at the end.
+    pub g3_used_pages: u64,
+    /// Pages evicted from G3.
+    pub g3_evicted_pages: u64,
 }
 
 /// Bytes.
@@ -242,6 +267,8 @@ impl ReplayReport {
                 page_bytes: workload.page_bytes(),
                 g2_pages: (workload.arena_pages < ARENA_PAGES_MAX)
                     .then_some(u64::from(workload.arena_pages)),
+                g3_pages: (workload.disk_pages < ARENA_PAGES_MAX)
+                    .then_some(u64::from(workload.disk_pages)),
                 max_prompt_tokens: arguments.max_prompt_tokens,
                 speedup: arguments.timestamps_speedup(),
                 concurrency: arguments.concurrency,
@@ -249,6 +276,7 @@ impl ReplayReport {
             tokens: Tokens::default(),
             blocks: BlockCounts::default(),
             arena: ArenaInfo::default(),
+            moves: MoveCounts::default(),
             bytes: Bytes::default(),
             rates: Rates::default(),
             latency_us: Latency::default(),
@@ -273,15 +301,17 @@ impl ReplayReport {
     /// Adds a served request.
     pub(super) fn add(&mut self, served: &Served) {
         let page_tokens = u64::from(self.setup.engine_page_tokens);
-        let (g1, g2) = (u64::from(served.device_pages), u64::from(served.hit_pages));
+        let (g1, found) = (u64::from(served.device_pages), u64::from(served.hit_pages));
+        let g3 = u64::from(served.below_pages);
         self.requests += 1;
         self.disturbed_requests += u64::from(served.refusals > 0);
         self.waits.page_waits += u64::from(served.waited_for_pages);
         self.waits.refused_stores += u64::from(served.store_refused);
         self.tokens.prompt += served.tokens;
         self.tokens.hit_g1 += g1 * page_tokens;
-        self.tokens.hit_g2 += g2 * page_tokens;
-        self.tokens.computed += served.tokens - (g1 + g2) * page_tokens;
+        self.tokens.hit_g2 += (found - g3) * page_tokens;
+        self.tokens.hit_g3 += g3 * page_tokens;
+        self.tokens.computed += served.tokens - (g1 + found) * page_tokens;
     }
 
     /// Copies the leader's counters, by their names.
@@ -295,6 +325,10 @@ impl ReplayReport {
             evicted: counter("blocks_evicted"),
             refused: counter("blocks_refused"),
         };
+        self.moves.moves = counter("moves");
+        self.moves.pages = counter("moved_pages");
+        self.moves.written_through_pages = counter("written_through_pages");
+        self.moves.left_out = counter("moves_left_out");
         self.arena.largest_eviction_pages = counter("largest_eviction_pages");
         self.arena.evicted_pages = counter("evicted_pages");
     }

@@ -9,10 +9,11 @@ use figment::providers::{Format, Toml};
 
 use crate::error::CommandError;
 use kvferry_sim::timed::{
-    Arrival, Formula, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Measurements, Pace, Prefill,
-    Timed, TimedSettings,
+    Arrival, DISK_LATENCY, DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S, Formula,
+    LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Measurements, Pace, Prefill, Timed,
+    TimedSettings,
 };
-use kvferry_types::Time;
+use kvferry_types::{PerTier, Time};
 use kvferry_workload::scheduler::Served;
 
 use super::Arguments;
@@ -39,6 +40,12 @@ pub(super) struct TimedArguments {
     /// Latency of a copy before its first byte, in microseconds. [default: 10]
     #[arg(long, value_name = "US")]
     pub(super) link_latency_us: Option<u64>,
+    /// Rate at which the disk of all ranks is written, in GB/s. [default: 3]
+    #[arg(long, value_name = "RATE", value_parser = bytes_per_s)]
+    pub(super) g3_write_gb_per_s: Option<u64>,
+    /// Rate at which the disk of all ranks is read, in GB/s. [default: 6]
+    #[arg(long, value_name = "RATE", value_parser = bytes_per_s)]
+    pub(super) g3_read_gb_per_s: Option<u64>,
     /// Latency of a message between engine, leader and worker, in microseconds. [default: 35]
     #[arg(long, value_name = "US")]
     pub(super) message_latency_us: Option<u64>,
@@ -77,6 +84,9 @@ impl TimedArguments {
             h2d_bytes_per_s: self.h2d_gb_per_s.unwrap_or(LINK_BYTES_PER_S),
             store_bytes_per_s: self.store_gb_per_s.and_then(NonZeroU64::new),
             link_latency: us(self.link_latency_us, LINK_LATENCY),
+            disk_write_bytes_per_s: self.g3_write_gb_per_s.unwrap_or(DISK_WRITE_BYTES_PER_S),
+            disk_read_bytes_per_s: self.g3_read_gb_per_s.unwrap_or(DISK_READ_BYTES_PER_S),
+            disk_latency: DISK_LATENCY,
             message_latency: us(self.message_latency_us, MESSAGE_LATENCY),
             prefill,
             decode_per_token,
@@ -119,7 +129,8 @@ pub(super) fn run(
     let settings = arguments.timed.settings()?;
     let mut report = ReplayReport::new(arguments, workload);
     let progress = workload.progress(arguments);
-    let mut world = world(arguments, workload, settings, workload.arena_pages)?;
+    let pages = offline::tier_pages(workload);
+    let mut world = world(arguments, workload, settings, &pages)?;
     let with = play(arguments, workload, &mut world, |served| {
         report.add(served);
         progress.inc(1);
@@ -134,7 +145,7 @@ pub(super) fn run(
     );
     drop(world);
     // Plays the requests again without G2, as the baseline.
-    let mut world = self::world(arguments, workload, settings, 0)?;
+    let mut world = self::world(arguments, workload, settings, &PerTier::host(0))?;
     progress.set_position(0);
     progress.set_message("without G2");
     let without = play(arguments, workload, &mut world, |_| progress.inc(1))?;
@@ -148,13 +159,13 @@ fn world(
     arguments: &Arguments,
     workload: &Workload,
     settings: TimedSettings,
-    arena_pages: u32,
+    pages: &PerTier<u32>,
 ) -> Result<Timed, CommandError> {
-    let leader = offline::leader(arguments, workload, arena_pages > 0);
+    let leader = offline::leader(arguments, workload, pages);
     let scheduler = workload.scheduler(arguments);
     let geometry = workload.geometry();
     let ranks = arguments.ranks;
-    Timed::new(leader, scheduler, ranks, &geometry, arena_pages, settings)
+    Timed::new(leader, scheduler, ranks, &geometry, pages, settings)
         .map_err(|error| CommandError::Config(error.to_string()))
 }
 

@@ -38,6 +38,8 @@ pub(super) struct Workload {
     pub(super) device_pages: u32,
     /// Pages of G2 on each rank; 0 for none.
     pub(super) arena_pages: u32,
+    /// Pages of G3 on each rank; 0 for none.
+    pub(super) disk_pages: u32,
     /// Host memory of all ranks together, in bytes.
     pub(super) g2_bytes: u64,
 }
@@ -121,6 +123,12 @@ impl Workload {
                  --g2-pages {ratio} or --g2 {least} at least, a lower --ratio, or --g2-pages 0 for none"
             )));
         }
+        let disk_pages = match arguments.g3_pages {
+            None => 0,
+            Some(ArenaPages::Count(pages)) => pages,
+            Some(ArenaPages::Unlimited) => ARENA_PAGES_MAX,
+        };
+        check_disk(disk_pages, arena_pages, ratio)?;
         Ok(Self {
             trace,
             hasher,
@@ -130,6 +138,7 @@ impl Workload {
             unit_tokens,
             device_pages,
             arena_pages,
+            disk_pages,
             g2_bytes,
         })
     }
@@ -223,6 +232,33 @@ impl Workload {
             Err(_) => bar,
         }
     }
+}
+
+/// Refuses a disk that cannot be used, and warns of one that is of little use.
+fn check_disk(disk_pages: u32, arena_pages: u32, ratio: Ratio) -> Result<(), CommandError> {
+    if disk_pages == 0 {
+        return Ok(());
+    }
+    if arena_pages == 0 {
+        return Err(CommandError::Config(format!(
+            "--g3-pages is {disk_pages} and G2 has no page: pages reach the disk from host memory, use --g2-pages {ratio} \
+             at least, or --g3-pages 0"
+        )));
+    }
+    if disk_pages < ratio.pages() {
+        return Err(CommandError::Config(format!(
+            "G3 has room for {disk_pages} pages on each rank, one block takes {ratio}: use --g3-pages {ratio} at least, \
+             a lower --ratio, or --g3-pages 0 for none"
+        )));
+    }
+    if disk_pages < arena_pages {
+        tracing::warn!(
+            g3_pages = disk_pages,
+            g2_pages = arena_pages,
+            "G3 is smaller than G2, which has nearly all of its pages: use more --g3-pages"
+        );
+    }
+    Ok(())
 }
 
 /// Cuts a prompt to its first `tokens`, and to the blocks that contain them. The length of the answer does not change.

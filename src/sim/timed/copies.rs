@@ -4,20 +4,36 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::links::{BandwidthLinkId, FlowId, FlowSpec, Links, LinksError};
-use kvferry_types::{Direction, EndedCopy, Rank, RequestId, Time, Transfer, TransferId};
+use kvferry_types::{Edge, EndedCopy, Rank, RequestId, TierId, Time, Transfer, TransferId};
 
-use super::{DIRECTIONS, Measurements, TimedSettings, pages};
+use super::{Measurements, TimedSettings, pages};
 
-/// The direction of a transfer. One neither of whose ends is the device would count as a store; no leader here orders
-/// any.
-fn direction(transfer: &Transfer) -> Direction {
-    transfer.edge.direction().unwrap_or(Direction::Store)
+/// The kinds of links: each rank has one from its device and one to it, and all ranks share the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Store,
+    Load,
+    DiskWrite,
+    DiskRead,
+}
+
+impl Way {
+    const ALL: [Self; 4] = [Self::Store, Self::Load, Self::DiskWrite, Self::DiskRead];
+
+    fn of(edge: Edge) -> Self {
+        match (edge.from, edge.to) {
+            (TierId::Device, _) => Self::Store,
+            (_, TierId::Device) => Self::Load,
+            (from, to) if from < to => Self::DiskWrite,
+            _ => Self::DiskRead,
+        }
+    }
 }
 
 /// A copy that a worker has received and not reported.
 #[derive(Debug, Clone, Copy)]
 struct CopyTask {
-    direction: Direction,
+    way: Way,
     bytes: u64,
     /// When the copy was ordered and its source pages were written, whichever is later.
     ready_at: Time,
@@ -28,21 +44,17 @@ struct CopyTask {
 #[derive(Debug)]
 pub(super) struct TimedCopies {
     links: Links,
-    /// The links of each rank, by direction.
-    by_rank: Vec<[BandwidthLinkId; 2]>,
-    bytes_per_s: [u64; 2],
-    latency: Duration,
+    /// The links of each rank, by their kind.
+    by_rank: Vec<[BandwidthLinkId; 4]>,
+    bytes_per_s: [u64; 4],
+    latency: [Duration; 4],
     page_bytes: u64,
     tasks: HashMap<(Rank, TransferId), CopyTask>,
     flows: HashMap<FlowId, (Rank, TransferId)>,
     /// Requests up to which everything is written, and when the workers were notified. Both grow.
     written: Vec<(RequestId, Time)>,
-    queue_ns: [Vec<u64>; 2],
+    queue_ns: [Vec<u64>; 4],
     over: Vec<(Time, FlowId)>,
-}
-
-fn index(direction: Direction) -> usize {
-    usize::from(direction == Direction::Load)
 }
 
 impl TimedCopies {
@@ -52,24 +64,34 @@ impl TimedCopies {
         page_bytes: u64,
     ) -> Result<Self, LinksError> {
         let mut links = Links::new();
-        let bytes_per_s = [settings.d2h_bytes_per_s, settings.h2d_bytes_per_s];
-        let mut by_rank = Vec::new();
+        let bytes_per_s = [
+            settings.d2h_bytes_per_s,
+            settings.h2d_bytes_per_s,
+            settings.disk_write_bytes_per_s,
+            settings.disk_read_bytes_per_s,
+        ];
+        let (link, disk) = (settings.link_latency, settings.disk_latency);
+        let mut device = Vec::new();
         for _ in 0..ranks {
-            by_rank.push([
+            device.push([
                 links.add_link(bytes_per_s[0])?,
                 links.add_link(bytes_per_s[1])?,
             ]);
         }
+        let written = links.add_link(bytes_per_s[2])?;
+        let read = links.add_link(bytes_per_s[3])?;
+        let of_rank = |[store, load]: [BandwidthLinkId; 2]| [store, load, written, read];
+        let by_rank = device.into_iter().map(of_rank).collect();
         Ok(Self {
             links,
             by_rank,
             bytes_per_s,
-            latency: settings.link_latency,
+            latency: [link, link, disk, disk],
             page_bytes,
             tasks: HashMap::new(),
             flows: HashMap::new(),
             written: Vec::new(),
-            queue_ns: [Vec::new(), Vec::new()],
+            queue_ns: Default::default(),
             over: Vec::new(),
         })
     }
@@ -83,7 +105,7 @@ impl TimedCopies {
     pub(super) fn ordered(&mut self, now: Time, rank: Rank, copies: &[Transfer]) {
         for copy in copies {
             let task = CopyTask {
-                direction: direction(copy),
+                way: Way::of(copy.edge),
                 bytes: pages(copy) * self.page_bytes,
                 ready_at: now,
                 started_at: now,
@@ -104,18 +126,18 @@ impl TimedCopies {
             let Some(task) = self.tasks.get_mut(&(rank, copy.id)) else {
                 continue;
             };
-            if direction(copy) == Direction::Store {
+            if task.way == Way::Store {
                 let request = copy.device.unwrap_or_default().request;
                 let first = self.written.partition_point(|(id, _)| *id < request);
                 let written_at = self.written.get(first).map_or(Time(0), |(_, at)| *at);
                 task.ready_at = task.ready_at.max(written_at);
             }
             let flow = FlowSpec {
-                links: &[self.by_rank[usize::from(rank.0)][index(direction(copy))]],
+                links: &[self.by_rank[usize::from(rank.0)][task.way as usize]],
                 bytes: task.bytes,
                 weight: 1,
                 cap: None,
-                latency: self.latency,
+                latency: self.latency[task.way as usize],
             };
             task.started_at = now;
             task.flow = self.links.start(now, &flow).ok();
@@ -159,11 +181,11 @@ impl TimedCopies {
                 continue;
             };
             task.flow = None;
-            let way = index(task.direction);
+            let way = task.way as usize;
             let alone = u128::from(task.bytes) * 1_000_000_000;
             let alone = alone.div_ceil(u128::from(self.bytes_per_s[way]));
             let alone =
-                self.latency + Duration::from_nanos(u64::try_from(alone).unwrap_or(u64::MAX));
+                self.latency[way] + Duration::from_nanos(u64::try_from(alone).unwrap_or(u64::MAX));
             let queued = (task.ready_at + alone).until(at).as_nanos();
             self.queue_ns[way].push(u64::try_from(queued).unwrap_or(u64::MAX));
             let copy = EndedCopy {
@@ -189,16 +211,19 @@ impl TimedCopies {
 
     /// Adds the measurements of the links.
     pub(super) fn fill(&mut self, seen: &mut Measurements) {
-        for direction in DIRECTIONS {
-            let way = index(direction);
-            let use_of = match direction {
-                Direction::Store => &mut seen.d2h,
-                Direction::Load => &mut seen.h2d,
+        for way in Way::ALL {
+            let use_of = match way {
+                Way::Store => &mut seen.d2h,
+                Way::Load => &mut seen.h2d,
+                Way::DiskWrite => &mut seen.disk_write,
+                Way::DiskRead => &mut seen.disk_read,
             };
-            for links in &self.by_rank {
-                use_of.add(self.links.utilisation(links[way]));
+            let shared = matches!(way, Way::DiskWrite | Way::DiskRead);
+            let ranks = if shared { 1 } else { self.by_rank.len() };
+            for links in &self.by_rank[..ranks] {
+                use_of.add(self.links.utilisation(links[way as usize]));
             }
-            use_of.queue_ns = std::mem::take(&mut self.queue_ns[way]);
+            use_of.queue_ns = std::mem::take(&mut self.queue_ns[way as usize]);
         }
     }
 }

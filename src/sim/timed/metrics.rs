@@ -25,6 +25,10 @@ pub struct Measurements {
     pub d2h: LinkUse,
     /// Links from host to device.
     pub h2d: LinkUse,
+    /// The disk, as far as it is written.
+    pub disk_write: LinkUse,
+    /// The disk, as far as it is read.
+    pub disk_read: LinkUse,
 }
 
 /// Use of the links of one direction, all ranks together.

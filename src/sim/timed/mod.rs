@@ -29,8 +29,8 @@ use kvferry_core::{
     WorkerEffect, WorkerEvent, WorkerSettings, Workers,
 };
 use kvferry_types::{
-    Answer, AttachId, Direction, Edge, EndedCopy, MemoryGeometry, MemoryId, PerTier, Rank, Replica,
-    Request, RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, Edge, EndedCopy, MemoryGeometry, MemoryId, PerTier, Rank, Replica, Request,
+    RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
 };
 use kvferry_workload::scheduler::{Scheduler, Served};
 
@@ -40,7 +40,10 @@ use engine::TimedEngine;
 
 pub use compute::{Formula, Polynomial, Prefill};
 pub use metrics::{LinkUse, Measurements};
-pub use settings::{Arrival, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, TimedSettings};
+pub use settings::{
+    Arrival, DISK_LATENCY, DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S, LINK_BYTES_PER_S,
+    LINK_LATENCY, MESSAGE_LATENCY, Pace, TimedSettings,
+};
 
 /// An event on the agenda: a message in flight, or work whose end is known.
 #[derive(Debug)]
@@ -83,8 +86,8 @@ pub struct Timed {
     workers: Vec<Worker>,
     engine: TimedEngine,
     copies: TimedCopies,
-    /// Pages of the depot of each rank.
-    arena_pages: u32,
+    /// Pages of the depots of each rank.
+    arena_pages: PerTier<u32>,
     agenda: Agenda<TimedEvent>,
     now: Time,
     batches: u64,
@@ -103,7 +106,7 @@ impl Timed {
         scheduler: Scheduler,
         ranks: u16,
         geometry: &MemoryGeometry,
-        arena_pages: u32,
+        arena_pages: &PerTier<u32>,
         settings: TimedSettings,
     ) -> Result<Self, ReplayError> {
         attach(&mut leader, ranks, geometry, arena_pages)?;
@@ -146,7 +149,7 @@ impl Timed {
             leader,
             engine: TimedEngine::new(scheduler, &settings, geometry.hash_tokens),
             copies: copies?,
-            arena_pages,
+            arena_pages: arena_pages.clone(),
             agenda: Agenda::new(),
             now: Time(0),
             batches: 0,
@@ -272,7 +275,7 @@ impl Timed {
                         epoch,
                         batch,
                         transfers: copies,
-                        arena_pages: PerTier::host(self.arena_pages),
+                        arena_pages: self.arena_pages.clone(),
                     },
                 );
             }
@@ -312,9 +315,8 @@ impl Timed {
     fn lead(&mut self, event: LeaderEvent) {
         let mut effects = std::mem::take(&mut self.effects);
         self.leader.step(self.now, event, &mut effects);
-        // The copies of one step belong to one request: each rank receives them in one message.
-        let mut to = Workers::new();
-        let mut copies = Vec::new();
+        // Consecutive copies for the same workers are sent in one message to each of them.
+        let mut orders: Vec<(Workers, Vec<Transfer>)> = Vec::new();
         for effect in effects.drain(..) {
             match effect {
                 LeaderEffect::Answer { id, answer, .. } => {
@@ -323,10 +325,10 @@ impl Timed {
                 LeaderEffect::Transfer {
                     workers,
                     transfer: copy,
-                } => {
-                    to = workers;
-                    copies.push(copy);
-                }
+                } => match orders.last_mut().filter(|(to, _)| *to == workers) {
+                    Some((_, copies)) => copies.push(copy),
+                    None => orders.push((workers, vec![copy])),
+                },
                 LeaderEffect::Cancel { worker, transfers } => {
                     let rank = worker.rank;
                     for transfer in transfers {
@@ -342,14 +344,16 @@ impl Timed {
             }
         }
         self.effects = effects;
-        for WorkerId { rank, .. } in to {
-            self.batches += 1;
-            let (batch, copies) = (BatchId(self.batches), copies.clone());
-            self.send(TimedEvent::Ordered {
-                rank,
-                batch,
-                copies,
-            });
+        for (to, copies) in orders {
+            for WorkerId { rank, .. } in to {
+                self.batches += 1;
+                let (batch, copies) = (BatchId(self.batches), copies.clone());
+                self.send(TimedEvent::Ordered {
+                    rank,
+                    batch,
+                    copies,
+                });
+            }
         }
     }
 
@@ -425,6 +429,3 @@ impl Timed {
 fn pages(copy: &Transfer) -> u64 {
     copy.pairs.iter().map(|pair| pair.src.pages()).sum()
 }
-
-/// Both directions, in the order of their links.
-const DIRECTIONS: [Direction; 2] = [Direction::Store, Direction::Load];

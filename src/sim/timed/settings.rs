@@ -16,6 +16,13 @@ pub const LINK_BYTES_PER_S: u64 = 25_000_000_000;
 /// Default time of a copy before its first byte: a launch and a doorbell.
 pub const LINK_LATENCY: Duration = Duration::from_micros(10);
 
+/// Default bytes per second that a disk writes and reads: an NVMe drive on PCIe 4.0 with 4 lanes.
+pub const DISK_WRITE_BYTES_PER_S: u64 = 3_000_000_000;
+/// See [`DISK_WRITE_BYTES_PER_S`].
+pub const DISK_READ_BYTES_PER_S: u64 = 6_000_000_000;
+/// Default time of a transfer from or to a disk before its first byte.
+pub const DISK_LATENCY: Duration = Duration::from_micros(100);
+
 /// Settings of a timed replay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TimedSettings {
@@ -27,6 +34,12 @@ pub struct TimedSettings {
     pub store_bytes_per_s: Option<NonZeroU64>,
     /// Time from the start of a copy until its first byte. Default: [`LINK_LATENCY`].
     pub link_latency: Duration,
+    /// Bytes per second that the disk of all ranks writes, at least 1. Default: [`DISK_WRITE_BYTES_PER_S`].
+    pub disk_write_bytes_per_s: u64,
+    /// Bytes per second that the disk of all ranks reads, at least 1. Default: [`DISK_READ_BYTES_PER_S`].
+    pub disk_read_bytes_per_s: u64,
+    /// Time from the start of a transfer from or to the disk until its first byte. Default: [`DISK_LATENCY`].
+    pub disk_latency: Duration,
     /// Time of a message from sender to receiver. Default: [`MESSAGE_LATENCY`].
     pub message_latency: Duration,
     /// Prefill time of a prompt. Default: no time.
@@ -44,6 +57,9 @@ impl Default for TimedSettings {
             h2d_bytes_per_s: LINK_BYTES_PER_S,
             store_bytes_per_s: None,
             link_latency: LINK_LATENCY,
+            disk_write_bytes_per_s: DISK_WRITE_BYTES_PER_S,
+            disk_read_bytes_per_s: DISK_READ_BYTES_PER_S,
+            disk_latency: DISK_LATENCY,
             message_latency: MESSAGE_LATENCY,
             prefill: Prefill::Instant,
             decode_per_token: Duration::ZERO,

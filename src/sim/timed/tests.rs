@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_core::{AnchorKey, LeaderSettings};
-use kvferry_types::{Epoch, GroupGeometry, GroupId, PageHashes, Ratio};
+use kvferry_types::{Epoch, GroupGeometry, GroupId, PageHashes, PerTier, Ratio};
 use kvferry_workload::scheduler::Prompt;
 
 use super::*;
@@ -28,6 +28,7 @@ fn settings() -> TimedSettings {
         prefill: Prefill::Rate(16_000),
         decode_per_token: Duration::ZERO,
         serial_prefill: true,
+        ..TimedSettings::default()
     }
 }
 
@@ -52,7 +53,7 @@ fn world(settings: TimedSettings, ranks: u16, device_pages: u32) -> Timed {
         scheduler,
         ranks,
         &geometry.into(),
-        64,
+        &PerTier::host(64),
         settings,
     )
     .expect("a world")

@@ -25,16 +25,20 @@ pub struct FirstToken {
     pub without_p99: Option<u64>,
 }
 
-/// Both directions.
+/// The links of the ranks, and the disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, JsonSchema)]
 pub struct LinkReports {
     /// From device to host: stores.
     pub d2h: LinkReport,
     /// From host to device: loads.
     pub h2d: LinkReport,
+    /// The disk that all ranks share, as far as it is written.
+    pub g3_write: LinkReport,
+    /// The same disk, as far as it is read.
+    pub g3_read: LinkReport,
 }
 
-/// The links of one direction, one for each rank.
+/// The links of one direction: one for each rank, or the disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, JsonSchema)]
 pub struct LinkReport {
     /// Capacity of each link, in GB/s (10^9 bytes).
@@ -104,21 +108,23 @@ impl ReplayReport {
             without_p95: microseconds(&mut without.first_token_ns, 950),
             without_p99: microseconds(&mut without.first_token_ns, 990),
         };
-        let link = |used: &mut LinkUse, bytes_per_s: u64| {
+        let link = |used: &mut LinkUse, bytes_per_s: u64, links: f64| {
             let busy = used.busy.as_secs_f64();
             let queued: u128 = used.queue_ns.iter().map(|ns| u128::from(*ns)).sum();
             let copies = used.queue_ns.len();
             LinkReport {
                 gb_per_s: Some(bytes_per_s as f64 / 1e9),
                 bytes: used.bytes,
-                busy_share: (span > 0.0).then(|| busy / span / ranks),
+                busy_share: (span > 0.0).then(|| busy / span / links),
                 queue_mean_us: (copies > 0).then(|| queued as f64 / copies as f64 / 1e3),
                 queue_p95_us: microseconds(&mut used.queue_ns, 950),
             }
         };
         self.links = LinkReports {
-            d2h: link(&mut with.d2h, settings.d2h_bytes_per_s),
-            h2d: link(&mut with.h2d, settings.h2d_bytes_per_s),
+            d2h: link(&mut with.d2h, settings.d2h_bytes_per_s, ranks),
+            h2d: link(&mut with.h2d, settings.h2d_bytes_per_s, ranks),
+            g3_write: link(&mut with.disk_write, settings.disk_write_bytes_per_s, 1.0),
+            g3_read: link(&mut with.disk_read, settings.disk_read_bytes_per_s, 1.0),
         };
         let rate = |used: &LinkUse| {
             let busy = used.busy.as_secs_f64();

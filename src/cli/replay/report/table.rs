@@ -11,6 +11,7 @@ impl ReplayReport {
             prompt,
             hit_g1,
             hit_g2,
+            hit_g3,
             computed,
         } = self.tokens;
         let share = |tokens: u64| match prompt {
@@ -28,7 +29,7 @@ impl ReplayReport {
             1 => String::new(),
             replicas => format!("{replicas} replicas, "),
         };
-        let lines = [
+        let mut lines = vec![
             format!(
                 "trace      {} ({} requests, {replicas}{} ranks, {})",
                 self.trace.name, self.requests, self.setup.ranks, self.mode
@@ -67,6 +68,24 @@ impl ReplayReport {
             format!("time       {:.1} s", self.seconds.wall),
             format!("decisions  {}", self.decisions_digest),
         ];
+        if self.setup.g3_pages != Some(0) {
+            let from_g3 = format!("  from G3  {hit_g3:>14} tokens  {:>7}", share(hit_g3));
+            lines.insert(4, from_g3);
+            let moves = &self.moves;
+            let left_out = match moves.left_out {
+                0 => String::new(),
+                blocks => format!(", {blocks} blocks left out"),
+            };
+            let all = moves.g3_pages;
+            let all = all.map_or("unlimited".to_owned(), |pages| pages.to_string());
+            let line = format!(
+                "G3         {} of {all} pages used, {} written, {} read{left_out}",
+                moves.g3_used_pages,
+                moves.written_through_pages,
+                moves.pages - moves.written_through_pages
+            );
+            lines.insert(8, line);
+        }
         let mut text = lines.join("\n");
         for line in self.timed_lines() {
             text.push('\n');
@@ -121,7 +140,12 @@ impl ReplayReport {
                 seconds(self.prefill_seconds.without),
                 seconds(self.prefill_seconds.saved)
             ));
-            for (name, link) in [("d2h", self.links.d2h), ("h2d", self.links.h2d)] {
+            let mut links = vec![("d2h", self.links.d2h), ("h2d", self.links.h2d)];
+            if self.setup.g3_pages != Some(0) {
+                links.push(("g3w", self.links.g3_write));
+                links.push(("g3r", self.links.g3_read));
+            }
+            for (name, link) in links {
                 let busy = link.busy_share.map_or(0.0, |share| 100.0 * share);
                 let mean = link.queue_mean_us.map_or(0.0, |us| us / 1e3);
                 lines.push(format!(
