@@ -103,6 +103,26 @@ fn a_disk_keeps_what_host_memory_evicts_and_its_links_carry_the_moves() {
 }
 
 #[test]
+fn the_cost_gate_keeps_a_slow_disk_from_delaying_prompts() {
+    let disk = [
+        "--g1-pages",
+        "0",
+        "--g2-pages",
+        "1500",
+        "--g3-pages",
+        "unlimited",
+    ];
+    let run = |more: &[&str]| timed(&[&disk[..], more].concat());
+    let slow = ["--g3-read-gb-per-s", "0.01"];
+    let (open, gated) = (run(&slow), run(&[&slow[..], &["--cost-gate"]].concat()));
+    assert_eq!(number(&open, "/moves/declined_tokens"), 0);
+    assert!(number(&gated, "/moves/declined_tokens") > 0);
+    assert!(number(&gated, "/tokens/hit_g3") < number(&open, "/tokens/hit_g3"));
+    let (open, gated) = (us(&open, "p95"), us(&gated, "p95"));
+    assert!(gated < open, "{gated} us with the gate, {open} without");
+}
+
+#[test]
 fn slower_links_make_loads_slower() {
     let load = |rate: &str| {
         let arguments = ["--mode", "offline", "--h2d-gb-per-s", rate];

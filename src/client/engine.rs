@@ -285,6 +285,8 @@ const NOTHING_FOUND: LookupAnswer = LookupAnswer {
     hit_pages: 0,
     pending: false,
     below_pages: 0,
+    ready_in_ms: None,
+    declined_pages: 0,
 };
 
 impl RequestGuard {

@@ -85,6 +85,8 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 hit_pages: 2,
                 pending: true,
                 below_pages: 1,
+                ready_in_ms: Some(12),
+                declined_pages: 3,
             }),
         ),
         (

@@ -32,6 +32,13 @@ pub struct LookupAnswer {
     /// way already.
     #[serde(default)]
     pub below_pages: u32,
+    /// Estimate of the time until those are in host memory, in milliseconds; absent if there are none, or nothing was read
+    /// from their tier lately.
+    #[serde(default)]
+    pub ready_in_ms: Option<u32>,
+    /// Further pages that lie below host memory and are not offered, because computing them takes less time than loading.
+    #[serde(default)]
+    pub declined_pages: u32,
 }
 
 /// Answer to `load`: the pages are no longer written.

@@ -7,6 +7,7 @@ mod accounts;
 mod cancel;
 mod cases;
 mod edges;
+mod gate;
 mod groups;
 mod inventory;
 mod late;

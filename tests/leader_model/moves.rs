@@ -19,7 +19,7 @@ pub(super) const RATIO: u32 = 8;
 pub(super) struct Tiered {
     pub(super) leader: Leader,
     pub(super) geometry: MemoryGeometry,
-    now: Time,
+    pub(super) now: Time,
     last_request: u64,
     open: Vec<Transfer>,
     answers: BTreeMap<RequestId, Reply>,
@@ -40,9 +40,19 @@ impl Tiered {
         moves: &[Edge],
         page_index: bool,
     ) -> Self {
+        let index = |settings: &mut LeaderSettings| settings.page_index = page_index;
+        Self::with(geometry, host, moves, index)
+    }
+
+    /// Like `new`, with other changes of the settings.
+    pub(super) fn with(
+        geometry: MemoryGeometry,
+        host: u32,
+        moves: &[Edge],
+        change: impl FnOnce(&mut LeaderSettings),
+    ) -> Self {
         let ratio = Ratio::new(RATIO).expect("in bounds");
         let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey::new([3; 32]));
-        settings.page_index = page_index;
         settings.tiers = vec![TierId::Host, TierId::Disk];
         settings.moves = moves
             .iter()
@@ -52,6 +62,7 @@ impl Tiered {
                 deadline: Duration::from_secs(60),
             })
             .collect();
+        change(&mut settings);
         let mut tiered = Self {
             leader: Leader::new(settings),
             geometry,

@@ -49,6 +49,7 @@ impl Arguments {
                 "--prefill-tokens-per-s",
                 timed.prefill_tokens_per_s.is_some(),
             ),
+            ("--cost-gate", timed.cost_gate),
             ("--formula", timed.formula.is_some()),
             ("--parallel-prefill", timed.parallel_prefill),
         ];

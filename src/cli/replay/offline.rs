@@ -1,5 +1,6 @@
 //! The sequential replay without processes, and the parts that all replays without processes share.
 
+use std::num::NonZeroU64;
 use std::time::Instant;
 
 use crate::error::CommandError;
@@ -54,6 +55,10 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, pages: &PerTier
     let key = AnchorKey::new([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
     settings.accepts_empty_depots = pages.get(TierId::Host) == Some(&0);
+    let rate = arguments.timed.prefill_tokens_per_s;
+    settings.prefill_tokens_per_s = rate
+        .filter(|_| arguments.timed.cost_gate)
+        .and_then(NonZeroU64::new);
     settings.tiers = pages.tiers().collect();
     settings.moves = MoveEdge::between(&settings.tiers);
     settings.tier_policies = PerTier::host(arguments.g2_policy.clone());

@@ -168,6 +168,8 @@ pub struct MoveCounts {
     pub written_through_pages: u64,
     /// Blocks that were not moved, because too many waited.
     pub left_out: u64,
+    /// Tokens of G3 that lookups did not offer, because they are computed sooner than loaded: with `--cost-gate`.
+    pub declined_tokens: u64,
     /// Pages of G3 on each rank; null when unlimited, and without G3.
     pub g3_pages: Option<u64>,
     /// Pages of G3 in use at the end.
@@ -328,6 +330,7 @@ impl ReplayReport {
         self.moves.moves = counter("moves");
         self.moves.pages = counter("moved_pages");
         self.moves.written_through_pages = counter("written_through_pages");
+        self.moves.declined_tokens = counter("declined_tokens");
         self.moves.left_out = counter("moves_left_out");
         self.arena.largest_eviction_pages = counter("largest_eviction_pages");
         self.arena.evicted_pages = counter("evicted_pages");

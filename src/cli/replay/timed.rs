@@ -52,6 +52,9 @@ pub(super) struct TimedArguments {
     /// Prompt tokens that the engine computes in a second. Without it and --formula, computing takes no time.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "formula")]
     pub(super) prefill_tokens_per_s: Option<u64>,
+    /// Offer pages of the disk only if they are loaded sooner than computed at that rate.
+    #[arg(long, requires = "prefill_tokens_per_s")]
+    pub(super) cost_gate: bool,
     /// A TOML file: prefill_ms.a, .b and .c for a x T^2 + b x T + c milliseconds for T new tokens, and decode_ms for
     /// each token of an answer, while which a prompt keeps its pages.
     #[arg(long, value_name = "FILE")]

@@ -15,6 +15,8 @@ pub struct LeaderCounts {
     pub hit_pages: u64,
     /// Pages of those that lay below host memory.
     pub below_pages: u64,
+    /// Tokens of pages below host memory that lookups did not offer, because they are computed sooner than loaded.
+    pub declined_tokens: u64,
     /// Arena runs read by loads.
     pub loaded: u64,
     /// Pages read by loads.
@@ -97,6 +99,11 @@ pub const COUNTERS: &[Counter] = &[
         "below_pages",
         "Pages of those that lay below G2, counted by their hashes",
         |l, _| l.below_pages,
+    ),
+    counter(
+        "declined_tokens",
+        "Tokens of pages below G2 that lookups did not offer: computing them takes less time than loading",
+        |l, _| l.declined_tokens,
     ),
     counter("blocks_loaded", "Runs of pages read by loads", |l, _| {
         l.loaded

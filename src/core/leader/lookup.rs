@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use crate::blocks::BlockRef;
-use crate::cover::TierRun;
+use crate::cover::{TierRun, walk_tiers};
 use crate::decision::{Decision, RequestDigest};
 use crate::group::{GroupKind, LookupBounds};
 use crate::model::Sequence;
+use crate::pool::Pool;
 use crate::reach::{Reach, UsedPages};
 use crate::refusal::Refusal;
 use crate::session::{PinnedRun, Slot};
@@ -78,12 +79,17 @@ impl Leader {
         if self.tiers.serving(TierId::Host).is_none() {
             return Err(Refusal::Reading);
         }
-        let found = self.find(&sequence, device_pages, limit_pages);
+        let (found, declined_pages) = self.find_offered(now, &sequence, device_pages, limit_pages);
         self.tiers.use_runs(&found.used);
         self.use_below(&sequence, &found.used_pages, &found.used);
         let hit_pages = found.hit_pages;
         let hit = device_pages..device_pages + hit_pages;
         let below_pages = units_below(&sequence, &found.needed, hit);
+        let ready_in = self.time_up(now, &found.needed).filter(|_| below_pages > 0);
+        let ready_in_ms = ready_in.map(|time| {
+            let ms = time.as_micros().div_ceil(1_000);
+            u32::try_from(ms).unwrap_or(u32::MAX)
+        });
         let slot = self.sessions.open(reply_to.engine).any_slot(id);
         let slot = slot.ok_or(Refusal::UnknownSlot(id))?;
         let mut below: Vec<(TierId, BlockRef)> = Vec::new();
@@ -123,18 +129,60 @@ impl Leader {
         self.counts.device_pages += u64::from(device_pages);
         self.counts.hit_pages += u64::from(hit_pages);
         self.counts.below_pages += u64::from(below_pages);
+        let declined = u64::from(declined_pages) * u64::from(sequence.model().hash_tokens());
+        self.counts.declined_tokens += declined;
         Ok(Answer::Lookup(LookupAnswer {
             hit_pages,
             pending: found.pending,
             below_pages,
+            ready_in_ms,
+            declined_pages,
         }))
     }
 
-    /// Finds the pages that a hit needs, without changing anything.
-    fn find(&self, sequence: &Sequence, device_pages: u32, limit_pages: Option<u32>) -> Found {
+    /// Finds the pages that a hit needs, without those of slower tiers that are computed sooner than loaded. Returns the
+    /// number of pages by which the hit is shorter for that, too. All pages that were found count as used.
+    fn find_offered(
+        &self,
+        now: Time,
+        sequence: &Sequence,
+        device_pages: u32,
+        limit_pages: Option<u32>,
+    ) -> (Found, u32) {
+        let pools = self.tiers.serving_pools();
+        let mut found = self.find(&pools, sequence, device_pages, limit_pages);
+        let whole = found.hit_pages;
+        if self.settings.prefill_tokens_per_s.is_none() {
+            return (found, 0);
+        }
+        for slowest in (1..pools.len()).rev() {
+            let (tier, _) = pools[slowest];
+            if found.needed.iter().all(|(_, run)| run.tier != tier) {
+                continue;
+            }
+            let without = self.find(&pools[..slowest], sequence, device_pages, limit_pages);
+            let pages = found.hit_pages.saturating_sub(without.hit_pages);
+            let tokens = u64::from(pages) * u64::from(sequence.model().hash_tokens());
+            if !self.is_worth_loading(now, tokens, &found.needed, &without.needed) {
+                found.hit_pages = without.hit_pages;
+                found.needed = without.needed;
+            }
+        }
+        let declined = whole - found.hit_pages.min(whole);
+        (found, declined)
+    }
+
+    /// Finds the pages that a hit needs in these tiers, without changing anything.
+    fn find(
+        &self,
+        pools: &[(TierId, &Pool)],
+        sequence: &Sequence,
+        device_pages: u32,
+        limit_pages: Option<u32>,
+    ) -> Found {
         let limit = limit_pages.unwrap_or(u32::MAX);
         if sequence.model().is_plain() {
-            return self.find_plain(sequence, device_pages, limit);
+            return find_plain(pools, sequence, device_pages, limit);
         }
         let model = sequence.model();
         let tokens = |pages: u32| pages.saturating_mul(model.hash_tokens());
@@ -143,8 +191,7 @@ impl Leader {
             device_tokens: tokens(device_pages),
             limit_tokens: tokens(limit),
         };
-        let pools = self.tiers.serving_pools();
-        let reach = Reach::new(&pools, sequence, bounds.device_tokens);
+        let reach = Reach::new(pools, sequence, bounds.device_tokens);
         // As with one group, all runs of a prefix count as used, also those of pages that the engine has.
         let mut used = reach.prefix_runs();
         let mut used_pages = reach.prefixes();
@@ -180,32 +227,6 @@ impl Leader {
         }
     }
 
-    /// Follows the only group from its first page. All runs that are found count as used, also those of pages that the
-    /// engine has, so that the beginning of a sequence outlives its tail.
-    fn find_plain(&self, sequence: &Sequence, device_pages: u32, limit: u32) -> Found {
-        let group = GroupId(0);
-        let (domain, hashes) = sequence.of(group);
-        let mut used: Vec<TierRun> = Vec::new();
-        let reach = self.tiers.walk(domain, hashes, device_pages, &mut used);
-        let end = reach.end.min(limit);
-        let hit_pages = end.saturating_sub(device_pages);
-        let is_needed = |found: &&TierRun| {
-            let run = found.run;
-            hit_pages > 0 && run.position + run.pages > device_pages && run.position < end
-        };
-        let needed = used.iter().filter(is_needed).map(|run| (group, *run));
-        Found {
-            hit_pages,
-            pending: reach.pending,
-            needed: needed.collect(),
-            used,
-            used_pages: vec![UsedPages {
-                group,
-                pages: 0..reach.end,
-            }],
-        }
-    }
-
     /// Opens the slot, or resets it: the holds of an earlier lookup are released.
     fn open_slot(
         &mut self,
@@ -230,5 +251,38 @@ impl Leader {
         let slot = Slot::new(reply_to.id, sequence, digest);
         self.sessions.open(reply_to.engine).open_slot(id, slot)?;
         Ok(())
+    }
+}
+
+/// Follows the only group from its first page. All runs that are found count as used, also those of pages that the
+/// engine has, so that the beginning of a sequence outlives its tail.
+fn find_plain(
+    pools: &[(TierId, &Pool)],
+    sequence: &Sequence,
+    device_pages: u32,
+    limit: u32,
+) -> Found {
+    let group = GroupId(0);
+    let (domain, hashes) = sequence.of(group);
+    let mut used: Vec<TierRun> = Vec::new();
+    let reach = walk_tiers(pools, domain, hashes, device_pages as usize, |tier, run| {
+        used.push(TierRun { tier, run });
+    });
+    let end = reach.end.min(limit);
+    let hit_pages = end.saturating_sub(device_pages);
+    let is_needed = |found: &&TierRun| {
+        let run = found.run;
+        hit_pages > 0 && run.position + run.pages > device_pages && run.position < end
+    };
+    let needed = used.iter().filter(is_needed).map(|run| (group, *run));
+    Found {
+        hit_pages,
+        pending: reach.pending,
+        needed: needed.collect(),
+        used,
+        used_pages: vec![UsedPages {
+            group,
+            pages: 0..reach.end,
+        }],
     }
 }

@@ -8,12 +8,14 @@ mod attach;
 mod below;
 mod cancel;
 mod counters;
+mod gate;
 mod load;
 mod lookup;
 mod memory;
 mod moves;
 mod parts;
 mod plan;
+mod rates;
 mod recovery;
 mod requests;
 mod reset;
@@ -24,6 +26,7 @@ mod tier;
 mod timers;
 mod transfers;
 
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use crate::Contradiction;
@@ -43,6 +46,7 @@ pub use load::LOAD_RUNS_MAX;
 use load::Loads;
 use moves::Moves;
 pub use moves::{MOVES_WAITING_MAX, MoveEdge};
+use rates::Rates;
 use recovery::InventoryPart;
 pub use requests::OPEN_REQUESTS_MAX;
 use requests::Parked;
@@ -93,6 +97,9 @@ pub struct LeaderSettings {
     /// Bytes of the depot of one shard in each tier of which the leader knows them: a worker that reports more pages than
     /// fit is refused. The leader keeps 29 bytes for each page, and 8 more with `page_index`. Default: unknown.
     pub depot_bytes: PerTier<u64>,
+    /// Prompt tokens that an engine computes in a second: pages below host memory are offered only if they are loaded
+    /// sooner than computed. Default: unknown, so that they are always offered.
+    pub prefill_tokens_per_s: Option<NonZeroU64>,
     /// Accept depots without room for a block, for a baseline without host memory. Default: off.
     pub accepts_empty_depots: bool,
     /// The pools find pages inside blocks, for engines that name the tails of sequences alone. Default: off.
@@ -130,6 +137,7 @@ impl LeaderSettings {
             tiers: vec![TierId::Host],
             moves: Vec::new(),
             depot_bytes: PerTier::default(),
+            prefill_tokens_per_s: None,
             accepts_empty_depots: false,
             page_index: false,
             record_decisions: false,
@@ -152,6 +160,8 @@ pub struct Leader {
     parked: Parked,
     /// Copies in flight.
     transfers: Transfers,
+    /// Measured rates of the edges.
+    rates: Rates,
     /// Moves between tiers.
     moves: Moves,
     /// Loads that wait for transfers.
@@ -184,6 +194,7 @@ impl Leader {
             sessions: Sessions::default(),
             parked: Parked::default(),
             transfers: Transfers::default(),
+            rates: Rates::default(),
             moves: Moves::default(),
             loads: Loads::default(),
             stores: Stores::default(),

@@ -8,14 +8,13 @@
 use std::collections::BTreeMap;
 
 use crate::Contradiction;
-use crate::anchor::Domain;
-use crate::cover::{TierRun, walk_tiers};
+use crate::cover::TierRun;
 use crate::event::LeaderEffect;
 use crate::model::Model;
-use crate::pool::{Pin, Pool, PrefixMatch};
+use crate::pool::{Pin, Pool};
 use crate::pool_counts::PoolCounts;
 use crate::recover::Recovery;
-use kvferry_types::{DepotId, HashView, PerTier, TierId, Time, WorkerId};
+use kvferry_types::{DepotId, PerTier, TierId, Time, WorkerId};
 use smallvec::SmallVec;
 
 use super::Leader;
@@ -255,20 +254,6 @@ impl Tiers {
             .iter()
             .filter_map(|(id, tier)| Some((id, tier.serving()?)));
         pools.collect()
-    }
-
-    /// Follows a sequence from its first page over the tiers that serve, and appends the readable runs. Pages below
-    /// `covered` may be missing, because the caller has them elsewhere.
-    pub(super) fn walk(
-        &self,
-        domain: &Domain,
-        hashes: HashView<'_>,
-        covered: u32,
-        runs: &mut Vec<TierRun>,
-    ) -> PrefixMatch {
-        let pools = self.serving_pools();
-        let add = |tier, run| runs.push(TierRun { tier, run });
-        walk_tiers(&pools, domain, hashes, covered as usize, add)
     }
 
     /// Counts a use of these runs, and makes their blocks the most recently used ones, the last run first.

@@ -22,6 +22,7 @@ pub(super) const CHECKS_MAX: u32 = 4;
 #[derive(Debug)]
 struct TransferInFlight {
     edge: Edge,
+    pages: u32,
     /// Workers that have not reported their end, and may still read and write the pages.
     touching: Workers,
     /// Workers that reported a failure.
@@ -116,6 +117,8 @@ struct Late {
 #[derive(Debug, Default)]
 pub(super) struct Transfers {
     in_flight: BTreeMap<TransferId, TransferInFlight>,
+    /// Pages of them, by edge.
+    pages: BTreeMap<Edge, u64>,
     /// Copies that this step cancels, collected so that each worker is notified once.
     cancels: BTreeMap<WorkerId, BTreeSet<TransferId>>,
 }
@@ -123,8 +126,10 @@ pub(super) struct Transfers {
 impl Transfers {
     pub(super) fn begin(&mut self, begun: Begun, timers: &mut Timers) {
         timers.set(begun.deadline, Timer::Transfer(begun.id));
+        *self.pages.entry(begun.edge).or_default() += u64::from(begun.pages);
         let transfer = TransferInFlight {
             edge: begun.edge,
+            pages: begun.pages,
             touching: begun.workers,
             failed: 0,
             complete_pages: begun.pages,
@@ -162,6 +167,7 @@ impl Transfers {
         }
         let TransferInFlight {
             edge,
+            pages,
             failed,
             complete_pages,
             bad_page,
@@ -172,6 +178,9 @@ impl Transfers {
             return Some((edge, None));
         }
         self.in_flight.remove(&id);
+        if let Some(of_edge) = self.pages.get_mut(&edge) {
+            *of_edge -= u64::from(pages);
+        }
         timers.clear(next, Timer::Transfer(id));
         let outcome = TransferOutcome {
             failed,
@@ -245,6 +254,11 @@ impl Transfers {
         in_flight.any(|transfer| transfer.edge.touches(tier))
     }
 
+    /// Pages of the transfers in flight over an edge.
+    pub(super) fn pages_over(&self, edge: Edge) -> u64 {
+        self.pages.get(&edge).copied().unwrap_or(0)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.in_flight.is_empty()
     }
@@ -256,9 +270,17 @@ impl Transfers {
     /// Checks that every transfer waits for a worker. `Err` names the first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut in_flight = self.in_flight.iter();
-        match in_flight.find(|(_, transfer)| transfer.touching.is_empty()) {
-            None => Ok(()),
-            Some((id, _)) => Err(format!("{id} waits for no worker").into()),
+        if let Some((id, _)) = in_flight.find(|(_, transfer)| transfer.touching.is_empty()) {
+            return Err(format!("{id} waits for no worker").into());
+        }
+        let mut pages: BTreeMap<Edge, u64> = BTreeMap::new();
+        for transfer in self.in_flight.values() {
+            *pages.entry(transfer.edge).or_default() += u64::from(transfer.pages);
+        }
+        let counted = self.pages.iter().filter(|(_, pages)| **pages > 0);
+        match counted.eq(pages.iter().filter(|(_, pages)| **pages > 0)) {
+            true => Ok(()),
+            false => Err(format!("{pages:?} pages in flight, counted {:?}", self.pages).into()),
         }
     }
 }
@@ -275,6 +297,8 @@ impl Leader {
                 self.transfer_ended(worker, copy.transfer, WorkerEnd::of(copy), effects)
             {
                 self.count_bytes(edge, copy);
+                let (now, of) = (self.step_time, (edge, worker));
+                self.rates.note(now, of, copy.bytes, copy.copy_us);
             }
         }
     }

@@ -55,6 +55,8 @@ counts! {
     group_hit_pages;
     /// Pages that leaders recovered from the depots, counted when the leader dies.
     recovered_pages;
+    /// Tokens that leaders did not offer because they are computed sooner than loaded, counted when the leader dies.
+    declined_tokens;
     /// Leaders that started.
     leaders;
     /// Requests of leaders to end a worker's process.

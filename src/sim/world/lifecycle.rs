@@ -34,6 +34,7 @@ impl SimWorld {
                 settings.replicas = env.setup.replicas;
                 settings.tiers.clone_from(&env.setup.tiers);
                 settings.moves.clone_from(&env.setup.moves);
+                settings.prefill_tokens_per_s = env.setup.prefill_tokens_per_s;
                 settings.tier_policies.clone_from(&env.setup.policies);
                 settings.page_index = env.setup.page_index(self.epoch);
                 settings.fence = env.setup.fence;
@@ -114,7 +115,9 @@ impl SimWorld {
         match who {
             NodeId::Leader => {
                 if let Some(leader) = self.leader.state.take() {
-                    env.counts.recovered_pages += leader.core().counts().recovered_pages;
+                    let counts = leader.core().counts();
+                    env.counts.recovered_pages += counts.recovered_pages;
+                    env.counts.declined_tokens += counts.declined_tokens;
                 }
                 self.seen = (None, false);
                 env.oracle.leader_died(self.epoch);

@@ -72,6 +72,8 @@ pub struct Setup {
     pub policies: PerTier<TierPolicy>,
     /// Edges over which the leader moves pages by itself.
     pub moves: Vec<MoveEdge>,
+    /// Rate at which the leader takes engines to compute, for the cost gate; `None` for no gate.
+    pub prefill_tokens_per_s: Option<NonZeroU64>,
     /// Pages of lower tiers that turn out to be bad when they are read, per million.
     pub bad_page: u32,
     /// Size of the depots of tiers below host memory, in percent of those of host memory.
@@ -224,6 +226,7 @@ impl Setup {
             lower_tier_percent: 100,
             policies: PerTier::default(),
             moves: Vec::new(),
+            prefill_tokens_per_s: None,
             bad_page: 0,
             depots_differ: false,
             processes_unseen: false,
@@ -461,6 +464,9 @@ impl Setup {
                 });
             }
         }
+        // From rates at which every page is offered to rates at which none is that has to be loaded.
+        self.prefill_tokens_per_s =
+            NonZeroU64::new(*pick(rng, &[0, 0, 1_000, 100_000, 10_000_000]));
     }
 
     /// Draws times. A hold may end long before or long after the deadline of the load that needs it.
