@@ -39,14 +39,16 @@ class AdminClient:
         """
         return self._answer(self._client.request(wire.Status(check), timeout_s))
 
-    def reset(self, namespace: bytes | None = None, *, timeout_s: float = 30.0) -> int:
+    def reset(self, namespace: bytes | None = None, *, tier: int = 0, timeout_s: float = 30.0) -> int:
         """Removes the pages of a namespace, or all pages with ``None``. Returns their number.
+
+        With a ``tier``, 2 for host memory or 3 for the disk, the other tiers keep them.
 
         Raises:
             kvferry.client.Failure: ``leased`` while lookups or loads hold some of the pages; see also
                 ``docs/reference/error-codes.md``.
         """
-        answer: wire.ResetAnswer = self._answer(self._client.request(wire.Reset(namespace), timeout_s))
+        answer: wire.ResetAnswer = self._answer(self._client.request(wire.Reset(namespace, tier=tier), timeout_s))
         return answer.pages
 
     def close(self) -> None:

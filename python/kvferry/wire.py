@@ -201,9 +201,10 @@ class Finish(msgspec.Struct):
 
 
 class Reset(msgspec.Struct, omit_defaults=True):
-    """Removes pages: those of a namespace, or all."""
+    """Removes pages: those of a namespace, or all; from one ``tier``, 2 or 3, or from all of them."""
 
     namespace: bytes | None = None
+    tier: int = 0
 
 
 class ResetAnswer(msgspec.Struct):

@@ -2,12 +2,32 @@
 
 use std::time::Duration;
 
+use clap::ValueEnum;
+
 use crate::cli::{ClientArguments, block_on, print_line, socket_paths::SocketPaths, status};
 use crate::error::CommandError;
-use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, ResetScope};
+use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, ResetScope, TierId};
 
 /// Time limit of a reset: the leader waits for stores in flight, and workers examine every page.
 const RESET_LIMIT: Duration = Duration::from_secs(30);
+
+/// A tier that can be reset by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ResetTier {
+    /// Host memory.
+    G2,
+    /// The disk.
+    G3,
+}
+
+impl From<ResetTier> for TierId {
+    fn from(tier: ResetTier) -> Self {
+        match tier {
+            ResetTier::G2 => Self::Host,
+            ResetTier::G3 => Self::Disk,
+        }
+    }
+}
 
 #[derive(Debug, clap::Args)]
 #[group(id = "what", required = true, multiple = true)]
@@ -20,6 +40,9 @@ pub(super) struct Arguments {
     /// Remove the pages of this namespace.
     #[arg(long, group = "what", value_name = "NAME")]
     namespace: Option<String>,
+    /// Remove them from this tier only, all of its pages without --namespace; the other tiers keep theirs.
+    #[arg(long, group = "what", value_name = "TIER")]
+    tier: Option<ResetTier>,
     /// Remove only the pages with these hashes, in hexadecimal digits, and the other pages of their blocks.
     #[arg(long = "hash", value_name = "HEX", requires = "namespace")]
     hashes: Vec<String>,
@@ -29,8 +52,10 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let scope = scope(self.namespace, &self.hashes)?;
         let socket_paths = self.client.load()?;
-        let pages = block_on(1, async move { request(&socket_paths, scope).await })?;
-        print_line(&format!("{pages} pages forgotten"));
+        let tier = self.tier.map(TierId::from);
+        let pages = block_on(1, async move { request(&socket_paths, scope, tier).await })?;
+        let from = tier.map_or_else(String::new, |tier| format!(" in {tier}"));
+        print_line(&format!("{pages} pages forgotten{from}"));
         Ok(())
     }
 }
@@ -79,11 +104,15 @@ fn hex(text: &str) -> Option<Vec<u8>> {
     digits.map(byte).collect()
 }
 
-async fn request(socket_paths: &SocketPaths, scope: ResetScope) -> Result<u32, CommandError> {
+async fn request(
+    socket_paths: &SocketPaths,
+    scope: ResetScope,
+    tier: Option<TierId>,
+) -> Result<u32, CommandError> {
     // Fails sooner, and with a better error, when no leader runs.
     status::request(socket_paths, false).await?;
     let removed = status::admin(socket_paths, "reset")
-        .reset(scope, RESET_LIMIT)
+        .reset_tier(scope, tier, RESET_LIMIT)
         .await;
     removed.map_err(CommandError::failed)
 }

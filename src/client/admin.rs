@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvferry_protocol::{Call, Hello, Message, Reset, Role, Status, StatusAnswer};
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
-use kvferry_types::{Request, ResetScope};
+use kvferry_types::{Request, ResetScope, TierId};
 
 /// A connection to a leader as an operator. Cheap to clone; closes when the last clone is dropped.
 #[derive(Debug, Clone)]
@@ -41,7 +41,20 @@ impl AdminClient {
     /// # Errors
     /// `leased` when a lookup or a load holds one of the pages; nothing is removed then.
     pub async fn reset(&self, scope: ResetScope, timeout: Duration) -> Result<u32, Failure> {
-        let message = Message::from(Request::Reset { scope });
+        self.reset_tier(scope, None, timeout).await
+    }
+
+    /// Like [`Self::reset`], of one tier: the others keep the pages. `None` stands for all tiers.
+    ///
+    /// # Errors
+    /// See [`Self::reset`]. Pages that are held in another tier do not refuse the reset.
+    pub async fn reset_tier(
+        &self,
+        scope: ResetScope,
+        tier: Option<TierId>,
+        timeout: Duration,
+    ) -> Result<u32, Failure> {
+        let message = Message::from(Request::Reset { scope, tier });
         let answer = self.0.request(message, timeout).await?;
         match Reset::answer(answer) {
             Ok(answer) => Ok(answer.pages),

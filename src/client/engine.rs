@@ -229,7 +229,7 @@ impl EngineClient {
     /// # Errors
     /// `leased` when a lookup or a load holds one of the pages; nothing is removed then.
     pub async fn reset(&self, scope: ResetScope, timeout: Duration) -> Result<u32, Failure> {
-        let (id, request) = (self.shared.next_id(), Request::Reset { scope });
+        let (id, request) = (self.shared.next_id(), Request::Reset { scope, tier: None });
         let answer = self.shared.request::<Reset>(id, request, timeout).await?;
         Ok(answer.pages)
     }

@@ -218,6 +218,8 @@ pub enum LeaderEffect {
         id: ResetId,
         /// The pages to remove.
         scope: Scope,
+        /// The tier whose inventories are changed; `None` for all tiers.
+        tier: Option<TierId>,
         /// The last store that the reset covers. Pages of the scope that were stored later stay listed, however often
         /// the invalidation is repeated.
         through: TransferId,

@@ -171,6 +171,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 namespace: Some(serde_bytes::ByteBuf::from(b"tenant".to_vec())),
                 hash_bytes: 16,
                 hashes: vec![0xab; 32],
+                tier: 3,
             }),
         ),
         (
@@ -386,6 +387,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 namespace: vec![4; 8],
                 fingerprints: vec![6; 32],
                 through: 17,
+                tier: 3,
             }),
         ),
         (

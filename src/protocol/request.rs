@@ -1,11 +1,13 @@
 //! Requests of engines and their answers as messages, and back.
 
-use crate::body::{CancelStores, Empty, ErrorBody, Finish, Load, Lookup, PartBody, Reset, Store};
+use crate::body::{
+    CancelStores, Empty, ErrorBody, Finish, Load, Lookup, PartBody, Reset, Store, tier_of,
+};
 use crate::codec::Message;
 use crate::error::ErrorCode;
 use kvferry_types::{
     Answer, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Part, Request, RequestId, ResetScope,
-    SlotId,
+    SlotId, TierId,
 };
 
 impl From<Request> for Message {
@@ -40,7 +42,7 @@ impl From<Request> for Message {
                     more_from: more_from.unwrap_or(0),
                 })
             }
-            Request::Reset { scope } => Self::Reset(reset(scope)),
+            Request::Reset { scope, tier } => Self::Reset(reset(scope, tier)),
             Request::CancelStores { slot } => Self::CancelStores(CancelStores {
                 slot: slot.map(|slot| slot.0),
             }),
@@ -79,6 +81,7 @@ impl TryFrom<Message> for Request {
                 },
             }),
             Message::Reset(reset) => Ok(Self::Reset {
+                tier: tier_of("tier", reset.tier)?,
                 scope: reset_scope(reset)?,
             }),
             Message::CancelStores(cancel) => Ok(Self::CancelStores {
@@ -123,7 +126,7 @@ impl Message {
     }
 }
 
-fn reset(scope: ResetScope) -> Reset {
+fn reset(scope: ResetScope, tier: Option<TierId>) -> Reset {
     let (namespace, hashes) = match scope {
         ResetScope::Everything => (None, None),
         ResetScope::Namespace(namespace) => (Some(namespace), None),
@@ -133,6 +136,7 @@ fn reset(scope: ResetScope) -> Reset {
         namespace: namespace.map(serde_bytes::ByteBuf::from),
         hash_bytes: hashes.as_ref().map_or(0, width),
         hashes: hashes.map_or_else(Vec::new, PageHashes::into_bytes),
+        tier: tier.map_or(0, TierId::number),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Requests of engines to a leader: the types that the protocol encodes, the core decides about and engines use.
 
-use super::{GroupId, PageHashes, PageList, RequestId, SlotId};
+use super::{GroupId, PageHashes, PageList, RequestId, SlotId, TierId};
 
 /// Number of priorities of pages: those with priority 0 are evicted first.
 pub const PRIORITIES: u8 = 8;
@@ -76,6 +76,8 @@ pub enum Request {
     Reset {
         /// The pages that are forgotten.
         scope: ResetScope,
+        /// The tier that forgets them; `None` for all tiers.
+        tier: Option<TierId>,
     },
     /// Stop stores that are in flight, because their engine needs its pages back. Each of them is answered before this
     /// request.

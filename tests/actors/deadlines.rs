@@ -204,6 +204,7 @@ async fn an_invalidation_gives_the_deadline_of_its_reset() {
     let mut workers = puppets(&transport).await;
     engine.until_ready().await;
     let reset = Reset {
+        tier: 0,
         namespace: None,
         hash_bytes: 0,
         hashes: Vec::new(),

@@ -157,6 +157,7 @@ async fn a_command_gets_its_own_answers_whatever_its_name() {
     }
     engine.until_ready().await;
     let reset = |namespace: &[u8]| Reset {
+        tier: 0,
         namespace: Some(namespace.to_vec().into()),
         hash_bytes: 0,
         hashes: Vec::new(),

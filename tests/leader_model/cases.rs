@@ -267,7 +267,7 @@ fn workers_that_are_silent_within_the_fence_of_a_new_leader_are_fenced() {
 }
 
 fn reset(world: &mut World, scope: ResetScope) -> Option<Reply> {
-    world.request(0, Request::Reset { scope });
+    world.request(0, Request::Reset { scope, tier: None });
     answer(world, 0, RequestId(world.next_id))
 }
 

@@ -591,6 +591,7 @@ fn an_invalidation_is_requested_once_per_connection_and_given_up_at_the_deadline
     let fence = reader.fence();
     let deadline = reader.now + fence * 5 / 8;
     let invalidate = |rank, replica| LeaderEffect::Invalidate {
+        tier: None,
         worker: worker(replica, rank),
         id: ResetId(1),
         scope: Scope::Everything,
@@ -602,6 +603,7 @@ fn an_invalidation_is_requested_once_per_connection_and_given_up_at_the_deadline
         id: RequestId(1),
         deadline,
         request: Request::Reset {
+            tier: None,
             scope: ResetScope::Everything,
         },
     });
@@ -693,7 +695,11 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     }
     send_request(&mut reader, 3, Request::Finish { slot: SlotId(0) });
     let scope = ResetScope::Everything;
-    let first = invalidations(send_request(&mut reader, 4, Request::Reset { scope }));
+    let first = invalidations(send_request(
+        &mut reader,
+        4,
+        Request::Reset { scope, tier: None },
+    ));
     assert_eq!(first.len(), usize::from(RANKS));
     let (_, after) = store(&mut reader, 5, 1);
     let lost = (0..RANKS).map(|rank| LeaderEvent::WorkerLost(worker(0, rank)));

@@ -482,10 +482,12 @@ fn pages_read_before_the_end_of_an_invalidation_are_read_again() {
         id: RequestId(1),
         deadline,
         request: Request::Reset {
+            tier: None,
             scope: ResetScope::Everything,
         },
     });
     let invalidate = |rank| LeaderEffect::Invalidate {
+        tier: None,
         worker: worker(0, rank),
         id: ResetId(1),
         scope: Scope::Everything,

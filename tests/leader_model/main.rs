@@ -17,6 +17,7 @@ mod resets;
 mod settings;
 mod shared;
 mod tier;
+mod tier_resets;
 mod uses;
 
 use std::collections::{BTreeMap, BTreeSet};

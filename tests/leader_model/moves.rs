@@ -1,7 +1,7 @@
 //! Two tiers: pages that are new in host memory are written to the disk, and a load has pages promoted from there.
 
 use kvferry_core::{AttachedDepot, MoveEdge};
-use kvferry_types::{Edge, MemoryGeometry, Part, PerTier, TierId, Transfer};
+use kvferry_types::{Edge, MemoryGeometry, Part, PerTier, ResetId, TierId, Transfer};
 
 use super::*;
 
@@ -23,6 +23,8 @@ pub(super) struct Tiered {
     last_request: u64,
     open: Vec<Transfer>,
     answers: BTreeMap<RequestId, Reply>,
+    /// Orders to remove pages from inventories: the worker, the reset and the tier.
+    pub(super) invalidations: Vec<(WorkerId, ResetId, Option<TierId>)>,
     /// Answers to statements of memories: the worker, the number, and whether the memory is used.
     pub(super) admitted: Vec<(WorkerId, MemoryId, bool)>,
 }
@@ -70,6 +72,7 @@ impl Tiered {
             last_request: 0,
             open: Vec::new(),
             answers: BTreeMap::new(),
+            invalidations: Vec::new(),
             admitted: Vec::new(),
         };
         (0..RANKS).for_each(|rank| tiered.attach(rank, host, 0));
@@ -138,6 +141,9 @@ impl Tiered {
                         number,
                         verdict,
                     } => self.admitted.push((worker, number, verdict.is_ok())),
+                    LeaderEffect::Invalidate {
+                        worker, id, tier, ..
+                    } => self.invalidations.push((worker, id, tier)),
                     LeaderEffect::ReadInventory {
                         worker,
                         depot,

@@ -29,7 +29,7 @@ fn reset(reader: &mut Reader) -> Vec<LeaderEffect> {
         engine: engine_id(0),
         id: RequestId(1),
         deadline,
-        request: Request::Reset { scope },
+        request: Request::Reset { scope, tier: None },
     })
 }
 

@@ -213,9 +213,11 @@ fn a_depot_is_of_one_shard() {
 fn reset_pages_are_invalidated_once_per_shard() {
     let mut shared = Shared::ready();
     let invalidations = shared.request(Request::Reset {
+        tier: None,
         scope: ResetScope::Everything,
     });
     let invalidate = |rank| LeaderEffect::Invalidate {
+        tier: None,
         worker: place(rank),
         id: ResetId(1),
         scope: Scope::Everything,

@@ -553,7 +553,7 @@ fn a_reset_of_a_namespace_covers_the_pages_of_every_layout() {
         site.read_with(&requested, &listed);
         assert_eq!(site.lookup(2), hit(0), "they are of another layout");
         let name = format!("{scope:?}");
-        let effects = site.request(2, Request::Reset { scope });
+        let effects = site.request(2, Request::Reset { scope, tier: None });
         let (id, scope) = invalidate(&effects);
         let through = listed.len();
         listed.retain(|page| !scope.contains(page.domain, page.fingerprint));

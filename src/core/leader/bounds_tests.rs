@@ -160,7 +160,12 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     assert_eq!(found(&mut leader, now, 4_000_000, 7, &meant), 1024);
 
     let scope = ResetScope::Pages(vec![7], sequence(131_072, 1));
-    let effects = request(&mut leader, now, 5_000_000, Request::Reset { scope });
+    let effects = request(
+        &mut leader,
+        now,
+        5_000_000,
+        Request::Reset { scope, tier: None },
+    );
     assert_eq!((answers(&effects), invalidations(&effects)), (vec![], 0));
     // From the first step on no page of the reset is found, and all other pages are.
     assert_eq!(found(&mut leader, now, 6_000_000, 7, &meant), 0);
@@ -221,7 +226,12 @@ fn a_reset_that_is_refused_in_its_last_slice_has_removed_nothing() {
     let mut now = Time(0);
     request(&mut leader, now, 4_000_000, lookup(5, 7, &held));
     let scope = ResetScope::Namespace(vec![7]);
-    let effects = request(&mut leader, now, 4_000_001, Request::Reset { scope });
+    let effects = request(
+        &mut leader,
+        now,
+        4_000_001,
+        Request::Reset { scope, tier: None },
+    );
     assert_eq!(answers(&effects), []);
     let (answered, requested, _) = go_on(&mut leader, &mut now);
     assert_eq!(
@@ -242,6 +252,7 @@ fn a_reset_that_is_refused_in_its_last_slice_has_removed_nothing() {
 fn a_worker_receives_a_repeated_invalidation_over_another_connection_only() {
     let mut leader = serving();
     let everything = || Request::Reset {
+        tier: None,
         scope: ResetScope::Everything,
     };
     assert_eq!(
@@ -265,7 +276,12 @@ fn open_resets_are_bounded_in_number_and_in_named_pages() {
     step(&mut leader, Time(0), LeaderEvent::WorkerLost(WORKER));
     let all = |leader: &mut Leader, id| {
         let scope = ResetScope::Everything;
-        answers(&request(leader, Time(0), id, Request::Reset { scope }))
+        answers(&request(
+            leader,
+            Time(0),
+            id,
+            Request::Reset { scope, tier: None },
+        ))
     };
     for id in 1..=RESETS_OPEN_MAX as u64 {
         assert_eq!(all(&mut leader, id), []);
@@ -289,7 +305,12 @@ fn open_resets_are_bounded_in_number_and_in_named_pages() {
     let named = 131_072;
     for id in 1..=(RESET_PAGES_OPEN_MAX / named) as u64 + 1 {
         let scope = ResetScope::Pages(vec![1], sequence(named as u32, 1));
-        let answered = answers(&request(&mut leader, Time(0), id, Request::Reset { scope }));
+        let answered = answers(&request(
+            &mut leader,
+            Time(0),
+            id,
+            Request::Reset { scope, tier: None },
+        ));
         let full = id > (RESET_PAGES_OPEN_MAX / named) as u64;
         let expected = limit("pages named by resets under way", RESET_PAGES_OPEN_MAX);
         assert_eq!(
@@ -308,6 +329,7 @@ fn a_deadline_of_weeks_is_cut() {
         id: RequestId(1),
         deadline: Time(0) + Duration::from_millis(u64::from(u32::MAX)),
         request: Request::Reset {
+            tier: None,
             scope: ResetScope::Everything,
         },
     };

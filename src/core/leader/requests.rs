@@ -126,7 +126,7 @@ impl Leader {
                 self.store(now, reply_to, slot, &parts, more, effects)
             }
             Request::CancelStores { slot } => self.cancel_stores(reply_to, slot, effects),
-            Request::Reset { scope } => self.reset(reply_to, scope).map(|()| None),
+            Request::Reset { scope, tier } => self.reset(reply_to, scope, tier).map(|()| None),
             Request::Finish { slot } => {
                 let session = self.sessions.open(engine);
                 session.note_finish(id, slot);

@@ -64,6 +64,8 @@ impl ResetStage {
 struct OpenReset {
     reply_to: ReplyTo,
     scope: Scope,
+    /// The tier that forgets the pages; `None` for all tiers.
+    tier: Option<TierId>,
     /// The last store before the reset. Pages of later stores stay listed, because an invalidation may be repeated
     /// after new pages of the same scope were stored.
     through: TransferId,
@@ -117,9 +119,10 @@ fn are_over(sweeps: &PerTier<Sweep>, tiers: &Tiers) -> bool {
 }
 
 impl Tiers {
-    /// Begins a walk over the pages of a scope in each pool that serves.
-    fn begin_sweeps(&mut self, scope: &Scope) -> PerTier<Sweep> {
+    /// Begins a walk over the pages of a scope in each pool that serves, or in that of one tier.
+    fn begin_sweeps(&mut self, scope: &Scope, only: Option<TierId>) -> PerTier<Sweep> {
         let serving = self.all_serving();
+        let serving = serving.filter(|(tier, _)| only.is_none_or(|only| only == *tier));
         serving
             .map(|(tier, pool)| (tier, pool.begin_sweep(scope.clone())))
             .collect()
@@ -175,7 +178,7 @@ impl Resets {
     fn begin(
         &mut self,
         reply_to: ReplyTo,
-        scope: Scope,
+        (scope, tier): (Scope, Option<TierId>),
         through: TransferId,
         sweeps: PerTier<Sweep>,
         roster: &Roster,
@@ -186,6 +189,7 @@ impl Resets {
         let reset = OpenReset {
             reply_to,
             scope,
+            tier,
             through,
             stage: ResetStage::CountingHolders { sweeps, holders: 0 },
             pages: 0,
@@ -288,6 +292,7 @@ impl Resets {
             worker,
             id,
             scope: reset.scope.clone(),
+            tier: reset.tier,
             through: reset.through,
             deadline: reset.reply_to.deadline,
         })
@@ -350,20 +355,33 @@ impl Resets {
 
 impl Leader {
     /// Begins a reset; its first slice runs at the end of this step.
-    pub(super) fn reset(&mut self, reply_to: ReplyTo, scope: ResetScope) -> Result<(), Refusal> {
+    pub(super) fn reset(
+        &mut self,
+        reply_to: ReplyTo,
+        scope: ResetScope,
+        tier: Option<TierId>,
+    ) -> Result<(), Refusal> {
+        if let Some(unknown) = tier.filter(|tier| !self.settings.tiers.contains(tier)) {
+            return Err(Refusal::Invalid {
+                field: "tier",
+                value: unknown.to_string(),
+                remedy: "name a tier that the leader has, or none for all tiers",
+            });
+        }
         self.resets.room_for(&scope)?;
         let scope = self.scope(scope);
-        if self.tiers.serving(TierId::Host).is_none() {
+        let needed = tier.unwrap_or(TierId::Host);
+        if self.tiers.serving(needed).is_none() {
             return Err(match self.roster.any_replica() {
                 true => Refusal::Reading,
                 false => self.roster.not_ready(),
             });
         }
-        let sweeps = self.tiers.begin_sweeps(&scope);
+        let sweeps = self.tiers.begin_sweeps(&scope, tier);
         let through = TransferId(self.next_id);
         self.resets.begin(
             reply_to,
-            scope,
+            (scope, tier),
             through,
             sweeps,
             &self.roster,
@@ -458,7 +476,8 @@ impl Leader {
         let Some(pool) = self.tiers.serving_mut(tier) else {
             return;
         };
-        for reset in self.resets.open.values_mut() {
+        let covers = |reset: &&mut OpenReset| reset.tier.is_none_or(|only| only == tier);
+        for reset in self.resets.open.values_mut().filter(covers) {
             let sweep = pool.begin_sweep(reset.scope.clone());
             match &mut reset.stage {
                 ResetStage::CountingHolders { sweeps, .. } | ResetStage::RemovingPages(sweeps) => {
@@ -545,7 +564,7 @@ mod tests {
             id: RequestId(1),
             deadline: Time(100),
         };
-        let begun = leader.reset(reply_to, ResetScope::Everything);
+        let begun = leader.reset(reply_to, ResetScope::Everything, None);
         assert_eq!(begun, Ok(()));
         assert_eq!(leader.resets.check(), Ok(()));
         for reset in leader.resets.open.values_mut() {
@@ -565,7 +584,7 @@ mod tests {
             id: RequestId(1),
             deadline: Time(100),
         };
-        assert_eq!(leader.reset(reply_to, ResetScope::Everything), Ok(()));
+        assert_eq!(leader.reset(reply_to, ResetScope::Everything, None), Ok(()));
         let (id, shard) = (leader.resets.last(), Shard(0));
         let worker = leader.roster.worker_of_each_shard()[0].expect("a worker serves");
         for (requested, in_flight, counts) in [

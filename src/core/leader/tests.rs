@@ -240,6 +240,7 @@ fn a_reset_without_a_pool_names_the_reason() {
     ));
     leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut Vec::new());
     let reset = || Request::Reset {
+        tier: None,
         scope: kvferry_types::ResetScope::Everything,
     };
     let refused = request(&mut leader, 1, reset());

@@ -138,6 +138,8 @@ pub enum WorkerEvent {
         id: ResetId,
         /// The pages to remove.
         scope: Scope,
+        /// The tier whose inventory is changed; `None` for all of them.
+        tier: Option<TierId>,
         /// The last store of this epoch that the reset covers: pages stored later stay listed.
         through: TransferId,
         /// When the leader gives up the reset.
@@ -221,6 +223,8 @@ pub enum WorkerEffect {
         id: ResetId,
         /// The pages to remove.
         scope: Scope,
+        /// The tier whose inventory is changed; `None` for all of them.
+        tier: Option<TierId>,
         /// The last store that the reset covers.
         through: Stored,
         /// When the leader gives up the reset.
@@ -314,6 +318,7 @@ impl Worker {
                 epoch,
                 id,
                 scope,
+                tier,
                 through: transfer,
                 deadline,
             } if self.leader.is_attached_to(epoch) => {
@@ -321,6 +326,7 @@ impl Worker {
                 effects.push(WorkerEffect::Invalidate {
                     id,
                     scope,
+                    tier,
                     through,
                     deadline,
                 });

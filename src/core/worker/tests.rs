@@ -641,6 +641,7 @@ fn an_order_before_the_admission_of_the_worker_is_refused_permanently() {
     let refusal = [report(5, vec![refused(TransferId(9))])];
     assert_eq!(order(&mut worker, 2, 5, vec![load(9)]), refusal);
     let invalidate = WorkerEvent::Invalidate {
+        tier: None,
         epoch: Epoch(2),
         id: ResetId(1),
         scope: Scope::Everything,

@@ -126,7 +126,8 @@ pub struct CancelStores {
     pub slot: Option<u64>,
 }
 
-/// Removes pages. Without a namespace: every page; without hashes: every page of the namespace.
+/// Removes pages. Without a namespace: every page; without hashes: every page of the namespace. Without a tier: from all
+/// tiers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Reset {
     /// Namespace of the pages; absent for all namespaces.
@@ -140,4 +141,7 @@ pub struct Reset {
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub hashes: Vec<u8>,
+    /// Number of the tier that forgets the pages: 2 for host memory, 3 for the disk; 0 for all tiers.
+    #[serde(default)]
+    pub tier: u8,
 }

@@ -4,11 +4,12 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::ErrorBody;
+use super::tier::tier_of;
 use crate::error::ErrorCode;
 use crate::limits::PAGE_RECORD_BYTES;
 use kvferry_types::{
     Anchor, DomainId, Epoch, Fingerprint, NamespaceId, PageRecord, Record, ResetId, Scope, Stored,
-    TransferId,
+    TierId, TransferId,
 };
 
 /// The inventory's record of the pages that a store fills.
@@ -53,6 +54,9 @@ pub struct Invalidate {
     pub fingerprints: Vec<u8>,
     /// Covers stores of the header's epoch up to this transfer, and all stores of older epochs.
     pub through: u64,
+    /// Number of the tier whose inventory is changed; 0 for all tiers.
+    #[serde(default)]
+    pub tier: u8,
 }
 
 /// Answer to [`Invalidate`]: the pages are removed from the inventory.
@@ -132,9 +136,9 @@ impl RecordBody {
 }
 
 impl Invalidate {
-    /// Builds the order to remove the pages of a scope from the inventory, as far as they were stored at or before
-    /// `through`.
-    pub fn new(id: ResetId, scope: &Scope, through: TransferId) -> Self {
+    /// Builds the order to remove the pages of a scope from the inventory of a tier, or of all tiers, as far as they were
+    /// stored at or before `through`.
+    pub fn new(id: ResetId, scope: &Scope, tier: Option<TierId>, through: TransferId) -> Self {
         let (namespace, fingerprints) = match scope {
             Scope::Everything => (Vec::new(), Vec::new()),
             Scope::Namespace(namespace) => (namespace.0.to_be_bytes().to_vec(), Vec::new()),
@@ -147,7 +151,13 @@ impl Invalidate {
             namespace,
             fingerprints,
             through: through.0,
+            tier: tier.map_or(0, TierId::number),
         }
+    }
+
+    /// Returns the pages to remove, and the tier if it is only one. Fails as [`Self::scope`] does, and if `tier` is none.
+    pub fn covers(&self) -> Result<(Scope, Option<TierId>), ErrorBody> {
+        Ok((self.scope()?, tier_of("tier", self.tier)?))
     }
 
     /// Returns the scope of pages to remove. Fails if `namespace` has neither 0 nor 8 bytes.

@@ -6,6 +6,7 @@ mod handshake;
 mod inventory;
 mod rank;
 mod status;
+mod tier;
 mod worker;
 
 pub use engine::{CancelStores, Finish, Load, Lookup, PartBody, Reset, Store};
@@ -13,6 +14,7 @@ pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{RankStatus, Status, StatusAnswer};
+pub(crate) use tier::tier_of;
 pub use worker::{
     Attach, AttachDepot, Attached, Cancel, Ended, Memory, MemoryAnswer, Readiness, StatedMemory,
     TierPages, TransferBody, TransferOrder,

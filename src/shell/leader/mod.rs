@@ -326,10 +326,12 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     worker,
                     id,
                     scope,
+                    tier,
                     through,
                     deadline,
                 } => {
-                    let invalidate = Message::Invalidate(Invalidate::new(id, &scope, through));
+                    let order = Invalidate::new(id, &scope, tier, through);
+                    let invalidate = Message::Invalidate(order);
                     let left = host.now().until(deadline);
                     self.order(host, &[worker], invalidate, left);
                 }

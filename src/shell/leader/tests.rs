@@ -420,6 +420,7 @@ fn admin(kind: u8, rest: [u8; 7]) -> EngineId {
 
 fn reset() -> Message {
     Message::Reset(Reset {
+        tier: 0,
         namespace: None,
         hash_bytes: 0,
         hashes: Vec::new(),

@@ -25,6 +25,8 @@ const INVALIDATIONS_MAX: usize = RESETS_OPEN_MAX;
 pub(super) struct PendingInvalidation {
     id: ResetId,
     scope: Scope,
+    /// The only tier that the reset covers; `None` for all of them.
+    only: Option<TierId>,
     /// The last store that the reset covers.
     through: Stored,
     /// The order that is answered when the reset is complete.
@@ -46,7 +48,7 @@ pub(super) struct Invalidations {
 impl PendingInvalidation {
     pub(super) fn new(
         id: ResetId,
-        scope: Scope,
+        (scope, only): (Scope, Option<TierId>),
         through: Stored,
         order: RequestId,
         deadline: Time,
@@ -54,10 +56,11 @@ impl PendingInvalidation {
         Self {
             id,
             scope,
+            only,
             through,
             order,
             deadline,
-            next: (TierId::Host, 0),
+            next: (only.unwrap_or(TierId::Host), 0),
         }
     }
 }
@@ -143,9 +146,17 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         };
         let (tier, from) = invalidate.next;
-        let next = host.unlist_scope(tier, &invalidate.scope, invalidate.through, from)?;
         let depots = host.depots();
-        let slower = depots.tiers().find(|slower| *slower > tier);
+        let next = match invalidate
+            .only
+            .is_some_and(|only| depots.get(only).is_none())
+        {
+            // The worker has no such tier, so that none of its pages is listed.
+            true => None,
+            false => host.unlist_scope(tier, &invalidate.scope, invalidate.through, from)?,
+        };
+        let mut slower = depots.tiers().filter(|_| invalidate.only.is_none());
+        let slower = slower.find(|slower| *slower > tier);
         let next = next.map(|next| (tier, next));
         match next.or(slower.map(|slower| (slower, 0))) {
             Some(next) => {
@@ -176,7 +187,7 @@ mod tests {
     fn invalidate(id: u64, scope: Scope, deadline: u64) -> PendingInvalidation {
         PendingInvalidation::new(
             ResetId(id),
-            scope,
+            (scope, None),
             THROUGH,
             RequestId(100 + id),
             Time(deadline),

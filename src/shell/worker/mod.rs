@@ -266,11 +266,13 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             WorkerEffect::Invalidate {
                 id,
                 scope,
+                tier,
                 through,
                 deadline,
             } => {
+                let covers = (scope, tier);
                 let invalidate =
-                    PendingInvalidation::new(id, scope, through, self.leader.order, deadline);
+                    PendingInvalidation::new(id, covers, through, self.leader.order, deadline);
                 self.invalidate(host, invalidate)?;
             }
             WorkerEffect::Refuse(refusal) => {

@@ -54,11 +54,12 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             Message::ReadInventory(read) => {
                 return self.read_inventory(host, correlation, epoch, read);
             }
-            Message::Invalidate(invalidate) => match invalidate.scope() {
-                Ok(scope) => WorkerEvent::Invalidate {
+            Message::Invalidate(invalidate) => match invalidate.covers() {
+                Ok((scope, tier)) => WorkerEvent::Invalidate {
                     epoch,
                     id: ResetId(invalidate.reset),
                     scope,
+                    tier,
                     through: TransferId(invalidate.through),
                     deadline,
                 },

@@ -50,6 +50,7 @@ struct Process {
     slices_to_come: u32,
     /// First page of each slice of a reset. A reset takes two slices.
     unlisted_from: Vec<u32>,
+    unlisted_tiers: Vec<TierId>,
 }
 
 impl HolderPeers for Process {
@@ -176,6 +177,7 @@ impl WorkerHost for Process {
         _: Stored,
         from: u32,
     ) -> Result<Option<u32>, Fatal> {
+        self.unlisted_tiers.push(tier);
         if tier == TierId::Host {
             self.unlisted_from.push(from);
         }

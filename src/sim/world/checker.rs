@@ -189,7 +189,7 @@ impl SimWorld {
             if let Some(at) = self
                 .env
                 .oracle
-                .came_back(namespace, block.domain, *fingerprint)
+                .came_back(tier, namespace, block.domain, *fingerprint)
             {
                 return Err(
                     format!("page {page} of {tier} came back: it was forgotten at {at}").into(),

@@ -503,8 +503,15 @@ impl EngineProcess {
             1 => ResetScope::Namespace(vec![namespace]),
             _ => ResetScope::Pages(vec![namespace], hashes),
         };
+        // Every second reset of a world with several tiers is one of a single tier.
+        let tiers = env.setup.tiers.clone();
+        let tier = match tiers.len() {
+            1 => None,
+            len => tiers.get(env.rng.usize(..2 * len)).copied(),
+        };
         let id = self.draw_id();
-        self.request(env, id, Request::Reset { scope }, RequestKind::Reset);
+        let reset = Request::Reset { scope, tier };
+        self.request(env, id, reset, RequestKind::Reset);
     }
 
     /// Cancels the stores of all slots, or of one slot that may already be finished.

@@ -191,7 +191,7 @@ impl PageAccesses {
 #[derive(Debug)]
 struct ReceivedRequest {
     answer: Option<Result<Answer, Refusal>>,
-    reset: Option<ResetScope>,
+    reset: Option<(ResetScope, Option<TierId>)>,
     /// The request names engine pages, and copies of an older leader may have been running when it arrived: the leader
     /// keeps it while the connection lasts, and does not carry it out.
     parked: bool,
@@ -212,6 +212,8 @@ pub(super) struct ArrivedRequest<'a> {
 #[derive(Debug)]
 struct ConfirmedReset {
     scope: ResetScope,
+    /// The only tier that it covers; `None` for all tiers.
+    tier: Option<TierId>,
     at: Time,
 }
 
@@ -227,6 +229,8 @@ pub(super) struct Oracle {
     open: BTreeMap<(Epoch, EngineId, RequestId), Duration>,
     /// When a store of each page was last ordered.
     stored: BTreeMap<(DomainId, Fingerprint), Time>,
+    /// When a transfer into each page of a tier was last ordered, moves included.
+    written: BTreeMap<(TierId, DomainId, Fingerprint), Time>,
     /// Pages that a move between tiers reads, while it is in flight.
     sources: BTreeMap<TransferId, (TierId, Vec<u32>)>,
     /// Ends of moves that the leader was told. A repeated report says nothing about pages that were written since.
@@ -278,7 +282,7 @@ impl Oracle {
             return;
         }
         let reset = match request {
-            Request::Reset { scope } => Some(scope.clone()),
+            Request::Reset { scope, tier } => Some((scope.clone(), *tier)),
             _ => None,
         };
         let left = match request {
@@ -386,12 +390,12 @@ impl Oracle {
         }
         let first = taken.answer.is_none();
         taken.answer = Some(answer.clone());
-        if let (Some(scope), Ok(Answer::Reset(ResetAnswer { .. })), true) =
+        if let (Some((scope, tier)), Ok(Answer::Reset(ResetAnswer { .. })), true) =
             (taken.reset.take(), answer, first)
         {
             let at = taken.at;
             let place = self.resets.partition_point(|removed| removed.at <= at);
-            let removed = ConfirmedReset { scope, at };
+            let removed = ConfirmedReset { scope, tier, at };
             self.resets.insert(place, removed);
         }
         None
@@ -448,6 +452,10 @@ impl Oracle {
             self.sources.insert(copy.id, (from, read));
         }
         self.deadlines.insert(copy.id, copy.deadline);
+        for page in copy.record.iter().flat_map(|record| record.pages()) {
+            let key = (copy.edge.to, page.domain, page.fingerprint);
+            self.written.insert(key, now);
+        }
         // A move stores nothing new: pages that a reset removed must not come back by one.
         if let Some(record) = copy.record.as_ref().filter(|_| copy.device.is_some()) {
             for page in record.pages() {
@@ -484,10 +492,11 @@ impl Oracle {
         })
     }
 
-    /// When a page was removed by a reset that was requested after the page was last stored; `None` if by none. A page
-    /// that a lookup can find must have none.
+    /// When a page of a tier was removed by a reset that was requested after the page was last stored; `None` if by none. A
+    /// page that a lookup can find must have none. After a reset of its tier alone, a move may have written it again.
     pub(super) fn came_back(
         &self,
+        tier: TierId,
         namespace: u8,
         domain: DomainId,
         fingerprint: Fingerprint,
@@ -497,6 +506,12 @@ impl Oracle {
             .get(&(domain, fingerprint))
             .copied()
             .unwrap_or(Time(0));
+        let written = (tier, domain, fingerprint);
+        let written = self.written.get(&written).copied().unwrap_or(Time(0));
+        let later = |removed: &&ConfirmedReset| match removed.tier {
+            None => removed.at > stored,
+            Some(only) => only == tier && removed.at > written,
+        };
         // A reset of a namespace covers the pages of every layout, also those of engines that attached after it was
         // requested.
         let meant = |removed: &&ConfirmedReset| match &removed.scope {
@@ -510,7 +525,8 @@ impl Oracle {
         self.resets
             .iter()
             .rev()
-            .take_while(|removed| removed.at > stored)
+            .take_while(|removed| removed.at > stored.min(written))
+            .filter(later)
             .find(meant)
             .map(|removed| removed.at)
     }

@@ -470,7 +470,7 @@ impl PreloadedLeader {
             engine: ENGINE,
             id: RequestId(self.requests),
             deadline: Time::NEVER,
-            request: Request::Reset { scope },
+            request: Request::Reset { scope, tier: None },
         };
         let begun = Instant::now();
         self.leader.step(self.now, event, &mut self.effects);

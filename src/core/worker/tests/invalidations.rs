@@ -7,6 +7,7 @@ fn an_invalidation_of_another_epoch_changes_nothing() {
     let mut worker = worker();
     let mut invalidate = |epoch: u64| {
         let invalidate = WorkerEvent::Invalidate {
+            tier: None,
             epoch: Epoch(epoch),
             id: ResetId(3),
             scope: Scope::Everything,
@@ -25,6 +26,7 @@ fn an_invalidation_of_another_epoch_changes_nothing() {
     let scope = Scope::Everything;
     let deadline = Time(100);
     let invalidations = WorkerEffect::Invalidate {
+        tier: None,
         id,
         scope,
         through,

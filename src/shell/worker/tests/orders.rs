@@ -121,7 +121,7 @@ fn resets_take_turns_of_one_slice_with_messages_in_between() {
     let mut world = World::attached();
     let invalidate = |id| {
         let scope = Scope::Everything;
-        Message::Invalidate(Invalidate::new(ResetId(id), &scope, TransferId(9)))
+        Message::Invalidate(Invalidate::new(ResetId(id), &scope, None, TransferId(9)))
     };
     for (order, reset) in [(7, 1), (8, 2), (9, 1)] {
         world.order(order, invalidate(reset));
@@ -144,4 +144,22 @@ fn resets_take_turns_of_one_slice_with_messages_in_between() {
         (world.process.slices_to_come, world.answered()),
         (0, Vec::new())
     );
+}
+
+#[test]
+fn a_reset_of_one_tier_visits_the_inventory_of_that_tier_alone() {
+    let mut world = World::attached();
+    let orders = [(7, 1, TierId::Disk), (8, 2, TierId::Host)];
+    for (order, reset, tier) in orders {
+        let (id, scope) = (ResetId(reset), Scope::Everything);
+        let invalidate = Invalidate::new(id, &scope, Some(tier), TransferId(9));
+        world.order(order, Message::Invalidate(invalidate));
+    }
+    // The worker has no disk: its answer to the first order comes without a look into any inventory.
+    world.run_slice();
+    assert_eq!(world.process.unlisted_tiers, []);
+    (0..2).for_each(|_| world.run_slice());
+    assert_eq!(world.process.unlisted_tiers, [TierId::Host, TierId::Host]);
+    let done = |order| (order, MessageKind::Invalidated, None);
+    assert_eq!(world.answered(), [done(7), done(8)]);
 }
