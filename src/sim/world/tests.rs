@@ -50,7 +50,7 @@ type Share = fn(&Counts) -> (&'static str, u64);
 /// Bounds for the work of the thousand worlds, about a quarter from what they do today. No invariant is violated when
 /// resets are never confirmed, or when the ends of copies are never reported and their workers restart, so the counts
 /// are checked, too. Few worlds recover pages or move pages up, so that these counts depend on the seeds most of all.
-const WORK: [(Share, u64, u64); 12] = [
+const WORK: [(Share, u64, u64); 11] = [
     (
         |of| ("prompts served, per cent", of.served * 100 / of.prompts),
         90,
@@ -66,11 +66,6 @@ const WORK: [(Share, u64, u64); 12] = [
         u64::MAX,
     ),
     (|of| ("pages recovered", of.recovered_pages), 130, u64::MAX),
-    (
-        |of| ("tokens kept out by the cost gate", of.declined_tokens),
-        1,
-        u64::MAX,
-    ),
     (|of| ("pages moved down", of.pages_down), 9_000, u64::MAX),
     (|of| ("pages moved up", of.pages_up), 230, u64::MAX),
     (|of| ("workers fenced", of.fenced), 0, 346),
