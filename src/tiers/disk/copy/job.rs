@@ -1,0 +1,388 @@
+//! One copy between host memory and a disk, in parts.
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Instant;
+
+use kvferry_memory::{BufferError, Depot, page_stride_bytes};
+use kvferry_types::{EndedCopy, PageRun, Record, Transfer};
+
+use super::super::files::DiskFile;
+use super::super::format::{BlockHeader, HeaderPage, PageSum};
+use super::super::set::DiskSet;
+
+/// Bytes of one read or write, unless a page is larger: with less, disks do not reach their bandwidth.
+pub(super) const PART_BYTES: u64 = 4 << 20;
+
+/// A copy between host memory and the open set of a disk.
+#[derive(Debug)]
+pub struct DiskCopy {
+    /// What is copied. One end is host memory, and the other the disk.
+    pub transfer: Transfer,
+    /// Host memory.
+    pub depot: Arc<Depot>,
+    /// The set whose pages the transfer names.
+    pub set: Arc<DiskSet>,
+}
+
+/// How a copy ended.
+#[derive(Debug)]
+pub struct DiskCopyEnd {
+    /// The report.
+    pub ended: EndedCopy,
+    /// Why the disk did not carry out a read or write.
+    pub error: Option<io::Error>,
+}
+
+/// Pages whose disk pages are consecutive.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    /// Index in the transfer of the first page.
+    first: usize,
+    /// The first disk page.
+    disk: u32,
+    pages: u32,
+}
+
+/// One read or write of a part.
+pub(super) struct Operation {
+    pub(super) file: Arc<dyn DiskFile>,
+    pub(super) at: u64,
+    /// Bytes of the part's buffer.
+    pub(super) bytes: Range<usize>,
+}
+
+/// A page of a read, as the set listed it when the copy began.
+#[derive(Debug)]
+struct Source {
+    block: Arc<BlockHeader>,
+    index: u16,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// Parts that have not ended and were not left out.
+    open: usize,
+    /// Parts, and preparations, that are in flight.
+    running: usize,
+    /// Which pages were copied.
+    copied: Vec<bool>,
+    /// Checksums of the pages that were written.
+    sums: Vec<PageSum>,
+    /// Index of the first page that failed its checksum.
+    bad: Option<usize>,
+    error: Option<io::Error>,
+    /// No further part begins.
+    stopped: bool,
+    reported: bool,
+}
+
+/// A copy that is being carried out.
+#[derive(Debug)]
+pub(super) struct Job {
+    copy: DiskCopy,
+    pub(super) write: bool,
+    begun: Instant,
+    /// Host page of each page.
+    host: Vec<u32>,
+    pub(super) parts: Vec<Part>,
+    sources: Vec<Option<Source>>,
+    progress: Mutex<Progress>,
+    /// Held for reading while a part touches host memory; true once none may.
+    detached: RwLock<bool>,
+}
+
+impl Job {
+    /// Splits a copy into parts.
+    pub(super) fn new(copy: DiskCopy) -> Self {
+        let write = copy.transfer.edge.to > copy.transfer.edge.from;
+        let pairs = copy.transfer.pairs.iter();
+        let pages: Vec<(u32, u32)> = pairs
+            .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
+            .map(|(src, dst)| if write { (src, dst) } else { (dst, src) })
+            .collect();
+        let part_pages = (PART_BYTES / copy.set.geometry().stride).max(1);
+        let mut parts: Vec<Part> = Vec::new();
+        for (first, (_, disk)) in pages.iter().enumerate() {
+            match parts.last_mut() {
+                Some(last)
+                    if u64::from(last.pages) < part_pages
+                        && last.disk.checked_add(last.pages) == Some(*disk) =>
+                {
+                    last.pages += 1;
+                }
+                _ => parts.push(Part {
+                    first,
+                    disk: *disk,
+                    pages: 1,
+                }),
+            }
+        }
+        let sources = if write {
+            Vec::new()
+        } else {
+            sources(&copy.set, &pages)
+        };
+        let progress = Progress {
+            open: parts.len(),
+            copied: vec![false; pages.len()],
+            sums: vec![PageSum::default(); if write { pages.len() } else { 0 }],
+            ..Progress::default()
+        };
+        Self {
+            write,
+            begun: Instant::now(),
+            host: pages.into_iter().map(|(host, _)| host).collect(),
+            parts,
+            sources,
+            progress: Mutex::new(progress),
+            detached: RwLock::new(false),
+            copy,
+        }
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of the buffer that a part needs.
+    pub(super) fn buffer_bytes(&self, part: Part) -> usize {
+        part.pages as usize * self.copy.set.geometry().stride as usize
+    }
+
+    /// Counts a part, or the preparation, as in flight. Returns false if the copy has been stopped.
+    fn enter(&self) -> bool {
+        let mut progress = self.progress();
+        let stopped = progress.stopped;
+        progress.running += usize::from(!stopped);
+        !stopped
+    }
+
+    /// Makes durable what a write needs before its first byte. Returns the end of the copy if it was stopped meanwhile.
+    pub(super) fn prepare(&self) -> Option<DiskCopyEnd> {
+        if !self.enter() {
+            return None;
+        }
+        let struck = self.strike();
+        let mut progress = self.progress();
+        progress.running -= 1;
+        if let Err(error) = struck {
+            progress.stopped = true;
+            progress.error.get_or_insert(error);
+        }
+        (progress.stopped && progress.running == 0).then(|| self.report(&mut progress))?
+    }
+
+    fn strike(&self) -> io::Result<()> {
+        for part in &self.parts {
+            self.copy.set.strike(PageRun {
+                start: part.disk,
+                count: part.pages,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Begins a part. Returns false if the copy has been stopped.
+    pub(super) fn begin(&self) -> bool {
+        self.enter()
+    }
+
+    /// Fills the buffer for a write. Returns the operations.
+    pub(super) fn operations(&self, part: Part, buffer: &mut [u8]) -> io::Result<Vec<Operation>> {
+        if self.write {
+            self.gather(part, buffer)?;
+        }
+        let set = &self.copy.set;
+        let stride = set.geometry().stride as usize;
+        let mut from = 0;
+        let extents = set.geometry().extents(part.disk, part.pages);
+        let operations = extents.into_iter().map(|extent| {
+            let bytes = from..from + extent.pages as usize * stride;
+            from = bytes.end;
+            Ok(Operation {
+                file: set.segment(extent.disk, extent.segment)?,
+                at: extent.at,
+                bytes,
+            })
+        });
+        operations.collect()
+    }
+
+    /// Ends a part whose operations have all ended. Returns the end of the copy if it was the last one.
+    pub(super) fn end(
+        &self,
+        part: Part,
+        buffer: &[u8],
+        result: io::Result<()>,
+    ) -> Option<DiskCopyEnd> {
+        let copied = match result {
+            Ok(()) if self.write => Ok(part.pages as usize),
+            Ok(()) => self.scatter(part, buffer),
+            Err(error) => Err(error),
+        };
+        let mut progress = self.progress();
+        progress.open -= 1;
+        progress.running -= 1;
+        match copied {
+            Ok(pages) => {
+                progress.copied[part.first..part.first + pages].fill(true);
+                if pages < part.pages as usize {
+                    progress.stopped = true;
+                }
+            }
+            Err(error) => {
+                progress.stopped = true;
+                progress.error.get_or_insert(error);
+            }
+        }
+        let over = progress.open == 0 || progress.stopped && progress.running == 0;
+        over.then(|| self.report(&mut progress))?
+    }
+
+    /// Stops a copy. Returns its end if nothing of it touches host memory or pages of the disk any longer: a read ends at
+    /// once, because what the disk still delivers goes to memory of this process alone.
+    pub(super) fn stop(&self) -> Option<DiskCopyEnd> {
+        {
+            let mut progress = self.progress();
+            progress.stopped = true;
+            if self.write {
+                return (progress.running == 0).then(|| self.report(&mut progress))?;
+            }
+        }
+        *self
+            .detached
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = true;
+        self.report(&mut self.progress())
+    }
+
+    fn report(&self, progress: &mut Progress) -> Option<DiskCopyEnd> {
+        if std::mem::replace(&mut progress.reported, true) {
+            return None;
+        }
+        let whole = progress.copied.iter().take_while(|copied| **copied).count();
+        let complete = whole == progress.copied.len();
+        let transfer = &self.copy.transfer;
+        if complete && self.write {
+            let sums = std::mem::take(&mut progress.sums);
+            self.copy.set.written(transfer.id, sums);
+        }
+        let bytes = progress.copied.iter().filter(|copied| **copied).count() as u64;
+        Some(DiskCopyEnd {
+            ended: EndedCopy {
+                transfer: transfer.id,
+                complete,
+                complete_pages: u32::try_from(whole).unwrap_or(u32::MAX),
+                bytes: bytes * transfer.page_bytes,
+                copy_us: u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX),
+                bad_source: !complete && progress.bad == Some(whole),
+            },
+            error: progress.error.take(),
+        })
+    }
+
+    /// Copies the pages of a part from host memory, and takes their checksums from the copy, which nobody can change.
+    fn gather(&self, part: Part, buffer: &mut [u8]) -> io::Result<()> {
+        let record = self.copy.transfer.record.as_ref();
+        let record = record.ok_or_else(|| io::Error::other("a write without a record"))?;
+        let block = block_of(record);
+        let geometry = self.copy.set.geometry();
+        let page_bytes = geometry.page_bytes as usize;
+        let mut sums = Vec::with_capacity(part.pages as usize);
+        let pages = buffer.chunks_exact_mut(geometry.stride as usize);
+        for (index, page) in (part.first..).zip(pages).take(part.pages as usize) {
+            let (bytes, padding) = page.split_at_mut(page_bytes);
+            self.in_host_memory(index, |depot, at| depot.buffer().read_into(at, bytes))?;
+            padding.fill(0);
+            let fingerprint = record.fingerprints.get(index).copied();
+            let listed = HeaderPage {
+                fingerprint: fingerprint
+                    .ok_or_else(|| io::Error::other("a page without a record"))?,
+                stored: record.stored,
+                sum: PageSum::default(),
+            };
+            let place = usize::from(record.first) + index;
+            let place = u16::try_from(place).map_err(io::Error::other)?;
+            sums.push(
+                self.copy
+                    .set
+                    .keys
+                    .page_sum(&block.place(place, &listed), bytes),
+            );
+        }
+        let mut progress = self.progress();
+        progress.sums[part.first..part.first + sums.len()].copy_from_slice(&sums);
+        Ok(())
+    }
+
+    /// Verifies the pages of a part and copies them into host memory. Returns the number of pages before the first one
+    /// whose checksum does not match.
+    fn scatter(&self, part: Part, buffer: &[u8]) -> io::Result<usize> {
+        let detached = self.detached.read().unwrap_or_else(PoisonError::into_inner);
+        if *detached {
+            return Ok(0);
+        }
+        let geometry = self.copy.set.geometry();
+        let pages = buffer.chunks_exact(geometry.stride as usize);
+        for (count, page) in pages.take(part.pages as usize).enumerate() {
+            let index = part.first + count;
+            let bytes = &page[..geometry.page_bytes as usize];
+            let matches = self.sources[index].as_ref().is_some_and(|source| {
+                let listed = &source.block.pages[usize::from(source.index)];
+                let place = source.block.place(source.index, listed);
+                self.copy.set.keys.page_sum(&place, bytes) == listed.sum
+            });
+            if !matches {
+                let mut progress = self.progress();
+                progress.bad = Some(progress.bad.map_or(index, |bad| bad.min(index)));
+                return Ok(count);
+            }
+            self.in_host_memory(index, |depot, at| depot.buffer().write_from(at, bytes))?;
+        }
+        Ok(part.pages as usize)
+    }
+
+    fn in_host_memory(
+        &self,
+        index: usize,
+        copy: impl FnOnce(&Depot, u64) -> Result<(), BufferError>,
+    ) -> io::Result<()> {
+        let depot = &self.copy.depot;
+        let page_bytes = self.copy.transfer.page_bytes;
+        let page = self.host[index];
+        let at = depot.pages_at(page_bytes) + u64::from(page) * page_stride_bytes(page_bytes);
+        copy(depot, at).map_err(io::Error::other)
+    }
+}
+
+/// The block of a record, for checksums.
+fn block_of(record: &Record) -> BlockHeader {
+    BlockHeader {
+        anchor: record.anchor,
+        domain: record.domain,
+        phase: record.phase,
+        pages: Vec::new(),
+    }
+}
+
+/// What the set lists of each page that is read.
+fn sources(set: &DiskSet, pages: &[(u32, u32)]) -> Vec<Option<Source>> {
+    let table = set.table();
+    let mut last: Option<(u32, Arc<BlockHeader>)> = None;
+    let sources = pages.iter().map(|(_, page)| {
+        let (block, index) = table.find(*page)?;
+        let start = page - u32::from(index);
+        let shared = match &last {
+            Some((of, shared)) if *of == start => Arc::clone(shared),
+            _ => Arc::new(block.clone()),
+        };
+        last = Some((start, Arc::clone(&shared)));
+        Some(Source {
+            block: shared,
+            index,
+        })
+    });
+    sources.collect()
+}

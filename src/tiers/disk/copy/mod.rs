@@ -1,0 +1,171 @@
+//! Copies between host memory and a disk, on threads of their own.
+//!
+//! Each part of a copy goes through private, aligned memory of its thread. So a disk needs no alignment of host memory;
+//! the checksum covers just the bytes that are written, or that were read before anyone sees them; and what a disk
+//! delivers late, after the copy was given up or the process has died, reaches no memory that is shared.
+
+mod job;
+mod queue;
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use kvferry_types::TransferId;
+
+use super::buffer::AlignedBuffer;
+pub use job::{DiskCopy, DiskCopyEnd};
+use job::{Job, Operation};
+use queue::{Queue, Task};
+
+/// Default number of reads and writes in flight.
+pub const DISK_DEPTH: usize = 8;
+/// Largest number of them.
+pub const DISK_DEPTH_MAX: usize = 256;
+
+/// Receives the ends of copies, on the thread that ended the last part.
+type Ended = Box<dyn Fn(DiskCopyEnd) + Send + Sync>;
+
+struct Shared {
+    queue: Queue,
+    running: Mutex<HashMap<TransferId, Arc<Job>>>,
+    ended: Ended,
+}
+
+impl Shared {
+    fn running(&self) -> MutexGuard<'_, HashMap<TransferId, Arc<Job>>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn report(&self, end: Option<DiskCopyEnd>) {
+        if let Some(end) = end {
+            self.running().remove(&end.ended.transfer);
+            (self.ended)(end);
+        }
+    }
+}
+
+/// Carries out copies between host memory and a disk. Dropped: stops all copies and waits for what is in flight.
+pub struct DiskCopier {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl DiskCopier {
+    /// Starts `depth` threads, each with one read or write in flight. `ended` receives the end of each copy.
+    ///
+    /// Memory: 4 MiB for each thread, or one page where pages are larger.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system if a thread cannot be started.
+    pub fn start(
+        depth: usize,
+        ended: impl Fn(DiskCopyEnd) + Send + Sync + 'static,
+    ) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            queue: Queue::default(),
+            running: Mutex::default(),
+            ended: Box::new(ended),
+        });
+        let mut copier = Self {
+            shared: Arc::clone(&shared),
+            threads: Vec::new(),
+        };
+        for _ in 0..depth.clamp(1, DISK_DEPTH_MAX) {
+            let shared = Arc::clone(&shared);
+            let thread = std::thread::Builder::new().name("kvferry-disk".to_owned());
+            copier.threads.push(thread.spawn(move || run(&shared))?);
+        }
+        Ok(copier)
+    }
+
+    /// Begins a copy. Reads go before writes.
+    pub fn copy(&self, copy: DiskCopy) {
+        let id = copy.transfer.id;
+        let job = Arc::new(Job::new(copy));
+        self.shared.running().insert(id, Arc::clone(&job));
+        if job.parts.is_empty() {
+            return self.shared.report(job.stop());
+        }
+        match job.write {
+            true => self.shared.queue.push(Task::Prepare(job)),
+            false => self.push_parts(&job),
+        }
+    }
+
+    fn push_parts(&self, job: &Arc<Job>) {
+        push_parts(&self.shared, job);
+    }
+
+    /// Stops a copy. A read ends at once; a write ends when what is in flight has ended.
+    pub fn stop(&self, transfer: TransferId) {
+        let job = self.shared.running().get(&transfer).cloned();
+        if let Some(job) = job {
+            self.shared.report(job.stop());
+        }
+    }
+}
+
+impl Drop for DiskCopier {
+    fn drop(&mut self) {
+        let running: Vec<TransferId> = self.shared.running().keys().copied().collect();
+        running.into_iter().for_each(|transfer| self.stop(transfer));
+        self.shared.queue.close();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a disk thread panicked");
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for DiskCopier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DiskCopier({} threads)", self.threads.len())
+    }
+}
+
+fn push_parts(shared: &Shared, job: &Arc<Job>) {
+    let parts = job
+        .parts
+        .iter()
+        .map(|part| Task::Part(Arc::clone(job), *part));
+    shared.queue.push_all(job.write, parts);
+}
+
+/// Carries out tasks until the queue is closed and empty.
+fn run(shared: &Arc<Shared>) {
+    let mut buffer = AlignedBuffer::new(0);
+    while let Some(task) = shared.queue.pop() {
+        match task {
+            Task::Prepare(job) => {
+                shared.report(job.prepare());
+                push_parts(shared, &job);
+            }
+            Task::Part(job, _) if !job.begin() => {}
+            Task::Part(job, part) => {
+                let bytes = job.buffer_bytes(part);
+                if buffer.bytes().len() < bytes {
+                    buffer = AlignedBuffer::new(bytes);
+                }
+                let part_buffer = &mut buffer.bytes_mut()[..bytes];
+                let operations = job.operations(part, part_buffer);
+                let result = operations
+                    .and_then(|operations| carry_out(job.write, &operations, part_buffer));
+                shared.report(job.end(part, part_buffer, result));
+            }
+        }
+    }
+}
+
+fn carry_out(write: bool, operations: &[Operation], buffer: &mut [u8]) -> io::Result<()> {
+    operations.iter().try_for_each(|one| {
+        let bytes = &mut buffer[one.bytes.clone()];
+        match write {
+            true => one.file.write(bytes, one.at),
+            false => one.file.read(bytes, one.at),
+        }
+    })
+}

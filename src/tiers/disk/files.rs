@@ -1,0 +1,279 @@
+//! The files of a disk tier: what the tier asks of a file system, and the implementation with real files.
+//!
+//! Every file is read and written in whole units of [`UNIT_BYTES`], past the page cache where the file system permits
+//! it. A directory is opened once, and everything in it relative to that handle, without following links: a directory
+//! that is renamed or replaced meanwhile is still the one whose lock is held.
+
+use std::fs::File as StdFile;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags};
+use rustix::io::{Errno, ReadWriteFlags};
+
+/// Reads and writes begin at multiples of this and have multiples of it as their length, in bytes: the largest logical
+/// sector of today's disks, and the page of memory.
+pub const UNIT_BYTES: u64 = 4096;
+/// Bytes of zeros that one call writes where a file system cannot preallocate.
+const ZEROS_BYTES: usize = 4 << 20;
+const FILE_MODE: Mode = Mode::from_raw_mode(0o600);
+const DIR_MODE: Mode = Mode::from_raw_mode(0o700);
+
+/// A directory.
+pub trait Files: Send + Sync + std::fmt::Debug {
+    /// Opens a file for reading and writing; `None` if there is none of this name.
+    fn open(&self, name: &str) -> io::Result<Option<Arc<dyn DiskFile>>>;
+    /// Creates an empty file. Fails if there is one of this name.
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
+    /// Opens a directory below; `None` if there is none of this name.
+    fn directory(&self, name: &str) -> io::Result<Option<Arc<dyn Files>>>;
+    /// Creates a directory below, with access for its owner alone.
+    fn create_directory(&self, name: &str) -> io::Result<Arc<dyn Files>>;
+    /// Names of all files and directories, in order.
+    fn names(&self) -> io::Result<Vec<String>>;
+    /// Gives a file another name. Replaces the file that had it, at once for every observer.
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+    /// Removes a file. A file that is still open goes on to exist without a name.
+    fn remove(&self, name: &str) -> io::Result<()>;
+    /// Removes an empty directory.
+    fn remove_directory(&self, name: &str) -> io::Result<()>;
+    /// Makes creations, renamings and removals durable.
+    fn sync(&self) -> io::Result<()>;
+    /// Takes the directory's lock, until the last handle of it is closed. Returns false while another process has it.
+    fn try_lock(&self) -> io::Result<bool>;
+}
+
+impl dyn Files {
+    /// Opens the directory of a set; `None` if the name is that of a file.
+    pub(super) fn directory_of_set(&self, name: &str) -> io::Result<Option<Arc<dyn Files>>> {
+        match super::format::SetKey::is_name(name) {
+            true => self.directory(name),
+            false => Ok(None),
+        }
+    }
+}
+
+/// A file of a disk tier.
+pub trait DiskFile: Send + Sync + std::fmt::Debug {
+    /// Bytes of the file.
+    fn bytes(&self) -> io::Result<u64>;
+    /// Fills `out` from an offset on. Fails with [`io::ErrorKind::UnexpectedEof`] behind the file's end.
+    fn read(&self, out: &mut [u8], at: u64) -> io::Result<()>;
+    /// Writes all of `bytes` at an offset.
+    fn write(&self, bytes: &[u8], at: u64) -> io::Result<()>;
+    /// Writes all of `bytes` at an offset. They are durable when the call returns.
+    fn write_synced(&self, bytes: &[u8], at: u64) -> io::Result<()>;
+    /// Makes everything durable that was written, and the file's length.
+    fn sync(&self) -> io::Result<()>;
+    /// Grows the file to this length, with room on the disk for all of it.
+    fn allocate(&self, bytes: u64) -> io::Result<()>;
+    /// Tells the disk that a range holds nothing of value. Its contents are undefined until they are written again.
+    fn discard(&self, at: u64, bytes: u64) -> io::Result<()>;
+    /// Takes the file's lock. Returns false while another process has it, or while its I/O on this file is in flight.
+    fn try_lock(&self) -> io::Result<bool>;
+    /// The descriptor, for interfaces that need one; `None` for files that have none.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// A directory of a file system.
+#[derive(Debug)]
+pub struct RealDirectory(OwnedFd);
+
+/// A file of a file system.
+#[derive(Debug)]
+pub struct RealFile(StdFile);
+
+impl RealDirectory {
+    /// Opens a directory, and creates it if its parent exists.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system call; [`io::ErrorKind::PermissionDenied`] for a directory that belongs to another user, or
+    /// that others may read or write.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        match rustix::fs::mkdir(path, DIR_MODE) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        let fd = rustix::fs::open(path, flags, Mode::empty())?;
+        let stat = rustix::fs::fstat(&fd)?;
+        let ours = rustix::process::getuid().as_raw();
+        if stat.st_uid != ours {
+            let owner = stat.st_uid;
+            let text = format!(
+                "the directory belongs to user {owner}, and this process runs as user {ours}: give it to that user"
+            );
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+        }
+        if stat.st_mode & 0o077 != 0 {
+            let mode = stat.st_mode & 0o777;
+            let text = format!("other users may enter the directory (mode {mode:o}): chmod 700 it");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+        }
+        Ok(Self(fd))
+    }
+
+    fn open_file(&self, name: &str, create: OFlags) -> io::Result<RealFile> {
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK | create;
+        let open = |flags| rustix::fs::openat(&self.0, name, flags, FILE_MODE);
+        // Some file systems, and tmpfs before Linux 6.6, refuse direct I/O.
+        let fd = match open(flags | OFlags::DIRECT) {
+            Err(Errno::INVAL) => open(flags - OFlags::EXCL)?,
+            opened => opened?,
+        };
+        let stat = rustix::fs::fstat(&fd)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(io::Error::other(format!("{name} is no regular file")));
+        }
+        Ok(RealFile(StdFile::from(fd)))
+    }
+}
+
+impl Files for RealDirectory {
+    fn open(&self, name: &str) -> io::Result<Option<Arc<dyn DiskFile>>> {
+        match self.open_file(name, OFlags::empty()) {
+            Ok(file) => Ok(Some(Arc::new(file))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        let file = self.open_file(name, OFlags::CREATE | OFlags::EXCL)?;
+        Ok(Arc::new(file))
+    }
+
+    fn directory(&self, name: &str) -> io::Result<Option<Arc<dyn Files>>> {
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match rustix::fs::openat(&self.0, name, flags, Mode::empty()) {
+            Ok(fd) => Ok(Some(Arc::new(Self(fd)))),
+            Err(Errno::NOENT) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn create_directory(&self, name: &str) -> io::Result<Arc<dyn Files>> {
+        rustix::fs::mkdirat(&self.0, name, DIR_MODE)?;
+        let gone = || io::Error::other(format!("{name} was removed after its creation"));
+        self.directory(name)?.ok_or_else(gone)
+    }
+
+    fn names(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in Dir::read_from(&self.0)? {
+            let entry = entry?;
+            if let Ok(name) = entry.file_name().to_str()
+                && !matches!(name, "." | "..")
+            {
+                names.push(name.to_owned());
+            }
+        }
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        Ok(rustix::fs::renameat(&self.0, from, &self.0, to)?)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        Ok(rustix::fs::unlinkat(&self.0, name, AtFlags::empty())?)
+    }
+
+    fn remove_directory(&self, name: &str) -> io::Result<()> {
+        Ok(rustix::fs::unlinkat(&self.0, name, AtFlags::REMOVEDIR)?)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(&self.0)?)
+    }
+
+    fn try_lock(&self) -> io::Result<bool> {
+        try_lock(&self.0)
+    }
+}
+
+fn try_lock(fd: impl AsFd) -> io::Result<bool> {
+    match rustix::fs::flock(fd, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(Errno::AGAIN) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+impl DiskFile for RealFile {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn read(&self, out: &mut [u8], at: u64) -> io::Result<()> {
+        self.0.read_exact_at(out, at)
+    }
+
+    fn write(&self, bytes: &[u8], at: u64) -> io::Result<()> {
+        self.0.write_all_at(bytes, at)
+    }
+
+    fn write_synced(&self, bytes: &[u8], at: u64) -> io::Result<()> {
+        let parts = [io::IoSlice::new(bytes)];
+        match rustix::io::pwritev2(&self.0, &parts, at, ReadWriteFlags::DSYNC) {
+            Ok(written) if written == bytes.len() => Ok(()),
+            Ok(_) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INTR) => {
+                self.write(bytes, at)?;
+                self.sync()
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+
+    fn allocate(&self, bytes: u64) -> io::Result<()> {
+        let len = self.bytes()?;
+        if len >= bytes {
+            return Ok(());
+        }
+        match rustix::fs::fallocate(&self.0, FallocateFlags::empty(), len, bytes - len) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => self.fill(len, bytes),
+            done => Ok(done?),
+        }
+    }
+
+    fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.0, hole, at, bytes)?;
+        // The room stays reserved, so that the next write into the range finds it.
+        match rustix::fs::fallocate(&self.0, FallocateFlags::KEEP_SIZE, at, bytes) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            done => Ok(done?),
+        }
+    }
+
+    fn try_lock(&self) -> io::Result<bool> {
+        try_lock(&self.0)
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.as_fd())
+    }
+}
+
+impl RealFile {
+    /// Writes zeros from `from` to `to`: room that no preallocation gives.
+    fn fill(&self, from: u64, to: u64) -> io::Result<()> {
+        let zeros = super::buffer::AlignedBuffer::new(ZEROS_BYTES);
+        let mut at = from;
+        while at < to {
+            let bytes = (to - at).min(ZEROS_BYTES as u64);
+            self.write(&zeros.bytes()[..bytes as usize], at)?;
+            at += bytes;
+        }
+        Ok(())
+    }
+}

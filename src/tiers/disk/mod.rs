@@ -1,0 +1,24 @@
+//! A disk tier: pages in files, with the proof of every byte. See [`mod@format`] for the files.
+
+pub mod buffer;
+mod copy;
+pub mod files;
+pub mod format;
+mod recover;
+mod room;
+mod set;
+mod table;
+#[cfg(test)]
+mod tests;
+mod tier;
+
+use std::time::Duration;
+
+pub use copy::{DISK_DEPTH, DISK_DEPTH_MAX, DiskCopier, DiskCopy, DiskCopyEnd};
+pub use recover::Recovered;
+pub use set::DiskSet;
+pub use table::NotListed;
+pub use tier::{DISKS_MAX, DiskDirectories, DiskError, DiskTier};
+
+/// Longest time between the listing of a page and the flush that makes it durable.
+pub const FLUSH_AFTER: Duration = Duration::from_secs(1);

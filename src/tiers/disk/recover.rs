@@ -1,0 +1,466 @@
+//! Opens a set: reads its index or the tables of its segments, and keeps the headers whose pages no later store has
+//! overwritten and no reset has removed.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+
+use kvferry_types::Stored;
+
+use super::buffer::AlignedBuffer;
+use super::files::{DiskFile, Files};
+use super::format::{
+    BlockHeader, FormatError, Geometry, INDEX_NAME, Marks, REGION_PAGES, Region, SetFile, SetKey,
+    SetKeys, read_index,
+};
+use super::room::Room;
+use super::set::{DiskSet, lock_file, region_id, segment_name, segment_number};
+use super::table::{Slots, Table};
+
+/// Bytes of a table that are read at one time.
+const TABLE_PART_BYTES: u64 = 4 << 20;
+
+/// What a set was opened for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SetOf {
+    pub(super) tier: u128,
+    pub(super) shard: u16,
+    pub(super) key: SetKey,
+}
+
+/// What a recovery found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Recovered {
+    /// The headers came from the index of a clean end.
+    pub by_index: bool,
+    /// Pages that are listed now.
+    pub pages: u64,
+    /// Blocks that are listed now.
+    pub blocks: u64,
+    /// Slots whose checksum or fields were wrong: torn writes, or damage.
+    pub bad_slots: u64,
+    /// Pages that were listed, and that a later store had overwritten.
+    pub overwritten_pages: u64,
+    /// Pages that were listed and that resets had removed.
+    pub reset_pages: u64,
+    /// Pages that were written shortly before an unclean end and did not reach the disk.
+    pub lost_pages: u64,
+    /// Pages that were written shortly before an unclean end and did.
+    pub recent_pages: u64,
+}
+
+impl Recovered {
+    /// True if the headers on the disk differ from those that are listed, or may not be durable.
+    fn changed(&self) -> bool {
+        let cut = self.overwritten_pages + self.reset_pages + self.lost_pages + self.recent_pages;
+        cut + self.bad_slots > 0
+    }
+}
+
+/// The headers of a set's tables.
+#[derive(Debug, Default)]
+pub(super) struct Headers {
+    /// First page and header of each block, with the sequence number of its slot.
+    pub(super) blocks: Vec<(u32, BlockHeader, u64)>,
+    pub(super) slots: HashMap<u32, Slots>,
+    pub(super) sequence: u64,
+    /// Writes up to this one were durable.
+    pub(super) durable: u64,
+    pub(super) bad_slots: u64,
+}
+
+/// Opens a set, and creates it if it does not exist. Blocks while the tables are read: `progress` is called with the
+/// bytes that were read and those of all tables.
+pub(super) fn open_set(
+    of: SetOf,
+    disks: &[Arc<dyn Files>],
+    (room, marks): (&Arc<Room>, &Marks),
+    progress: &dyn Fn(u64, u64),
+) -> io::Result<(DiskSet, Recovered)> {
+    let directories = set_directories(of, disks)?;
+    let file = set_file(of, &directories, room.share())?;
+    let geometry = file.geometry;
+    let count = geometry.segments(room.share());
+    let mut segments = Vec::new();
+    for directory in &directories {
+        segments.push(open_segments(directory.as_ref(), &geometry, count)?);
+    }
+    let segments_bytes = u64::from(count) * geometry.segment_bytes();
+    room.open(
+        Some(&of.key.name()),
+        room.share().saturating_sub(segments_bytes),
+    )?;
+    let index = match directories.first() {
+        Some(directory) => {
+            let index = read_index(directory.as_ref(), file.set)?;
+            // From here on the headers change, and the index does not.
+            if directory.open(INDEX_NAME)?.is_some() {
+                directory.remove(INDEX_NAME)?;
+                directory.sync()?;
+            }
+            index
+        }
+        None => None,
+    };
+    let mut found = Recovered {
+        by_index: index.is_some(),
+        ..Recovered::default()
+    };
+    let headers = match index {
+        Some(index) => {
+            let blocks = index.blocks.into_iter();
+            Headers {
+                blocks: blocks
+                    .map(|(start, block)| (start, block, index.sequence))
+                    .collect(),
+                slots: index.regions.into_iter().collect(),
+                sequence: index.sequence,
+                durable: index.sequence,
+                bad_slots: 0,
+            }
+        }
+        None => read_tables(&file, &segments, progress)?,
+    };
+    found.bad_slots = headers.bad_slots;
+    let Headers {
+        mut blocks,
+        slots,
+        sequence,
+        durable,
+        ..
+    } = headers;
+    let lengths: Vec<(u32, usize)> = lengths(&blocks);
+    let capacity = geometry.pages(count);
+    cut_without_segment(&geometry, &segments, &mut blocks);
+    found.overwritten_pages = resolve(&mut blocks, capacity);
+    let (blocks, lost, recent) = verify_recent(&file, &segments, blocks, durable);
+    (found.lost_pages, found.recent_pages) = (lost, recent);
+    let mut table = Table::new(blocks, slots, (sequence, durable));
+    for (start, listed) in lengths {
+        let kept = table.block(start).map_or(0, |block| block.pages.len());
+        if kept != listed {
+            table.mark_dirty(start);
+        }
+    }
+    for mark in marks.iter() {
+        let before = table.pages();
+        let mut from = Some(0);
+        while let Some(page) = from {
+            from = table.invalidate(&mark.scope, mark.through, page, u32::MAX);
+        }
+        found.reset_pages += before - table.pages();
+    }
+    (found.pages, found.blocks) = (table.pages(), table.len() as u64);
+    let set = DiskSet::new(file, directories, segments, Arc::clone(room), table);
+    if !found.by_index {
+        // What was read need not be durable: a process that ended may not have flushed it.
+        set.flush()?;
+    }
+    if found.changed() {
+        // So that the next start does not verify the same pages again.
+        set.table().checkpoint();
+        set.flush()?;
+    }
+    Ok((set, found))
+}
+
+/// First page and listed length of each block.
+fn lengths(blocks: &[(u32, BlockHeader, u64)]) -> Vec<(u32, usize)> {
+    let blocks = blocks.iter();
+    blocks
+        .map(|(start, block, _)| (*start, block.pages.len()))
+        .collect()
+}
+
+/// Cuts blocks at the first page whose segment is gone: another set needed the room on that disk, or the cap is smaller
+/// now.
+fn cut_without_segment(
+    geometry: &Geometry,
+    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
+    blocks: &mut Vec<(u32, BlockHeader, u64)>,
+) {
+    for (start, block, _) in &mut *blocks {
+        let mut kept = 0;
+        for extent in geometry.extents(*start, block.pages.len() as u32) {
+            let of_disk = segments.get(extent.disk);
+            match of_disk.and_then(|of_disk| of_disk.get(extent.segment as usize)) {
+                Some(Some(_)) => kept += extent.pages as usize,
+                _ => break,
+            }
+        }
+        block.pages.truncate(kept);
+    }
+    blocks.retain(|(_, block, _)| !block.pages.is_empty());
+}
+
+fn set_directories(of: SetOf, disks: &[Arc<dyn Files>]) -> io::Result<Vec<Arc<dyn Files>>> {
+    let name = of.key.name();
+    let directories = disks.iter().map(|disk| match disk.directory(&name)? {
+        Some(directory) => Ok(directory),
+        None => {
+            let directory = disk.create_directory(&name)?;
+            disk.sync()?;
+            Ok(directory)
+        }
+    });
+    directories.collect()
+}
+
+/// The set file, which lies on the first disk. Written for a new set.
+fn set_file(of: SetOf, directories: &[Arc<dyn Files>], share: u64) -> io::Result<SetFile> {
+    let first = directories.first();
+    let first = first.ok_or_else(|| io::Error::other("a disk tier needs a directory"))?;
+    let disks = u16::try_from(directories.len()).map_err(io::Error::other)?;
+    match SetFile::read(first.as_ref())? {
+        Some(Ok(file)) => {
+            let expected = (of.tier, of.shard, of.key, disks);
+            let found = (file.tier, file.shard, file.key, file.geometry.disks);
+            match expected == found {
+                true => Ok(file),
+                false => Err(invalid(FormatError::Field {
+                    field: "identity of the set",
+                    value: file.shard.into(),
+                })),
+            }
+        }
+        Some(Err(FormatError::Checksum | FormatError::Short)) => {
+            // Without it, nothing says where the pages lie. The pages are lost.
+            tracing::error!(
+                set = of.key.name(),
+                "the set file is damaged: its pages are removed"
+            );
+            for directory in directories {
+                let names = directory.names()?;
+                let segments = names.iter().filter(|name| segment_number(name).is_some());
+                segments
+                    .into_iter()
+                    .try_for_each(|name| directory.remove(name))?;
+                directory.sync()?;
+            }
+            new_set(of, first.as_ref(), (disks, share))
+        }
+        Some(Err(error)) => Err(invalid(error)),
+        None => new_set(of, first.as_ref(), (disks, share)),
+    }
+}
+
+fn new_set(of: SetOf, first: &dyn Files, (disks, share): (u16, u64)) -> io::Result<SetFile> {
+    let mut id = [0; 16];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
+    let file = SetFile {
+        set: u128::from_le_bytes(id),
+        tier: of.tier,
+        shard: of.shard,
+        key: of.key,
+        geometry: Geometry::new(&of.key, disks, share).map_err(invalid)?,
+    };
+    file.write(first)?;
+    Ok(file)
+}
+
+/// An error of the format as one of the file system, for callers that treat both alike.
+pub(super) fn invalid(error: FormatError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+/// Opens the segments of a disk for which the cap has room, and removes those behind.
+fn open_segments(
+    directory: &dyn Files,
+    geometry: &Geometry,
+    count: u32,
+) -> io::Result<Vec<Option<Arc<dyn DiskFile>>>> {
+    let mut segments = vec![None; count as usize];
+    for name in directory.names()? {
+        let Some(number) = segment_number(&name) else {
+            continue;
+        };
+        let Some(place) = segments.get_mut(number as usize) else {
+            directory.remove(&name)?;
+            continue;
+        };
+        *place = directory.open(&segment_name(number))?;
+        if let Some(file) = place {
+            lock_file(file.as_ref())?;
+            file.allocate(geometry.segment_bytes())?;
+        }
+    }
+    directory.sync()?;
+    Ok(segments)
+}
+
+/// Reads the tables of all segments.
+pub(super) fn read_tables(
+    file: &SetFile,
+    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
+    progress: &dyn Fn(u64, u64),
+) -> io::Result<Headers> {
+    let geometry = &file.geometry;
+    let pair = 2 * geometry.slot_bytes;
+    let part = TABLE_PART_BYTES.next_multiple_of(pair);
+    let existing = segments.iter().flatten().flatten().count() as u64;
+    let (mut done, all) = (0, existing * geometry.table_bytes());
+    let mut headers = Headers::default();
+    let mut buffer = AlignedBuffer::new(part as usize);
+    for (disk, of_disk) in segments.iter().enumerate() {
+        for (segment, opened) in (0_u32..).zip(of_disk) {
+            let Some(opened) = opened else {
+                continue;
+            };
+            let mut at = 0;
+            while at < geometry.table_bytes() {
+                let bytes = part.min(geometry.table_bytes() - at);
+                let read = &mut buffer.bytes_mut()[..bytes as usize];
+                opened.read(read, at)?;
+                for (index, slots) in (at / pair..).zip(read.chunks_exact(pair as usize)) {
+                    let index = u32::try_from(index).unwrap_or(u32::MAX) * REGION_PAGES;
+                    let page = geometry.page_of(disk, segment, index);
+                    if let Ok(page) = u32::try_from(page) {
+                        headers.add(file, page / REGION_PAGES, slots);
+                    }
+                }
+                at += bytes;
+                done += bytes;
+                progress(done, all);
+            }
+        }
+    }
+    Ok(headers)
+}
+
+impl Headers {
+    /// Adds a region: the slot with the higher sequence number that is whole.
+    fn add(&mut self, file: &SetFile, number: u32, slots: &[u8]) {
+        let id = region_id(file, number);
+        let halves = slots
+            .chunks_exact(slots.len() / 2)
+            .map(|slot| Region::decode(id, slot));
+        let mut newest: Option<(u8, Region)> = None;
+        for (slot, region) in (0_u8..).zip(halves) {
+            match region {
+                Ok(None) => {}
+                Err(_) => self.bad_slots += 1,
+                Ok(Some(region)) => {
+                    self.sequence = self.sequence.max(region.sequence);
+                    self.durable = self.durable.max(region.durable);
+                    if newest
+                        .as_ref()
+                        .is_none_or(|(_, other)| other.sequence < region.sequence)
+                    {
+                        newest = Some((slot, region));
+                    }
+                }
+            }
+        }
+        if let Some((slot, region)) = newest {
+            let sequence = region.sequence;
+            self.slots.insert(
+                number,
+                Slots {
+                    newest: slot,
+                    sequence,
+                    synced: false,
+                },
+            );
+            let blocks = region.blocks.into_iter();
+            self.blocks
+                .extend(blocks.map(|(start, block)| (start, block, sequence)));
+        }
+    }
+}
+
+/// Cuts blocks whose pages a later store has overwritten, or that lie beyond the capacity. Returns the number of pages.
+pub(super) fn resolve(blocks: &mut Vec<(u32, BlockHeader, u64)>, capacity: u32) -> u64 {
+    blocks.sort_unstable_by_key(|(start, ..)| *start);
+    let end = |start: u32, block: &BlockHeader| start.saturating_add(block.pages.len() as u32);
+    let mut keep: Vec<u32> = blocks
+        .iter()
+        .map(|(start, block, _)| end(*start, block).min(capacity).saturating_sub(*start))
+        .collect();
+    // Blocks that reach into those behind them: blocks have at most 256 pages, so few do.
+    let mut before: Vec<usize> = Vec::new();
+    for index in 0..blocks.len() {
+        let (start, block, _) = &blocks[index];
+        before.retain(|other| end(blocks[*other].0, &blocks[*other].1) > *start);
+        for other in &before {
+            let (other_start, other_block, _) = &blocks[*other];
+            let shared = *start..end(*start, block).min(end(*other_start, other_block));
+            let stored = |first: u32, block: &BlockHeader, page: u32| -> Stored {
+                block.pages[(page - first) as usize].stored
+            };
+            for page in shared {
+                let mine = stored(*start, block, page);
+                let others = stored(*other_start, other_block, page);
+                // No two stores are equal: of two blocks that claim so, neither is believed.
+                if mine <= others {
+                    keep[index] = keep[index].min(page - start);
+                }
+                if others <= mine {
+                    keep[*other] = keep[*other].min(page - other_start);
+                }
+            }
+        }
+        before.push(index);
+    }
+    let mut cut = 0;
+    for ((_, block, _), keep) in blocks.iter_mut().zip(keep) {
+        cut += (block.pages.len() as u64).saturating_sub(keep.into());
+        block.pages.truncate(keep as usize);
+    }
+    blocks.retain(|(_, block, _)| !block.pages.is_empty());
+    cut
+}
+
+/// Reads the pages of blocks whose headers were written after the last flush that the disk knows of, and cuts the blocks
+/// at the first page that did not reach the disk. Returns the numbers of pages that were cut, and that were not.
+fn verify_recent(
+    file: &SetFile,
+    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
+    blocks: Vec<(u32, BlockHeader, u64)>,
+    durable: u64,
+) -> (Vec<(u32, BlockHeader)>, u64, u64) {
+    let (mut lost, mut recent) = (0, 0);
+    let mut kept = Vec::with_capacity(blocks.len());
+    for (start, mut block, sequence) in blocks {
+        if sequence > durable {
+            let whole = pages_that_match(file, segments, start, &block);
+            lost += (block.pages.len() - whole) as u64;
+            recent += whole as u64;
+            block.pages.truncate(whole);
+        }
+        if !block.pages.is_empty() {
+            kept.push((start, block));
+        }
+    }
+    (kept, lost, recent)
+}
+
+/// Number of pages of a block, from the first one on, whose checksums match.
+pub(super) fn pages_that_match(
+    file: &SetFile,
+    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
+    start: u32,
+    block: &BlockHeader,
+) -> usize {
+    let geometry = &file.geometry;
+    let keys = SetKeys::new(file.set, file.shard);
+    let mut buffer = AlignedBuffer::new(geometry.stride as usize);
+    for (page, index) in block.pages.iter().zip(0_u16..) {
+        let extents = geometry.extents(start + u32::from(index), 1);
+        let matches = extents.first().is_some_and(|extent| {
+            let of_disk = segments.get(extent.disk);
+            let segment = of_disk.and_then(|of_disk| of_disk.get(extent.segment as usize));
+            let Some(Some(segment)) = segment else {
+                return false;
+            };
+            let bytes = buffer.bytes_mut();
+            segment.read(bytes, extent.at).is_ok() && {
+                let bytes = &bytes[..geometry.page_bytes as usize];
+                keys.page_sum(&block.place(index, page), bytes) == page.sum
+            }
+        });
+        if !matches {
+            return usize::from(index);
+        }
+    }
+    block.pages.len()
+}

@@ -1,0 +1,309 @@
+//! An open set: its files, and its headers in memory and on the disks.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use kvferry_types::{PageRecord, PageRun, Record, Stored, TransferId};
+
+use super::buffer::AlignedBuffer;
+use super::files::{DiskFile, Files};
+use super::format::{
+    Geometry, INDEX_NAME, PageSum, Region, RegionId, SET_NAME, SetFile, SetKeys, write_index,
+};
+use super::room::Room;
+use super::table::{NotListed, Table};
+
+/// Locks for the writes of regions: two writes of one region never overlap.
+const REGION_LOCKS: usize = 64;
+/// How long a start waits for I/O of an ended process, which the kernel may still carry out.
+const DRAIN_LIMIT: Duration = Duration::from_secs(60);
+/// Copies whose checksums wait for their listing, at most: more than run at one time.
+const WRITTEN_MAX: usize = 1024;
+/// Regions that are written between two looks at the table.
+const FLUSH_REGIONS: usize = 256;
+const DRAIN_PAUSE: Duration = Duration::from_millis(20);
+
+/// Name of a segment's file.
+pub(super) fn segment_name(segment: u32) -> String {
+    format!("segment-{segment:05}")
+}
+
+/// The number of a segment's file; `None` for other files.
+pub(super) fn segment_number(name: &str) -> Option<u32> {
+    name.strip_prefix("segment-")?.parse().ok()
+}
+
+/// One segment of each disk, opened when first needed.
+type Segments = Vec<Option<Arc<dyn DiskFile>>>;
+
+/// An open set. All calls may block on a disk.
+#[derive(Debug)]
+pub struct DiskSet {
+    pub(super) file: SetFile,
+    pub(super) keys: SetKeys,
+    /// The set's directory on each disk.
+    directories: Vec<Arc<dyn Files>>,
+    segments: Mutex<Vec<Segments>>,
+    room: Arc<Room>,
+    table: Mutex<Table>,
+    /// Checksums of pages that were written and not listed yet.
+    written: Mutex<BTreeMap<TransferId, Vec<PageSum>>>,
+    region_locks: Vec<Mutex<()>>,
+    /// Held for reading from the sequence number of a write to its end, so that a flush knows which writes have ended.
+    writes: RwLock<()>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that holds these locks leaves a state half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl DiskSet {
+    /// A set with these files and headers.
+    pub(super) fn new(
+        file: SetFile,
+        directories: Vec<Arc<dyn Files>>,
+        segments: Vec<Segments>,
+        room: Arc<Room>,
+        table: Table,
+    ) -> Self {
+        Self {
+            keys: SetKeys::new(file.set, file.shard),
+            file,
+            directories,
+            segments: Mutex::new(segments),
+            room,
+            table: Mutex::new(table),
+            written: Mutex::default(),
+            region_locks: (0..REGION_LOCKS).map(|_| Mutex::default()).collect(),
+            writes: RwLock::default(),
+        }
+    }
+
+    /// Sizes and places of the set's files.
+    pub fn geometry(&self) -> &Geometry {
+        &self.file.geometry
+    }
+
+    /// Number of pages of the set.
+    pub fn capacity_pages(&self) -> u32 {
+        let segments = lock(&self.segments).first().map_or(0, Vec::len);
+        self.geometry()
+            .pages(u32::try_from(segments).unwrap_or(u32::MAX))
+    }
+
+    pub(super) fn table(&self) -> MutexGuard<'_, Table> {
+        lock(&self.table)
+    }
+
+    /// Notes the checksums of the pages that a transfer has written.
+    pub(super) fn written(&self, transfer: TransferId, sums: Vec<PageSum>) {
+        let mut written = lock(&self.written);
+        written.insert(transfer, sums);
+        // A copy whose end the leader no longer waits for is never listed.
+        if written.len() > WRITTEN_MAX {
+            written.pop_first();
+        }
+    }
+
+    /// Lists the pages that a transfer has written. They are durable after the next flush.
+    ///
+    /// # Errors
+    ///
+    /// A record that does not fit the pages that were written. Nothing is listed then.
+    pub fn list(&self, record: &Record) -> Result<(), NotListed> {
+        let sums = lock(&self.written).remove(&record.stored.transfer);
+        self.table().list(record, &sums.unwrap_or_default())
+    }
+
+    /// Removes pages that will be overwritten, or that failed their checksum, and those behind them in their blocks.
+    pub fn unlist(&self, run: PageRun) {
+        self.table().unlist(run);
+    }
+
+    /// Records of the listed pages among `count` pages from `from` on, in order.
+    pub fn records(&self, from: u32, count: u32) -> Vec<PageRecord> {
+        self.table().records(from..from.saturating_add(count))
+    }
+
+    /// The newest store of a listed page.
+    pub fn newest(&self) -> Stored {
+        self.table().newest()
+    }
+
+    /// Numbers of listed blocks and pages.
+    pub fn listed(&self) -> (u64, u64) {
+        let table = self.table();
+        (table.len() as u64, table.pages())
+    }
+
+    /// True while a change waits to be written.
+    pub fn is_dirty(&self) -> bool {
+        self.table().is_dirty()
+    }
+
+    /// The file of a segment. Creates it, if there is none yet, with room for all of its pages.
+    pub(super) fn segment(&self, disk: usize, segment: u32) -> io::Result<Arc<dyn DiskFile>> {
+        let mut segments = lock(&self.segments);
+        let of_disk = segments.get_mut(disk);
+        let place = of_disk.and_then(|of_disk| of_disk.get_mut(segment as usize));
+        let place =
+            place.ok_or_else(|| io::Error::other(format!("there is no segment {segment}")))?;
+        if let Some(file) = place {
+            return Ok(Arc::clone(file));
+        }
+        let bytes = self.geometry().segment_bytes();
+        self.room.make(disk, bytes)?;
+        let directory = &self.directories[disk];
+        let name = segment_name(segment);
+        let created = match directory.open(&name)? {
+            Some(file) => file,
+            None => directory.create(&name)?,
+        };
+        let prepared = created
+            .allocate(bytes)
+            .and_then(|()| lock_file(created.as_ref()));
+        if let Err(error) = prepared.and_then(|()| directory.sync()) {
+            // A file without room for all of its pages would count as one that has it.
+            drop(created);
+            self.room.take_back(disk, bytes);
+            directory.remove(&name)?;
+            return Err(error);
+        }
+        *place = Some(Arc::clone(&created));
+        Ok(created)
+    }
+
+    /// Makes durable what the disk has to know before the pages of a run are overwritten: otherwise a header could
+    /// outlive the pages that it lists.
+    pub(super) fn strike(&self, run: PageRun) -> io::Result<()> {
+        let regions = self.table().strikes_of(run);
+        regions
+            .into_iter()
+            .try_for_each(|region| self.write_region(region, true))
+    }
+
+    /// Writes up to `max` regions that the disk does not know, from region `from` on. Returns where to go on; `None` if
+    /// all were written.
+    pub(super) fn write_dirty(&self, from: u32, max: usize) -> io::Result<Option<u32>> {
+        let regions = self.table().to_write(from, max);
+        for region in &regions {
+            self.write_region(*region, false)?;
+        }
+        let last = regions.last().filter(|_| regions.len() == max);
+        Ok(last.map(|last| last + 1))
+    }
+
+    /// Writes a slot of a region, if it has to be written; with `synced`, it is durable when the call returns.
+    fn write_region(&self, region: u32, synced: bool) -> io::Result<()> {
+        let _alone = lock(&self.region_locks[region as usize % REGION_LOCKS]);
+        let mut slot = AlignedBuffer::new(self.geometry().slot_bytes as usize);
+        let _counted = self.writes.read().unwrap_or_else(PoisonError::into_inner);
+        let (write, encoded) = {
+            let mut table = self.table();
+            let Some(write) = table.begin_write(region) else {
+                return Ok(());
+            };
+            let (id, numbers) = (self.region_id(region), (write.sequence, write.durable));
+            (
+                write,
+                Region::encode(id, numbers, table.region(region), slot.bytes_mut()),
+            )
+        };
+        let written = encoded.map_err(io::Error::other).and_then(|()| {
+            let (disk, segment, at) = self.geometry().slot_at(region, write.slot);
+            let file = self.segment(disk, segment)?;
+            match synced {
+                true => file.write_synced(slot.bytes(), at),
+                false => file.write(slot.bytes(), at),
+            }
+        });
+        let ended = (written.is_ok(), synced);
+        self.table().end_write(region, write, ended);
+        written
+    }
+
+    /// Makes durable what was listed and removed before this call. After it, no slot lists a page that was removed by a
+    /// reset before the call.
+    pub(super) fn flush(&self) -> io::Result<()> {
+        self.flush_once()?;
+        // The second slots of regions with removed pages are written once the first ones are durable.
+        let dirty = self.table().is_dirty();
+        if dirty { self.flush_once() } else { Ok(()) }
+    }
+
+    fn flush_once(&self) -> io::Result<()> {
+        let mut from = Some(0);
+        while let Some(region) = from {
+            from = self.write_dirty(region, FLUSH_REGIONS)?;
+        }
+        let sequence = {
+            let _none_runs = self.writes.write().unwrap_or_else(PoisonError::into_inner);
+            self.table().sequence()
+        };
+        let files: Vec<_> = lock(&self.segments)
+            .iter()
+            .flatten()
+            .flatten()
+            .cloned()
+            .collect();
+        files.iter().try_for_each(|file| file.sync())?;
+        self.table().note_durable(sequence);
+        Ok(())
+    }
+
+    /// Flushes, and writes the index, so that the next start need not read the headers.
+    pub(super) fn close(&self) -> io::Result<()> {
+        self.flush()?;
+        let table = self.table();
+        if table.is_dirty() {
+            return Ok(());
+        }
+        let (set, sequence) = (self.file.set, table.sequence());
+        let directory = self.directories.first();
+        directory.map_or(Ok(()), |directory| {
+            write_index(
+                directory.as_ref(),
+                (set, sequence),
+                table.slots(),
+                table.blocks(),
+            )
+        })
+    }
+
+    /// Identity of a region.
+    pub(super) fn region_id(&self, number: u32) -> RegionId {
+        region_id(&self.file, number)
+    }
+}
+
+/// Identity of a region of a set.
+pub(super) fn region_id(file: &SetFile, number: u32) -> RegionId {
+    RegionId {
+        set: file.set,
+        shard: file.shard,
+        number,
+        seed: SetKeys::new(file.set, file.shard).region_seed(),
+    }
+}
+
+/// Takes the lock of a file, and waits for I/O of an ended process.
+pub(super) fn lock_file(file: &dyn DiskFile) -> io::Result<()> {
+    let begun = std::time::Instant::now();
+    while !file.try_lock()? {
+        if begun.elapsed() > DRAIN_LIMIT {
+            let text = format!("I/O of an ended process is still in flight after {DRAIN_LIMIT:?}");
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
+        }
+        std::thread::sleep(DRAIN_PAUSE);
+    }
+    Ok(())
+}
+
+/// True for a file of a set's directory that some version of the program wrote.
+pub(super) fn is_ours(name: &str) -> bool {
+    let name = name.strip_suffix(".new").unwrap_or(name);
+    matches!(name, SET_NAME | INDEX_NAME) || segment_number(name).is_some()
+}

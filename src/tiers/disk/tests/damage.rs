@@ -1,0 +1,118 @@
+//! Changed bits, and clean ends.
+
+use super::super::format::REGION_PAGES;
+use super::super::set::segment_name;
+use super::world::{World, key};
+
+fn filled() -> World {
+    let mut world = World::new(1, 4 << 20);
+    world.start(key(1)).expect("a fresh disk");
+    for start in [0, 20, 40, 60, 80] {
+        let record = world.record(start, (0, 10), 1);
+        world.store(&record).expect("stored");
+    }
+    world.tier().flush().expect("flushed");
+    world
+}
+
+#[test]
+fn a_clean_end_leaves_an_index_that_the_next_start_uses() {
+    let mut world = filled();
+    let served = world.served();
+    assert_eq!(served.len(), 50);
+    world.tier().close().expect("closed");
+    world.tier = None;
+    let found = world.start(key(1)).expect("opened");
+    assert!(found.by_index);
+    assert_eq!((found.pages, found.blocks), (50, 5));
+    assert_eq!(world.served(), served);
+    // The index is gone while headers may change: the next start, after an unclean end, reads these.
+    world.tier = None;
+    let found = world.start(key(1)).expect("opened");
+    assert!(!found.by_index);
+    assert_eq!(world.served(), served);
+}
+
+#[test]
+fn two_layouts_in_turn_find_their_own_pages() {
+    let mut world = filled();
+    let first = world.served();
+    world.tier().open(key(2), &|_, _| {}).expect("opened");
+    assert!(world.served().is_empty());
+    let record = world.record(4, (0, 7), 2);
+    world.store(&record).expect("stored");
+    let second = world.served();
+    world.tier().open(key(1), &|_, _| {}).expect("opened");
+    assert_eq!(world.served(), first);
+    // A reset reaches the set that is not open.
+    world.reset(None).expect("reset");
+    world.tier().flush().expect("flushed");
+    assert!(world.served().is_empty());
+    world.tier().open(key(2), &|_, _| {}).expect("opened");
+    assert!(world.served().is_empty(), "{} pages", second.len());
+}
+
+#[test]
+fn a_changed_bit_anywhere_is_a_miss_and_nothing_else() {
+    let pages = filled().served();
+    let bytes = filled().set().geometry().segment_bytes();
+    let mut rng = fastrand::Rng::with_seed(7);
+    let (mut missing, table) = (0, filled().set().geometry().table_bytes());
+    for round in 0..300 {
+        let mut world = filled();
+        world.tier = None;
+        let at = match round % 2 {
+            0 => rng.u64(0..bytes.min(table + 100 * 8192)),
+            // A byte of a header, of either slot.
+            _ => rng.u64(0..5) / 2 * 8192 + rng.u64(0..8192),
+        };
+        world.disks[0].flip_bit(&segment_name(0), at, rng.u8(0..8));
+        world.start(key(1)).expect("opened");
+        let served = world.served();
+        for (page, record) in &served {
+            assert_eq!(pages.get(page), Some(record), "byte {at}");
+        }
+        missing += pages.len() - served.len();
+    }
+    assert!(
+        missing > 100,
+        "{missing} pages were missing: bits of pages and headers were changed"
+    );
+}
+
+#[test]
+fn a_changed_bit_in_the_index_costs_the_index_alone() {
+    let mut world = filled();
+    let served = world.served();
+    world.tier().close().expect("closed");
+    world.tier = None;
+    world.disks[0].flip_bit("index", 300, 3);
+    let found = world.start(key(1)).expect("opened");
+    assert!(!found.by_index);
+    assert_eq!(world.served(), served);
+}
+
+#[test]
+fn a_new_block_costs_its_bytes_and_one_header() {
+    let mut world = filled();
+    let set = world.set();
+    let geometry = *set.geometry();
+    let before = world.disks[0].written();
+    let record = world.record(7 * REGION_PAGES, (0, 20), 1);
+    world.store(&record).expect("stored");
+    world.tier().flush().expect("flushed");
+    let written = world.disks[0].written() - before;
+    assert_eq!(written, 20 * geometry.stride + geometry.slot_bytes);
+    // Growth writes what is new, and one header.
+    let record = world.record(8 * REGION_PAGES + 8, (0, 2), 1);
+    world.store(&record).expect("stored");
+    world.tier().flush().expect("flushed");
+    let before = world.disks[0].written();
+    let record = world.record(8 * REGION_PAGES + 8, (2, 1), 1);
+    world.store(&record).expect("stored");
+    world.tier().flush().expect("flushed");
+    assert_eq!(
+        world.disks[0].written() - before,
+        geometry.stride + geometry.slot_bytes
+    );
+}

@@ -1,0 +1,401 @@
+//! Files in memory that lose what was not made durable, as a disk does at a loss of power.
+//!
+//! Of each unit of 4 KiB a crash keeps the durable contents or those of any write since, drawn for each unit. Of the
+//! creations, renamings and removals of a directory it keeps a number of the first ones since the directory was synced.
+//! Of a file's lengths since its last sync it keeps one.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use super::super::files::{DiskFile, Files, UNIT_BYTES};
+
+type Unit = Arc<[u8]>;
+
+#[derive(Debug, Default)]
+struct Inode {
+    /// Lengths since the last sync; the first one is durable.
+    lengths: Vec<u64>,
+    /// Contents of each unit since the last sync, oldest first; the first one is durable. A missing unit is zeros.
+    units: BTreeMap<u64, Vec<Option<Unit>>>,
+}
+
+#[derive(Debug, Clone)]
+enum Entry {
+    File(usize),
+    Directory(usize),
+}
+
+#[derive(Debug, Clone)]
+enum NameChange {
+    Add(String, Entry),
+    Rename(String, String),
+    Remove(String),
+}
+
+#[derive(Debug, Default)]
+struct SimDirectory {
+    durable: BTreeMap<String, Entry>,
+    changes: Vec<NameChange>,
+}
+
+impl SimDirectory {
+    fn with(&self, changes: usize) -> BTreeMap<String, Entry> {
+        let mut names = self.durable.clone();
+        for change in &self.changes[..changes] {
+            match change.clone() {
+                NameChange::Add(name, entry) => {
+                    names.insert(name, entry);
+                }
+                NameChange::Rename(from, to) => {
+                    if let Some(entry) = names.remove(&from) {
+                        names.insert(to, entry);
+                    }
+                }
+                NameChange::Remove(name) => {
+                    names.remove(&name);
+                }
+            }
+        }
+        names
+    }
+
+    fn now(&self) -> BTreeMap<String, Entry> {
+        self.with(self.changes.len())
+    }
+}
+
+#[derive(Debug, Default)]
+struct Disk {
+    inodes: Vec<Inode>,
+    directories: Vec<SimDirectory>,
+    /// Changes that may still be made; `None` for any number. At 0 the process is dead.
+    budget: Option<u64>,
+    changes: u64,
+    /// Bytes that were written to files.
+    written: u64,
+    /// Fails every write with this error.
+    failing: Option<io::ErrorKind>,
+    /// Reads and writes of files wait.
+    silent: bool,
+    /// Writes that wait.
+    waiting: usize,
+}
+
+/// A disk.
+#[derive(Debug, Clone, Default)]
+pub(in super::super) struct SimDisk(Arc<(Mutex<Disk>, Condvar)>);
+
+#[derive(Debug)]
+struct SimFiles(SimDisk, usize);
+
+#[derive(Debug)]
+struct SimFile(SimDisk, usize);
+
+impl SimDisk {
+    pub(in super::super) fn new() -> Self {
+        let disk = Self::default();
+        disk.lock().directories.push(SimDirectory::default());
+        disk
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Disk> {
+        self.0
+            .0
+            .lock()
+            .expect("no test panics while it holds the lock")
+    }
+
+    pub(in super::super) fn root(&self) -> Arc<dyn Files> {
+        Arc::new(SimFiles(self.clone(), 0))
+    }
+
+    /// The process dies before the change that follows this many others.
+    pub(in super::super) fn die_after(&self, changes: Option<u64>) {
+        self.lock().budget = changes;
+    }
+
+    /// Number of changes so far.
+    pub(in super::super) fn changes(&self) -> u64 {
+        self.lock().changes
+    }
+
+    /// Bytes that were written to files so far.
+    pub(in super::super) fn written(&self) -> u64 {
+        self.lock().written
+    }
+
+    /// Every write fails with this error, or none does.
+    pub(in super::super) fn fail_writes(&self, kind: Option<io::ErrorKind>) {
+        self.lock().failing = kind;
+    }
+
+    /// Lets reads and writes wait until the value is dropped.
+    pub(in super::super) fn silence(&self) -> super::copies::Silence {
+        self.lock().silent = true;
+        super::copies::Silence(self.clone())
+    }
+
+    pub(in super::super) fn speak(&self) {
+        self.lock().silent = false;
+        self.0.1.notify_all();
+    }
+
+    /// Waits until a write waits.
+    pub(in super::super) fn await_write(&self) {
+        let disk = self.0.1.wait_while(self.lock(), |disk| disk.waiting == 0);
+        drop(disk.expect("no test panics while it holds the lock"));
+    }
+
+    fn spoken(&self, write: bool) {
+        let mut disk = self.lock();
+        disk.waiting += usize::from(write);
+        self.0.1.notify_all();
+        let mut disk = self
+            .0
+            .1
+            .wait_while(disk, |disk| disk.silent)
+            .expect("no panic");
+        disk.waiting -= usize::from(write);
+    }
+
+    /// The contents after a loss of power. The disk works again.
+    pub(in super::super) fn crash(&self, rng: &mut fastrand::Rng) {
+        let mut disk = self.lock();
+        disk.budget = None;
+        for inode in &mut disk.inodes {
+            let pick = rng.usize(0..inode.lengths.len());
+            inode.lengths = vec![inode.lengths[pick]];
+            for versions in inode.units.values_mut() {
+                let pick = rng.usize(0..versions.len());
+                *versions = vec![versions[pick].clone()];
+            }
+        }
+        for directory in &mut disk.directories {
+            let kept = rng.usize(0..=directory.changes.len());
+            directory.durable = directory.with(kept);
+            directory.changes.clear();
+        }
+    }
+
+    /// Bytes of all files that have a name.
+    pub(in super::super) fn used(&self) -> u64 {
+        fn of(disk: &Disk, directory: usize) -> u64 {
+            let names = disk.directories[directory].now();
+            let bytes = names.values().map(|entry| match entry {
+                Entry::File(inode) => disk.inodes[*inode].lengths.last().copied().unwrap_or(0),
+                Entry::Directory(below) => of(disk, *below),
+            });
+            bytes.sum()
+        }
+        of(&self.lock(), 0)
+    }
+
+    /// Changes one bit of a file that has this name, somewhere.
+    pub(in super::super) fn flip_bit(&self, name: &str, at: u64, bit: u8) {
+        let mut disk = self.lock();
+        let found = disk
+            .directories
+            .iter()
+            .find_map(|directory| match directory.now().get(name) {
+                Some(Entry::File(inode)) => Some(*inode),
+                _ => None,
+            });
+        let inode = &mut disk.inodes[found.expect("a file of this name")];
+        let versions = inode
+            .units
+            .entry(at / UNIT_BYTES)
+            .or_insert_with(|| vec![None]);
+        let mut unit = versions
+            .last()
+            .and_then(|unit| unit.as_deref().map(<[u8]>::to_vec))
+            .unwrap_or_else(|| vec![0; UNIT_BYTES as usize]);
+        unit[(at % UNIT_BYTES) as usize] ^= 1 << bit;
+        *versions = vec![Some(unit.into())];
+    }
+
+    fn change(&self) -> io::Result<MutexGuard<'_, Disk>> {
+        let mut disk = self.lock();
+        match &mut disk.budget {
+            Some(0) => return Err(io::Error::other("the process is dead")),
+            Some(left) => *left -= 1,
+            None => {}
+        }
+        disk.changes += 1;
+        Ok(disk)
+    }
+}
+
+impl Files for SimFiles {
+    fn open(&self, name: &str) -> io::Result<Option<Arc<dyn DiskFile>>> {
+        Ok(match self.0.lock().directories[self.1].now().get(name) {
+            Some(Entry::File(inode)) => Some(Arc::new(SimFile(self.0.clone(), *inode))),
+            _ => None,
+        })
+    }
+
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        let mut disk = self.0.change()?;
+        if disk.directories[self.1].now().contains_key(name) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let inode = disk.inodes.len();
+        disk.inodes.push(Inode {
+            lengths: vec![0],
+            units: BTreeMap::new(),
+        });
+        let add = NameChange::Add(name.to_owned(), Entry::File(inode));
+        disk.directories[self.1].changes.push(add);
+        Ok(Arc::new(SimFile(self.0.clone(), inode)))
+    }
+
+    fn directory(&self, name: &str) -> io::Result<Option<Arc<dyn Files>>> {
+        Ok(match self.0.lock().directories[self.1].now().get(name) {
+            Some(Entry::Directory(below)) => Some(Arc::new(SimFiles(self.0.clone(), *below))),
+            _ => None,
+        })
+    }
+
+    fn create_directory(&self, name: &str) -> io::Result<Arc<dyn Files>> {
+        let mut disk = self.0.change()?;
+        let below = disk.directories.len();
+        disk.directories.push(SimDirectory::default());
+        let add = NameChange::Add(name.to_owned(), Entry::Directory(below));
+        disk.directories[self.1].changes.push(add);
+        Ok(Arc::new(SimFiles(self.0.clone(), below)))
+    }
+
+    fn names(&self) -> io::Result<Vec<String>> {
+        Ok(self.0.lock().directories[self.1]
+            .now()
+            .into_keys()
+            .collect())
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let mut disk = self.0.change()?;
+        let rename = NameChange::Rename(from.to_owned(), to.to_owned());
+        disk.directories[self.1].changes.push(rename);
+        Ok(())
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        let mut disk = self.0.change()?;
+        disk.directories[self.1]
+            .changes
+            .push(NameChange::Remove(name.to_owned()));
+        Ok(())
+    }
+
+    fn remove_directory(&self, name: &str) -> io::Result<()> {
+        self.remove(name)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let mut disk = self.0.change()?;
+        let directory = &mut disk.directories[self.1];
+        directory.durable = directory.now();
+        directory.changes.clear();
+        Ok(())
+    }
+
+    fn try_lock(&self) -> io::Result<bool> {
+        Ok(true)
+    }
+}
+
+impl DiskFile for SimFile {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.0.lock().inodes[self.1]
+            .lengths
+            .last()
+            .copied()
+            .unwrap_or(0))
+    }
+
+    fn read(&self, out: &mut [u8], at: u64) -> io::Result<()> {
+        if at + out.len() as u64 > self.bytes()? {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.0.spoken(false);
+        let disk = self.0.lock();
+        let inode = &disk.inodes[self.1];
+        for (number, part) in (at / UNIT_BYTES..).zip(out.chunks_mut(UNIT_BYTES as usize)) {
+            let unit = inode
+                .units
+                .get(&number)
+                .and_then(|versions| versions.last()?.as_ref());
+            match unit {
+                Some(unit) => part.copy_from_slice(&unit[..part.len()]),
+                None => part.fill(0),
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, bytes: &[u8], at: u64) -> io::Result<()> {
+        assert_eq!((at % UNIT_BYTES, bytes.len() as u64 % UNIT_BYTES), (0, 0));
+        self.0.spoken(true);
+        let mut disk = self.0.change()?;
+        if let Some(kind) = disk.failing {
+            return Err(kind.into());
+        }
+        disk.written += bytes.len() as u64;
+        let inode = &mut disk.inodes[self.1];
+        for (number, part) in (at / UNIT_BYTES..).zip(bytes.chunks(UNIT_BYTES as usize)) {
+            let versions = inode.units.entry(number).or_insert_with(|| vec![None]);
+            versions.push(Some(part.into()));
+        }
+        let end = at + bytes.len() as u64;
+        if inode.lengths.last().is_none_or(|len| *len < end) {
+            inode.lengths.push(end);
+        }
+        Ok(())
+    }
+
+    fn write_synced(&self, bytes: &[u8], at: u64) -> io::Result<()> {
+        self.write(bytes, at)?;
+        let mut disk = self.0.lock();
+        let inode = &mut disk.inodes[self.1];
+        let units = at / UNIT_BYTES..(at + bytes.len() as u64) / UNIT_BYTES;
+        for (_, versions) in inode.units.range_mut(units) {
+            versions.drain(..versions.len() - 1);
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let mut disk = self.0.change()?;
+        let inode = &mut disk.inodes[self.1];
+        inode.lengths.drain(..inode.lengths.len() - 1);
+        for versions in inode.units.values_mut() {
+            versions.drain(..versions.len() - 1);
+        }
+        Ok(())
+    }
+
+    fn allocate(&self, bytes: u64) -> io::Result<()> {
+        let mut disk = self.0.change()?;
+        if let Some(kind) = disk.failing {
+            return Err(kind.into());
+        }
+        let inode = &mut disk.inodes[self.1];
+        if inode.lengths.last().is_none_or(|len| *len < bytes) {
+            inode.lengths.push(bytes);
+        }
+        Ok(())
+    }
+
+    fn discard(&self, _: u64, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn try_lock(&self) -> io::Result<bool> {
+        Ok(true)
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}

@@ -1,0 +1,6 @@
+//! Storage tiers below host memory. Today: disks ([`disk`]).
+//!
+//! All functions block: an async caller runs them on a thread of its own.
+#![forbid(unsafe_code)]
+
+pub mod disk;
