@@ -1,5 +1,6 @@
 //! The configuration: a TOML file, overridden by the environment, overridden by the flags.
 
+mod directories;
 mod error;
 mod reference;
 mod sources;
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use kvferry_core::TierPolicy;
 use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
+pub use directories::Directories;
 pub use error::ConfigError;
 pub use reference::{SettingReference, settings};
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
@@ -27,6 +29,8 @@ pub const COPY_THREADS_MAX: u16 = 256;
 pub const HEARTBEAT_MS_MIN: u64 = 10;
 /// Longest time between heartbeats, in milliseconds: a dead peer is detected a few heartbeats later.
 pub const HEARTBEAT_MS_MAX: u64 = 60_000;
+/// Largest number of reads and writes of a disk tier in flight.
+pub const G3_DEPTH_MAX: u16 = 256;
 /// Longest socket directory, in bytes: Linux limits the whole path of a socket to 107 bytes.
 pub const SOCKET_DIR_BYTES_MAX: usize = 80;
 /// Lowest limit of stored bytes a second: with less, no store of a large block would end in time.
@@ -51,6 +55,12 @@ pub struct Config {
     pub g2_numa: NumaNodes,
     #[serde(serialize_with = "as_text")]
     pub g2_policy: TierPolicy,
+    pub g3: ByteSize,
+    pub g3_dir: Directories,
+    #[serde(serialize_with = "as_text")]
+    pub g3_policy: TierPolicy,
+    pub g3_depth: u16,
+    pub prefill_tokens_per_s: u32,
     pub copy_threads: u16,
     pub store_bytes_per_s: ByteSize,
     pub gpu_copy: GpuCopy,
@@ -125,6 +135,37 @@ pub struct Flags {
     #[arg(long, value_name = "POLICY")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2_policy: Option<String>,
+    /// Disk space for blocks, divided evenly among the KV shards and the directories.
+    ///
+    /// Such as 1TiB; 0 for no disk. All files count, those of other layouts too.
+    #[arg(long, value_name = "SIZE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g3: Option<ByteSize>,
+    /// Directories of the blocks on disk, one for each disk.
+    ///
+    /// Absolute paths separated by commas. Their parents must exist. Needed for g3 above 0.
+    #[arg(long, value_name = "DIRS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g3_dir: Option<Directories>,
+    /// How pages are placed on disk and leave it.
+    ///
+    /// As g2_policy. admission=seen:2 writes pages that were stored at least twice; admission=bytes-per-day:SIZE limits
+    /// the wear of the disk.
+    #[arg(long, value_name = "POLICY")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g3_policy: Option<String>,
+    /// Reads and writes of each worker that the disk has in flight.
+    ///
+    /// 1 to 256. Each takes 4 MiB of memory, or one page where pages are larger.
+    #[arg(long, value_name = "N")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g3_depth: Option<u16>,
+    /// Prompt tokens that an engine computes in a second: pages on disk are offered only if they are loaded sooner.
+    ///
+    /// 0 if unknown: pages on disk are always offered.
+    #[arg(long, value_name = "N")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill_tokens_per_s: Option<u32>,
     /// Threads that copy for each worker.
     ///
     /// 1 to 256.
@@ -207,7 +248,13 @@ impl Config {
         for setting in sources::flags(flags)? {
             settings = settings.merge(setting);
         }
-        Self::check(&Settings(settings))
+        let settings = Settings(settings);
+        let config = Self::check(&settings)?;
+        if config.g3.0 > 0 && config.g3_dir.0.is_empty() {
+            let expected = "a directory, because g3 is above 0";
+            settings.get("g3_dir", expected, |_: Directories| None::<()>)?;
+        }
+        Ok(config)
     }
 
     /// Default socket directory: `$XDG_RUNTIME_DIR/kvferry`, or `/tmp/kvferry-<uid>` if that variable is not set, not
@@ -247,6 +294,21 @@ impl Config {
             g2_numa: settings.get("g2_numa", "node numbers such as \"0,1\", or \"\"", Some)?,
             g2_lock: settings.get("g2_lock", "true or false", Some)?,
             g2_policy: settings.policy("g2_policy")?,
+            g3: settings.get("g3", "a size such as \"1TiB\", or 0 for none", Some)?,
+            g3_dir: settings.get(
+                "g3_dir",
+                "absolute paths, separated by commas",
+                |paths: Directories| paths.are_absolute().then_some(paths),
+            )?,
+            g3_policy: settings.policy("g3_policy")?,
+            g3_depth: settings.get("g3_depth", &bounds(1, G3_DEPTH_MAX.into()), |depth| {
+                (1..=G3_DEPTH_MAX).contains(&depth).then_some(depth)
+            })?,
+            prefill_tokens_per_s: settings.get(
+                "prefill_tokens_per_s",
+                &bounds(0, u32::MAX.into()),
+                Some,
+            )?,
             copy_threads: settings.get(
                 "copy_threads",
                 &bounds(1, COPY_THREADS_MAX.into()),

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod depot;
+mod disk;
 mod gpu;
 mod leader;
 mod mailbox;
@@ -23,6 +24,7 @@ mod transfer;
 mod worker;
 
 pub use depot::DepotSettings;
+pub use disk::DiskSettings;
 pub use gpu::EngineSide;
 pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
 pub use supervision::{ProcessHandle, run_leader, run_worker};

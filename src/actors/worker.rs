@@ -13,6 +13,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::depot::{DepotActor, DepotArguments, DepotProgress, DepotReport, DepotSettings};
+use crate::disk::{Disk, DiskReport, DiskSettings};
 use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, MailboxPump};
 use crate::processes::Process;
@@ -22,7 +23,7 @@ use kvferry_core::WorkerSettings;
 use kvferry_cuda::{Announced, CudaError};
 use kvferry_memory::WaitingLoads;
 use kvferry_protocol::ErrorBody;
-use kvferry_shell::{Registering, WorkerShell};
+use kvferry_shell::{Fatal, Registering, WorkerShell};
 use kvferry_transport::{
     Client, Clock, FdReceiver, Incoming, Server, ServerEvent, ServerEvents, SharedLogLimit,
 };
@@ -53,6 +54,8 @@ pub struct WorkerArguments {
     pub incoming: mpsc::Receiver<Incoming>,
     /// Settings of the worker's depot.
     pub depot: DepotSettings,
+    /// The disk below host memory.
+    pub disk: Option<DiskSettings>,
     /// Threads that share one large copy.
     pub copy_threads: usize,
     /// Most bytes per second that are copied out of an engine's memory, on average; `None` for no limit.
@@ -70,6 +73,7 @@ pub(super) enum WorkerMessage {
     InputClosed(&'static str),
     /// A step of the preparation of the depot.
     Depot(DepotReport),
+    Disk(DiskReport),
     /// The leader has received why this worker ends.
     Failed(String),
     Mapped(Registering, Box<Result<EngineSide, ErrorBody>>),
@@ -146,6 +150,7 @@ impl Actor for WorkerActor {
             leader,
             incoming,
             depot,
+            disk,
             copy_threads,
             store_bytes_per_s,
             gpu_copy,
@@ -172,6 +177,12 @@ impl Actor for WorkerActor {
             report: Arc::new(move |step| cast(&to, WorkerMessage::Depot(step))),
         };
         Actor::spawn_linked(None, DepotActor, depot, cell).await?;
+        let to = myself.clone();
+        let disk = disk.map(|settings| {
+            let report = move |report| cast(&to, WorkerMessage::Disk(report));
+            Disk::start(settings, Arc::new(report))
+        });
+        let disk = disk.transpose()?;
         let ranks = myself.clone();
         let feeder = MailboxPump::start(server, move |batch| {
             let message = batch.map_or(
@@ -204,6 +215,7 @@ impl Actor for WorkerActor {
                 readiness,
                 depot: None,
                 prefaulted: false,
+                disk,
                 closing: Vec::new(),
                 proofs_logged: false,
                 gpu: GpuState::default(),
@@ -226,6 +238,9 @@ impl Actor for WorkerActor {
         state.feeder.stop().await;
         if let Err(error) = state.host.transfer.stop_and_wait(None, None).await {
             tracing::debug!(%error, "the copies had ended");
+        }
+        if let Some(mut disk) = state.host.disk.take() {
+            tokio::task::spawn_blocking(move || disk.end()).await?;
         }
         Ok(())
     }
@@ -286,6 +301,7 @@ impl Actor for WorkerActor {
                 tracing::error!(worker = %host.worker, why, "no host memory");
                 host.readiness.report_end(why);
             }
+            WorkerMessage::Disk(report) => disk_reported(shell, host, report)?,
             WorkerMessage::Failed(why) => return Err(why.into()),
             WorkerMessage::Mapped(registering, memory) => {
                 let failed = memory.is_err();
@@ -326,6 +342,38 @@ impl Actor for WorkerActor {
         state.arm();
         Ok(())
     }
+}
+
+/// Handles a report of the disk.
+fn disk_reported(
+    shell: &mut WorkerShell<Process, EngineSide>,
+    host: &mut Host,
+    report: DiskReport,
+) -> Result<(), Fatal> {
+    let Some(disk) = &mut host.disk else {
+        return Ok(());
+    };
+    match report {
+        DiskReport::Opened(key, set) => {
+            if disk.opened(key, set) {
+                shell.tiers_changed(host)?;
+            }
+        }
+        DiskReport::Failed(why) => {
+            if disk.failed(why) {
+                shell.tiers_changed(host)?;
+            }
+        }
+        DiskReport::Ended(end) => {
+            disk.ended(&end);
+            shell.copies_ended(host, vec![end.ended])?;
+        }
+        DiskReport::Reset(scope, through, result) => {
+            disk.reset_ended(scope, through, result);
+            shell.continue_invalidations(host)?;
+        }
+    }
+    Ok(())
 }
 
 async fn feed_leader(mut incoming: mpsc::Receiver<Incoming>, actor: ActorRef<WorkerMessage>) {

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::num::NonZeroU64;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,12 +11,12 @@ use crate::cli::shutdown::{DRAIN_LIMIT, Ending, FenceWorker, end_with_supervisor
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
-use kvferry_core::{AnchorKey, LeaderSettings};
+use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
 use kvferry_protocol::Role;
 use kvferry_transport::{
     Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
 };
-use kvferry_types::{Epoch, PerTier, WorkerId};
+use kvferry_types::{Epoch, PerTier, TierId, WorkerId};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -48,6 +49,15 @@ impl Arguments {
                 .await
                 .map_err(CommandError::failed)?;
             let directory = socket_paths.leader();
+            // Beside the tier that lasts longest: without the key, nothing in it is found.
+            let directory = match crate::cli::worker::disks(&config)? {
+                Some(_) => {
+                    let directory = config.g3_dir.0[0].join("leader");
+                    prepare_directory(&directory).map_err(CommandError::failed)?;
+                    directory
+                }
+                None => directory,
+            };
             let epoch = next_epoch(&directory)?;
             let key = anchor_key(&directory)?;
             let mut settings =
@@ -58,6 +68,14 @@ impl Arguments {
             settings.accepts_empty_depots = self.no_tiers;
             let depot_bytes = config.g2.0 / u64::from(config.kv_shards.shards());
             settings.depot_bytes = PerTier::host(depot_bytes);
+            if config.g3.0 > 0 {
+                settings.tiers = vec![TierId::Host, TierId::Disk];
+                settings.moves = MoveEdge::between(&settings.tiers);
+                settings
+                    .tier_policies
+                    .insert(TierId::Disk, config.g3_policy.clone());
+            }
+            settings.prefill_tokens_per_s = NonZeroU64::new(config.prefill_tokens_per_s.into());
             settings.page_index = config.page_index;
             settings.record_decisions = config.record_decisions;
             let server = Server::new(
@@ -135,7 +153,7 @@ fn anchor_key(directory: &Path) -> Result<[u8; 32], CommandError> {
     }
 }
 
-/// Replaces a file atomically. Only its owner may read it.
+/// Replaces a file atomically and durably. Only its owner may read it.
 fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let fresh = path.with_extension("new");
     let mut file = fs::OpenOptions::new()
@@ -145,7 +163,12 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
         .mode(0o600)
         .open(&fresh)?;
     file.write_all(bytes)?;
-    fs::rename(&fresh, path)
+    file.sync_all()?;
+    fs::rename(&fresh, path)?;
+    match path.parent() {
+        Some(directory) => fs::File::open(directory)?.sync_all(),
+        None => Ok(()),
+    }
 }
 
 /// Returns the number after the last leader's in this directory, and stores it in a file that is replaced atomically.

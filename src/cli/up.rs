@@ -209,6 +209,14 @@ impl Supervisor {
             .args(["--g2-lock", &config.g2_lock.to_string()])
             .args(["--g2-numa", &config.g2_numa.to_string()])
             .args(["--g2-policy", &config.g2_policy.to_string()])
+            .args(["--g3", &config.g3.0.to_string()])
+            .args(["--g3-dir", &config.g3_dir.to_string()])
+            .args(["--g3-policy", &config.g3_policy.to_string()])
+            .args(["--g3-depth", &config.g3_depth.to_string()])
+            .args([
+                "--prefill-tokens-per-s",
+                &config.prefill_tokens_per_s.to_string(),
+            ])
             .args(["--copy-threads", &config.copy_threads.to_string()])
             .args([
                 "--store-bytes-per-s",

@@ -11,10 +11,12 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::cli::shutdown::{Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
+use crate::config::Config;
 use crate::error::CommandError;
-use kvferry_actors::{DepotSettings, WorkerArguments, run_worker};
+use kvferry_actors::{DepotSettings, DiskSettings, WorkerArguments, run_worker};
 use kvferry_memory::{DEPOT_HEADER_BYTES, NumaNode};
 use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role};
+use kvferry_tiers::disk::DiskDirectories;
 use kvferry_transport::{
     Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
     ZmqTransport, prepare_directory,
@@ -121,6 +123,7 @@ impl Arguments {
                     lock: config.g2_lock,
                     ready: Arc::clone(&ready),
                 },
+                disk: disk(&config, worker)?,
                 copy_threads: threads,
                 store_bytes_per_s: NonZeroU64::new(config.store_bytes_per_s.0),
                 gpu_copy: config.gpu_copy,
@@ -140,6 +143,27 @@ impl Arguments {
             Ok(())
         })
     }
+}
+
+/// The directories of the disk tier, with the setting. Creates those that do not exist.
+pub(super) fn disks(config: &Config) -> Result<Option<DiskDirectories>, CommandError> {
+    let opened = (config.g3.0 > 0).then(|| DiskDirectories::open(&config.g3_dir.0));
+    let opened = opened.transpose();
+    opened.map_err(|error| CommandError::Config(error.to_string()))
+}
+
+/// Settings of this worker's disk.
+fn disk(config: &Config, worker: WorkerId) -> Result<Option<DiskSettings>, CommandError> {
+    let shards = config.kv_shards.shards();
+    let disks = disks(config)?;
+    Ok(disks.map(|directories| DiskSettings {
+        directories,
+        shard: config.kv_shards.of(worker.rank).0,
+        shards,
+        ratio: config.ratio.pages(),
+        cap_bytes: config.g3.0 / u64::from(shards),
+        depth: config.g3_depth.into(),
+    }))
 }
 
 /// Reopens an inherited descriptor by its name in `/proc`.

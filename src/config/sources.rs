@@ -81,7 +81,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 16] = [
+pub(super) const KEYS: [Key; 21] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -91,6 +91,11 @@ pub(super) const KEYS: [Key; 16] = [
     switch("g2_lock", false),
     text("g2_numa", Fallback::Text("")),
     text("g2_policy", Fallback::Text("pieces=2")),
+    text("g3", Fallback::Text("0")),
+    text("g3_dir", Fallback::Text("")),
+    text("g3_policy", Fallback::Text("pieces=0")),
+    number("g3_depth", 8),
+    number("prefill_tokens_per_s", 0),
     number("copy_threads", 4),
     text("store_bytes_per_s", Fallback::Text("0")),
     text("gpu_copy", Fallback::Text("async")),

@@ -13,5 +13,5 @@ mod worker;
 pub use holder::{Holder, HolderPeers, InUse};
 pub use leader::{HostError, LOOKUP_NS, LeaderHost, LeaderShell};
 pub use worker::{
-    Fatal, INVALIDATE_SLICE_ENTRIES, Registering, WorkerFailure, WorkerHost, WorkerShell,
+    Fatal, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerFailure, WorkerHost, WorkerShell,
 };

@@ -50,6 +50,7 @@ fn invalidate() -> Message {
         namespace: Vec::new(),
         fingerprints: Vec::new(),
         through: 0,
+        tier: 0,
     })
 }
 

@@ -69,6 +69,7 @@ async fn worker_of(
             lock: false,
             ready: Default::default(),
         },
+        disk: None,
         copy_threads: 1,
         store_bytes_per_s: None,
         gpu_copy: GpuCopy::Async,

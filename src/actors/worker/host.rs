@@ -8,19 +8,23 @@ use ractor::ActorRef;
 use super::gpu_state::GpuState;
 use super::{UNPROVEN, WorkerMessage};
 use crate::depot::DepotProgress;
+use crate::disk::{Disk, ResetProgress};
 use crate::gpu::EngineSide;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
+use kvferry_core::Model;
 use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter, WaitingLoads};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, WorkerHost};
+use kvferry_shell::{
+    Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerHost,
+};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun, PerTier, Record, Registration,
-    RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
+    DepotId, EndedCopy, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun, PerTier, Record,
+    Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 /// The live implementation of [`WorkerHost`].
@@ -37,6 +41,8 @@ pub(super) struct Host {
     pub(super) readiness: ReadinessReporter,
     pub(super) depot: Option<Arc<Depot>>,
     pub(super) prefaulted: bool,
+    /// The disk, with the setting.
+    pub(super) disk: Option<Disk>,
     /// Engine memory that is being closed, with its engine.
     pub(super) closing: Vec<(EngineId, DropWaiter)>,
     /// True once the log has a warning about memory without proofs.
@@ -73,6 +79,46 @@ impl Host {
         match depot.page_bytes()? {
             Some(page_bytes) => write(depot, page_bytes),
             None => Ok(T::default()),
+        }
+    }
+
+    /// A part of the inventory of the disk. Without an open set nothing is listed.
+    fn part_of_disk(&mut self, epoch: Epoch, read: &ReadInventory) -> Result<Inventory, ErrorBody> {
+        let none = || ErrorBody::new(ErrorCode::Invalid, "the disk is not open");
+        let disk = self.disk.as_mut().ok_or_else(none)?;
+        if !disk.begin_reading((epoch, read.read_id)) {
+            let text = "a later reading of this depot has begun";
+            return Err(ErrorBody::new(ErrorCode::Invalid, text));
+        }
+        let set = disk.set(read.page_bytes).ok_or_else(none)?;
+        let pages = PAGE_RECORDS_MAX as u32;
+        let records = set.records(read.from, pages);
+        let end = read.from.saturating_add(pages);
+        let next = (end < set.capacity_pages()).then_some(end);
+        Ok(Inventory::new(read, next, &records))
+    }
+
+    /// Starts moves between host memory and the disk. One that cannot start has ended.
+    fn start_moves(&mut self, moves: Vec<(Transfer, Time)>, depot: &Arc<Depot>) {
+        let mut ended = Vec::new();
+        for (copy, _) in moves {
+            let id = copy.id;
+            let sized = depot.page_bytes().ok().flatten() == Some(copy.page_bytes);
+            let disk = self.disk.as_mut().filter(|_| sized);
+            if !disk.is_some_and(|disk| disk.copy(copy, Arc::clone(depot))) {
+                tracing::info!(transfer = %id, "the disk is not open: not moved");
+                ended.push(EndedCopy {
+                    transfer: id,
+                    complete: false,
+                    complete_pages: 0,
+                    bytes: 0,
+                    copy_us: 0,
+                    bad_source: false,
+                });
+            }
+        }
+        if !ended.is_empty() {
+            super::cast(&self.myself, WorkerMessage::Ended(ended));
         }
     }
 
@@ -184,18 +230,39 @@ impl WorkerHost for Host {
     }
 
     fn depots(&self) -> PerTier<DepotId> {
-        let depot = self.depot.iter().map(|depot| (TierId::Host, depot.id()));
-        depot.collect()
+        let Some(depot) = &self.depot else {
+            return PerTier::default();
+        };
+        let disk = self.disk.iter().map(|disk| (TierId::Disk, disk.depot()));
+        std::iter::once((TierId::Host, depot.id()))
+            .chain(disk)
+            .collect()
     }
 
-    fn last_reader(&self, _: TierId) -> Result<Epoch, Fatal> {
+    fn last_reader(&self, tier: TierId) -> Result<Epoch, Fatal> {
+        if tier == TierId::Disk {
+            return Ok(self.disk.as_ref().map_or(Epoch(0), Disk::last_epoch));
+        }
         let last = self.depot.as_ref().map(|depot| depot.last_reading());
         Ok(last.transpose()?.map_or(Epoch(0), |(epoch, _)| epoch))
     }
 
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32 {
+        if tier == TierId::Disk {
+            let set = self.disk.as_ref().and_then(|disk| disk.set(page_bytes));
+            return set.map_or(0, |set| set.capacity_pages());
+        }
         let depot = self.depot.as_ref().filter(|_| tier == TierId::Host);
         depot.map_or(0, |depot| depot.arena_pages(page_bytes))
+    }
+
+    fn prepare_tiers(&mut self, geometry: &MemoryGeometry) {
+        let Some(disk) = &mut self.disk else {
+            return;
+        };
+        if let Ok(model) = Model::new(geometry.clone()) {
+            disk.want(*model.layout_fingerprint(), model.page_bytes());
+        }
     }
 
     fn read_inventory(
@@ -205,13 +272,26 @@ impl WorkerHost for Host {
         epoch: Epoch,
         read: ReadInventory,
     ) -> Result<(), Fatal> {
-        let part = self.part_of_inventory(epoch, &read)?;
+        let of_disk = self
+            .disk
+            .as_ref()
+            .is_some_and(|disk| disk.depot().0.to_be_bytes() == read.depot);
+        let part = match of_disk {
+            true => self.part_of_disk(epoch, &read),
+            false => self.part_of_inventory(epoch, &read)?,
+        };
         let message = part.map_or_else(Message::Error, Message::Inventory);
         self.reply_to_leader(link, order, message);
         Ok(())
     }
 
-    fn unlist(&mut self, _: TierId, run: PageRun) -> Result<(), Fatal> {
+    fn unlist(&mut self, tier: TierId, run: PageRun) -> Result<(), Fatal> {
+        if tier == TierId::Disk {
+            if let Some(disk) = &self.disk {
+                disk.unlist(run);
+            }
+            return Ok(());
+        }
         Ok(self.inventory(|depot, page_bytes| depot.unlist_run(page_bytes, run))?)
     }
 
@@ -221,21 +301,33 @@ impl WorkerHost for Host {
         scope: &Scope,
         through: Stored,
         from: u32,
-    ) -> Result<Option<u32>, Fatal> {
+    ) -> Result<Unlisted, Fatal> {
         if tier != TierId::Host {
-            return Ok(None);
+            let reset = self.disk.as_mut().map(|disk| disk.reset(scope, through));
+            return Ok(match reset {
+                Some(ResetProgress::Running) => Unlisted::Later,
+                Some(ResetProgress::Ended(Err(why))) => Unlisted::Failed(why),
+                None | Some(ResetProgress::Ended(Ok(()))) => Unlisted::Done,
+            });
         }
         let count = INVALIDATE_SLICE_ENTRIES;
-        Ok(self.inventory(|depot, page_bytes| {
+        let next = self.inventory(|depot, page_bytes| {
             depot.invalidate_scope(page_bytes, scope, through, from, count)
-        })?)
+        })?;
+        Ok(next.map_or(Unlisted::Done, Unlisted::Next))
     }
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {
         Ok(self.myself.cast(WorkerMessage::Invalidate)?)
     }
 
-    fn list(&mut self, _: TierId, record: &Record) {
+    fn list(&mut self, tier: TierId, record: &Record) {
+        if tier == TierId::Disk {
+            if let Some(disk) = &self.disk {
+                disk.list(record);
+            }
+            return;
+        }
         let listed = self.inventory(|depot, page_bytes| depot.list(page_bytes, record));
         if let Err(error) = listed {
             tracing::error!(worker = %self.worker, %error, "stored pages are not listed");
@@ -247,11 +339,19 @@ impl WorkerHost for Host {
         copies: Vec<(Transfer, Time)>,
         memory: Option<&EngineSide>,
     ) -> Result<(), Fatal> {
-        // This worker reaches host memory alone: there is no other tier to move pages to.
-        let (Some(depot), Some(memory)) = (&self.depot, memory) else {
-            return Err("copies started without a depot or without an engine's memory".into());
+        let Some(depot) = self.depot.clone() else {
+            return Err("copies started without a depot".into());
         };
-        let (memory, depot) = (memory.clone(), Arc::clone(depot));
+        let (copies, moves): (Vec<_>, Vec<_>) = copies
+            .into_iter()
+            .partition(|(copy, _)| copy.device.is_some());
+        self.start_moves(moves, &depot);
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let Some(memory) = memory.cloned() else {
+            return Err("copies started without an engine's memory".into());
+        };
         let loads = copies
             .iter()
             .any(|(copy, _)| copy.edge.to == TierId::Device);
@@ -264,6 +364,9 @@ impl WorkerHost for Host {
     }
 
     fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal> {
+        if let Some(disk) = &self.disk {
+            disk.stop(transfer);
+        }
         Ok(self.transfer.cast(TransferMessage::Stop(transfer))?)
     }
 

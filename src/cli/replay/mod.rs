@@ -20,6 +20,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 
 use crate::cli::print_line;
+use crate::config::Directories;
 use crate::error::CommandError;
 use kvferry_core::{ARENA_PAGES_MAX, TierPolicy};
 use kvferry_engine::settings::{EngineDevice, EngineLayout};
@@ -127,6 +128,12 @@ pub(super) struct Arguments {
     /// How pages are placed in host memory and leave it: see `g2_policy` in the settings.
     #[arg(long, value_name = "POLICY", default_value = "pieces=2")]
     g2_policy: TierPolicy,
+    /// Disk space for blocks of a live replay, all ranks together. 0 for none. [default: 0]
+    #[arg(long, value_name = "SIZE", requires = "g3_dir")]
+    g3: Option<ByteSize>,
+    /// Directory of the blocks on disk; several with commas between them. What it holds is used, and stays.
+    #[arg(long, value_name = "DIRS", requires = "g3")]
+    g3_dir: Option<Directories>,
     /// Model whose page sizes are used.
     #[arg(long, value_enum, default_value = "tiny")]
     model: Model,

@@ -106,6 +106,11 @@ fn start_up(
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .kill_on_drop(true);
+    if let (Some(g3), Some(directories)) = (arguments.g3, &arguments.g3_dir) {
+        let directories = directories.absolute().map_err(CommandError::failed)?;
+        command.args(["--g3", &g3.0.to_string()]);
+        command.args(["--g3-dir", &directories.to_string()]);
+    }
     if workload.arena_pages == 0 {
         command.arg("--no-tiers");
     }

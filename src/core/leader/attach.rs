@@ -137,6 +137,10 @@ impl Leader {
     /// The pages that a worker's depot of a tier must have room for: those of a block, and those of a pool that is in
     /// use and does not close for this memory.
     fn least_pages(&self, tier: TierId, memory: &SeatMemory) -> u32 {
+        // A disk that is not open, or fails, has no pages: the tier closes, and the engine is served without it.
+        if tier != TierId::Host {
+            return 0;
+        }
         let block = match self.settings.accepts_empty_depots {
             true => 0,
             false => self.settings.ratio.pages(),

@@ -96,7 +96,7 @@ impl Tier {
         let TierState::Reading(reading) = &mut self.state else {
             return Vec::new();
         };
-        let workers = roster.reader_of_each_shard(reading.key.page_bytes);
+        let workers = roster.reader_of_each_shard(id, reading.key.page_bytes);
         let mut requests = Vec::new();
         for ((of_shard, worker), shard) in reading.shards.iter_mut().zip(workers).zip(0..) {
             let (Some(from), Some(depot), None) = (
@@ -294,7 +294,9 @@ impl Leader {
             let (Some(tier), Some(key)) = (self.tiers.get_mut(id), key) else {
                 continue;
             };
-            if tier.is_shut() {
+            // A disk that no worker has open.
+            let empty = key.pages == 0 && id != TierId::Host;
+            if tier.is_shut() && !empty {
                 self.timers.set(again, Timer::Reading(id));
                 let mut recovery = Recovery::new(key.pages, self.settings.ratio, shards);
                 if self.settings.page_index {

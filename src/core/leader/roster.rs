@@ -40,6 +40,9 @@ struct Seat {
     last_attach: Option<(AttachId, SeatVerdict)>,
     /// The last statement of the memory since then, and its answer.
     last_memory: Option<(MemoryId, SeatVerdict)>,
+    /// The tiers of which the worker's last memory has pages. They stay when the engine leaves: a worker goes on to reach
+    /// the disk that it has open.
+    reaches: Vec<TierId>,
 }
 
 /// Answer to an attach request, or to a statement of the memory: the highest number of an order that the worker may have
@@ -214,8 +217,8 @@ impl Roster {
         ranks.map(|rank| WorkerId { replica, rank }).collect()
     }
 
-    /// One attached worker of each shard, which can move pages between tiers, with an engine's memory or without. `None`
-    /// while a shard has none.
+    /// One attached worker of each shard, which can move pages between tiers, with an engine's memory or without: one that
+    /// reaches all tiers, where there is one. `None` while a shard has none.
     pub(super) fn moving(&self) -> Option<Workers> {
         self.first_of_each_shard(|_| true).into_iter().collect()
     }
@@ -263,7 +266,19 @@ impl Roster {
         let rooms = self
             .memories()
             .filter(|(_, memory)| key.is_for(&memory.model));
-        let room = rooms.map(|(_, memory)| memory.pages_of(tier)).min();
+        let rooms = rooms.map(|(worker, memory)| (self.shard_of(worker), memory.pages_of(tier)));
+        let room = match tier {
+            TierId::Host => rooms.map(|(_, pages)| pages).min(),
+            // One worker of each shard has the depot open. The others have no pages.
+            _ => {
+                let rooms: Vec<_> = rooms.filter(|(_, pages)| *pages > 0).collect();
+                let of_shard = |shard| {
+                    let rooms = rooms.iter().filter(|(of, _)| *of == shard);
+                    rooms.map(|(_, pages)| *pages).min().unwrap_or(0)
+                };
+                self.shards().map(of_shard).min()
+            }
+        };
         key.pages = key.pages.min(room?);
         Some(key)
     }
@@ -285,11 +300,17 @@ impl Roster {
 
     /// For each shard an attached worker that can read an inventory of pages of this size, if there is one: a worker
     /// with an engine's memory divides its depot into pages of that engine's size only.
-    pub(super) fn reader_of_each_shard(&self, page_bytes: u64) -> Vec<Option<WorkerId>> {
+    /// The depot of a tier below host memory is read by a worker that has it open.
+    pub(super) fn reader_of_each_shard(
+        &self,
+        tier: TierId,
+        page_bytes: u64,
+    ) -> Vec<Option<WorkerId>> {
         self.first_of_each_shard(|seat| {
             let memory = seat.memory.as_ref();
             let fits = memory.is_none_or(|memory| memory.model.page_bytes() == page_bytes);
-            fits && seat.last_memory.is_some()
+            let reaches = tier == TierId::Host || seat.reaches.contains(&tier);
+            fits && reaches && seat.last_memory.is_some()
         })
     }
 
@@ -301,10 +322,12 @@ impl Roster {
 
     fn first_of_each_shard(&self, fits: impl Fn(&Seat) -> bool) -> Vec<Option<WorkerId>> {
         let of_shard = |shard: Shard| {
-            let mut attached = self.all().filter(|(_, seat)| seat.attached && fits(seat));
-            attached
-                .find(|(id, _)| self.shard_of(*id) == shard)
-                .map(|(id, _)| id)
+            let attached = self.all().filter(|(_, seat)| seat.attached && fits(seat));
+            let of_shard = attached.filter(|(id, _)| self.shard_of(*id) == shard);
+            // The first one of those that reach the most tiers.
+            let best =
+                of_shard.min_by_key(|(id, seat)| (std::cmp::Reverse(seat.reaches.len()), *id));
+            best.map(|(id, _)| id)
         };
         self.shards().map(of_shard).collect()
     }
@@ -364,6 +387,7 @@ impl Roster {
             seat.attached = false;
             seat.clear = true;
             seat.last_memory = None;
+            seat.reaches = Vec::new();
         }
     }
 
@@ -382,11 +406,16 @@ impl Roster {
         verdict: Result<(Option<SeatMemory>, TransferId), Refusal>,
     ) -> SeatVerdict {
         self.last_rejection = verdict.clone().err();
+        let tiers: Vec<TierId> = self.depots.tiers().collect();
         let (memory, verdict) = match verdict {
             Ok((memory, after)) => (memory, Ok(after)),
             Err(refusal) => (None, Err(refusal)),
         };
         if let Some(seat) = self.seat(worker) {
+            if let Some(memory) = &memory {
+                let reaches = tiers.into_iter().filter(|tier| memory.pages_of(*tier) > 0);
+                seat.reaches = reaches.collect();
+            }
             seat.memory = memory;
             seat.last_memory = Some((number, verdict.clone()));
         }

@@ -216,6 +216,13 @@ impl Worker {
         }
     }
 
+    /// The pages of a tier are part of what is stated with an engine's memory.
+    pub(super) fn tiers_changed(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
+        if self.memory.is_some() {
+            self.changed(now, effects);
+        }
+    }
+
     /// Stops the copies that touch an engine's memory, and requires a new statement, because the registered memory is
     /// not the one that the leader knows.
     fn changed(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {

@@ -85,6 +85,8 @@ pub enum WorkerEvent {
     LeaderLost,
     /// The depot is mapped: an attach request can name it, and its inventory can be read.
     DepotReady,
+    /// A depot below host memory was opened or closed: the number of its pages is another one.
+    TiersChanged,
     /// The leader answered an attach request: the worker is admitted or rejected.
     Admitted {
         /// The attach request that is answered.
@@ -289,6 +291,7 @@ impl Worker {
             WorkerEvent::LeaderFound(epoch) => self.leader_found(now, epoch, effects),
             WorkerEvent::LeaderLost => self.leader_lost(now, effects),
             WorkerEvent::DepotReady => self.leader.depot_ready(),
+            WorkerEvent::TiersChanged => self.tiers_changed(now, effects),
             WorkerEvent::Admitted { attach, after } => self.admitted(attach, after, effects),
             WorkerEvent::MemoryAdmitted { number, after } => {
                 self.memory_admitted(number, after, effects);

@@ -13,6 +13,20 @@ use kvferry_types::{
 /// Why the process of a worker must end.
 pub type Fatal = Box<dyn Error + Send + Sync>;
 
+/// How far the removal of a reset's pages from the inventory of a tier has come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unlisted {
+    /// The next slice begins at this entry.
+    Next(u32),
+    /// All pages are removed.
+    Done,
+    /// The removal goes on elsewhere. When it has ended, [`super::WorkerShell::continue_invalidations`] is called, and the
+    /// same slice is requested again.
+    Later,
+    /// The pages could not be removed, or not durably.
+    Failed(String),
+}
+
 /// A registration that is being opened.
 #[derive(Debug, Clone)]
 pub struct Registering {
@@ -93,6 +107,10 @@ pub trait WorkerHost: HolderPeers {
     /// Number of pages of this size that fit into the depot of a tier.
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32;
 
+    /// Prepares the depots below host memory for pages of this geometry. Those that are not ready have no pages until
+    /// [`super::WorkerShell::tiers_changed`] is called.
+    fn prepare_tiers(&mut self, geometry: &MemoryGeometry);
+
     /// Reads a part of the inventory of the depot that `read` names, in pages of the size that it names. If the depot
     /// held pages of another size, its inventory is cleared first. Replies to `order` with the part, or with an error.
     fn read_inventory(
@@ -107,14 +125,14 @@ pub trait WorkerHost: HolderPeers {
     fn unlist(&mut self, tier: TierId, run: PageRun) -> Result<(), Fatal>;
 
     /// Removes the pages of a scope that were stored by `through` or before from the inventory of a tier, one slice per
-    /// call. Returns where the next slice begins; `None` after the last one, and for a tier without a depot.
+    /// call. For a tier without a depot, nothing is left.
     fn unlist_scope(
         &mut self,
         tier: TierId,
         scope: &Scope,
         through: Stored,
         from: u32,
-    ) -> Result<Option<u32>, Fatal>;
+    ) -> Result<Unlisted, Fatal>;
 
     /// Schedules a call of [`super::WorkerShell::continue_invalidations`] after all events that wait now.
     fn invalidate_later(&mut self) -> Result<(), Fatal>;

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-use super::{Fatal, WorkerHost, WorkerShell};
+use super::{Fatal, Unlisted, WorkerHost, WorkerShell};
 use kvferry_core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
 use kvferry_protocol::{ErrorBody, ErrorCode, Invalidated, Message};
 use kvferry_types::{RequestId, ResetId, Scope, Stored, TierId, Time};
@@ -152,8 +152,22 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             .is_some_and(|only| depots.get(only).is_none())
         {
             // The worker has no such tier, so that none of its pages is listed.
-            true => None,
+            true => Unlisted::Done,
             false => host.unlist_scope(tier, &invalidate.scope, invalidate.through, from)?,
+        };
+        let next = match next {
+            Unlisted::Next(next) => Some(next),
+            Unlisted::Done => None,
+            Unlisted::Later => {
+                self.invalidations.queue.push_front(invalidate);
+                self.invalidations.called = true;
+                return Ok(());
+            }
+            Unlisted::Failed(why) => {
+                let error = ErrorBody::new(ErrorCode::Internal, why);
+                self.answer(host, invalidate.order, Message::Error(error));
+                return self.call_invalidate(host);
+            }
         };
         let mut slower = depots.tiers().filter(|_| invalidate.only.is_none());
         let slower = slower.find(|slower| *slower > tier);

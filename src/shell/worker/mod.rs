@@ -21,7 +21,7 @@ use kvferry_types::{
     WorkerId,
 };
 
-pub use host::{Fatal, Registering, WorkerHost};
+pub use host::{Fatal, Registering, Unlisted, WorkerHost};
 pub use invalidations::INVALIDATE_SLICE_ENTRIES;
 use invalidations::{Invalidations, PendingInvalidation};
 use orders::arena_pages;
@@ -119,6 +119,15 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         host: &mut H,
     ) -> Result<(), Fatal> {
         self.step(host, WorkerEvent::DepotReady)
+    }
+
+    /// Handles a depot below host memory that was opened or closed: [`WorkerHost::arena_pages`] returns another number of
+    /// pages for it.
+    pub fn tiers_changed<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+    ) -> Result<(), Fatal> {
+        self.step(host, WorkerEvent::TiersChanged)
     }
 
     /// Handles the end of copies, which no longer read or write anything.
@@ -322,6 +331,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         host: &mut H,
         number: MemoryId,
     ) {
+        if let Some((_, memory)) = self.ranks.registered() {
+            let geometry = host.geometry(memory);
+            host.prepare_tiers(&geometry);
+        }
         let memory = self.ranks.registered().map(|(engine, memory)| {
             let geometry = host.geometry(memory);
             let arena_pages = arena_pages(host, geometry.page_bytes());

@@ -154,6 +154,8 @@ impl WorkerHost for Process {
         64
     }
 
+    fn prepare_tiers(&mut self, _: &MemoryGeometry) {}
+
     fn read_inventory(
         &mut self,
         link: LinkId,
@@ -176,12 +178,17 @@ impl WorkerHost for Process {
         _: &Scope,
         _: Stored,
         from: u32,
-    ) -> Result<Option<u32>, Fatal> {
+    ) -> Result<Unlisted, Fatal> {
         self.unlisted_tiers.push(tier);
         if tier == TierId::Host {
             self.unlisted_from.push(from);
         }
-        Ok((from == 0 && tier == TierId::Host).then_some(32))
+        let first = from == 0 && tier == TierId::Host;
+        Ok(if first {
+            Unlisted::Next(32)
+        } else {
+            Unlisted::Done
+        })
     }
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {

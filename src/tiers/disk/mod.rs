@@ -15,6 +15,7 @@ mod tier;
 use std::time::Duration;
 
 pub use copy::{DISK_DEPTH, DISK_DEPTH_MAX, DiskCopier, DiskCopy, DiskCopyEnd};
+pub use format::SetKey;
 pub use recover::Recovered;
 pub use set::DiskSet;
 pub use table::NotListed;

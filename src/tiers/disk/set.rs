@@ -178,8 +178,8 @@ impl DiskSet {
 
     /// Makes durable what the disk has to know before the pages of a run are overwritten: otherwise a header could
     /// outlive the pages that it lists.
-    pub(super) fn strike(&self, run: PageRun) -> io::Result<()> {
-        let regions = self.table().strikes_of(run);
+    pub(super) fn write_removals(&self, run: PageRun) -> io::Result<()> {
+        let regions = self.table().removals_of(run);
         regions
             .into_iter()
             .try_for_each(|region| self.write_region(region, true))

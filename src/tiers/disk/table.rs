@@ -54,7 +54,7 @@ pub(super) struct Table {
     stale: BTreeMap<u32, u8>,
     /// Regions whose slot on the disk lists pages that were removed since, by these pages' number: a process writes them
     /// before it overwrites the pages.
-    strikes: BTreeMap<u32, BTreeSet<u32>>,
+    removals: BTreeMap<u32, BTreeSet<u32>>,
     /// Regions whose write has begun and not ended.
     writing: BTreeSet<u32>,
     sequence: u64,
@@ -206,7 +206,7 @@ impl Table {
         }
         // The slot on the disk may list more of the block than this process did.
         for page in (start + keep) / REGION_PAGES..=(start + had - 1) / REGION_PAGES {
-            self.strikes.entry(page).or_default().insert(region);
+            self.removals.entry(page).or_default().insert(region);
         }
     }
 
@@ -279,10 +279,10 @@ impl Table {
     }
 
     /// Regions that have to be written before the pages of a run are overwritten.
-    pub(super) fn strikes_of(&self, run: PageRun) -> BTreeSet<u32> {
+    pub(super) fn removals_of(&self, run: PageRun) -> BTreeSet<u32> {
         let end = run.start.saturating_add(run.count.max(1)) - 1;
         let of_run = self
-            .strikes
+            .removals
             .range(run.start / REGION_PAGES..=end / REGION_PAGES);
         let regions = of_run.flat_map(|(_, regions)| regions.iter().copied());
         let unwritten = |region: &u32| self.dirty.contains(region) || self.writing.contains(region);
@@ -375,23 +375,23 @@ impl Table {
             _ => {}
         }
         if !self.dirty.contains(&region) {
-            self.forget_strikes(region);
+            self.forget_removals(region);
         }
     }
 
-    fn forget_strikes(&mut self, region: u32) {
+    fn forget_removals(&mut self, region: u32) {
         // Blocks have at most 256 pages, so that the pages of a region's blocks lie in the next few regions.
         let last = region + 256 / REGION_PAGES + 1;
         let near: Vec<u32> = self
-            .strikes
+            .removals
             .range(region..=last)
             .map(|(at, _)| *at)
             .collect();
         for at in near {
-            if let Some(regions) = self.strikes.get_mut(&at) {
+            if let Some(regions) = self.removals.get_mut(&at) {
                 regions.remove(&region);
                 if regions.is_empty() {
-                    self.strikes.remove(&at);
+                    self.removals.remove(&at);
                 }
             }
         }
@@ -462,7 +462,7 @@ mod tests {
         });
         assert_eq!(numbers(&table), [10, 11]);
         assert_eq!(
-            table.strikes_of(PageRun {
+            table.removals_of(PageRun {
                 start: 12,
                 count: 5
             }),
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn the_strikes_of_a_run_are_gone_once_they_are_written() {
+    fn the_removals_of_a_run_are_gone_once_they_are_written() {
         let mut table = Table::default();
         assert_eq!(list(&mut table, 10, 0, 30, 1), Ok(()));
         let write = table.begin_write(0).expect("dirty");
@@ -556,12 +556,12 @@ mod tests {
             start: 20,
             count: 10,
         };
-        assert!(table.strikes_of(run).is_empty());
+        assert!(table.removals_of(run).is_empty());
         table.unlist(run);
-        assert_eq!(table.strikes_of(run), [0].into());
+        assert_eq!(table.removals_of(run), [0].into());
         let write = table.begin_write(0).expect("dirty");
         table.end_write(0, write, (true, false));
-        assert!(table.strikes_of(run).is_empty());
-        assert!(table.strikes.is_empty());
+        assert!(table.removals_of(run).is_empty());
+        assert!(table.removals.is_empty());
     }
 }

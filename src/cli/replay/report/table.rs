@@ -68,9 +68,12 @@ impl ReplayReport {
             format!("time       {:.1} s", self.seconds.wall),
             format!("decisions  {}", self.decisions_digest),
         ];
-        if self.setup.g3_pages != Some(0) {
+        let with_disk = self.setup.g3_pages != Some(0);
+        if with_disk || hit_g3 > 0 {
             let from_g3 = format!("  from G3  {hit_g3:>14} tokens  {:>7}", share(hit_g3));
             lines.insert(4, from_g3);
+        }
+        if with_disk {
             let moves = &self.moves;
             let left_out = match moves.left_out {
                 0 => String::new(),

@@ -10,7 +10,7 @@ use super::super::storage::{Hold, SimDepot, Storage};
 use super::super::{SimContext, SimEvent};
 use super::copies::RunningCopies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
+use kvferry_shell::{Fatal, HolderPeers, Registering, Unlisted, WorkerHost};
 use kvferry_types::{
     DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
@@ -266,6 +266,8 @@ impl WorkerHost for Host<'_> {
         depots.map_or(0, |depots| depots[self.shard()].pages(shape))
     }
 
+    fn prepare_tiers(&mut self, _: &MemoryGeometry) {}
+
     fn read_inventory(
         &mut self,
         link: LinkId,
@@ -329,11 +331,12 @@ impl WorkerHost for Host<'_> {
         scope: &Scope,
         through: Stored,
         from: u32,
-    ) -> Result<Option<u32>, Fatal> {
+    ) -> Result<Unlisted, Fatal> {
         let shard = self.shard();
         let end = from.saturating_add(self.env.setup.inventory_pages);
         let depot = self.env.depot(tier, shard);
-        Ok(depot.and_then(|depot| depot.invalidate_scope(scope, through, from..end)))
+        let next = depot.and_then(|depot| depot.invalidate_scope(scope, through, from..end));
+        Ok(next.map_or(Unlisted::Done, Unlisted::Next))
     }
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {

@@ -164,19 +164,19 @@ impl Job {
         if !self.enter() {
             return None;
         }
-        let struck = self.strike();
+        let prepared = self.write_removals();
         let mut progress = self.progress();
         progress.running -= 1;
-        if let Err(error) = struck {
+        if let Err(error) = prepared {
             progress.stopped = true;
             progress.error.get_or_insert(error);
         }
         (progress.stopped && progress.running == 0).then(|| self.report(&mut progress))?
     }
 
-    fn strike(&self) -> io::Result<()> {
+    fn write_removals(&self) -> io::Result<()> {
         for part in &self.parts {
-            self.copy.set.strike(PageRun {
+            self.copy.set.write_removals(PageRun {
                 start: part.disk,
                 count: part.pages,
             })?;

@@ -112,14 +112,14 @@ impl World {
         }
     }
 
-    /// Stores pages as a copy does: unlists what they overwrite, strikes it, writes the bytes, and lists them.
+    /// Stores pages as a copy does: unlists what they overwrite, writes that, then the bytes, and lists them.
     pub(super) fn store(&self, record: &Record) -> std::io::Result<()> {
         let set = self.set();
         let start = record.block_start + u32::from(record.first);
         let count = record.fingerprints.len() as u32;
         let run = PageRun { start, count };
         set.table().unlist(run);
-        set.strike(run)?;
+        set.write_removals(run)?;
         let stride = set.geometry().stride as usize;
         let mut buffer = AlignedBuffer::new(stride * count as usize);
         let pages = buffer.bytes_mut().chunks_exact_mut(stride);
