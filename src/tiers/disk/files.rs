@@ -34,6 +34,10 @@ pub trait Files: Send + Sync + std::fmt::Debug {
     fn create_directory(&self, name: &str) -> io::Result<Arc<dyn Files>>;
     /// Names of all files and directories, in order.
     fn names(&self) -> io::Result<Vec<String>>;
+    /// What a name stands for, `.` for the directory itself; `None` if nothing has it.
+    fn entry(&self, name: &str) -> io::Result<Option<Entry>>;
+    /// Gives a file or directory, `.` for this one, the permissions of its kind.
+    fn set_mode(&self, name: &str, kind: EntryKind) -> io::Result<()>;
     /// Gives a file another name. Replaces the file that had it, at once for every observer.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
     /// Removes a file. A file that is still open goes on to exist without a name.
@@ -44,6 +48,36 @@ pub trait Files: Send + Sync + std::fmt::Debug {
     fn sync(&self) -> io::Result<()>;
     /// Takes the directory's lock, until the last handle of it is closed. Returns false while another process has it.
     fn try_lock(&self) -> io::Result<bool>;
+}
+
+/// What a name in a directory stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry {
+    /// A regular file, a directory, or something else.
+    pub kind: EntryKind,
+    /// Permissions: the last 9 bits of the mode.
+    pub mode: u32,
+}
+
+/// Kind of a name in a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EntryKind {
+    /// A regular file.
+    File,
+    /// A directory.
+    Directory,
+    /// A link, a socket, a device.
+    Other,
+}
+
+impl EntryKind {
+    /// The permissions that a file or directory of a tier has.
+    pub fn mode(self) -> u32 {
+        match self {
+            Self::Directory => DIR_MODE.bits(),
+            Self::File | Self::Other => FILE_MODE.bits(),
+        }
+    }
 }
 
 impl dyn Files {
@@ -98,6 +132,22 @@ impl RealDirectory {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(error.into()),
         }
+        let directory = Self::open_existing(path)?;
+        let stat = rustix::fs::fstat(&directory.0)?;
+        if stat.st_mode & 0o077 != 0 {
+            let mode = stat.st_mode & 0o777;
+            let text = format!("other users may enter the directory (mode {mode:o}): chmod 700 it");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+        }
+        Ok(directory)
+    }
+
+    /// Opens a directory, whatever its permissions.
+    ///
+    /// # Errors
+    ///
+    /// The error of the system call; [`io::ErrorKind::PermissionDenied`] for a directory that belongs to another user.
+    pub fn open_existing(path: &Path) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         let fd = rustix::fs::open(path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&fd)?;
@@ -107,11 +157,6 @@ impl RealDirectory {
             let text = format!(
                 "the directory belongs to user {owner}, and this process runs as user {ours}: give it to that user"
             );
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
-        }
-        if stat.st_mode & 0o077 != 0 {
-            let mode = stat.st_mode & 0o777;
-            let text = format!("other users may enter the directory (mode {mode:o}): chmod 700 it");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
         }
         Ok(Self(fd))
@@ -174,6 +219,26 @@ impl Files for RealDirectory {
         }
         names.sort_unstable();
         Ok(names)
+    }
+
+    fn entry(&self, name: &str) -> io::Result<Option<Entry>> {
+        let stat = match rustix::fs::statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) => return Ok(None),
+            stat => stat?,
+        };
+        let kind = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => EntryKind::File,
+            FileType::Directory => EntryKind::Directory,
+            _ => EntryKind::Other,
+        };
+        let mode = stat.st_mode & 0o777;
+        Ok(Some(Entry { kind, mode }))
+    }
+
+    fn set_mode(&self, name: &str, kind: EntryKind) -> io::Result<()> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let fd = rustix::fs::openat(&self.0, name, flags, Mode::empty())?;
+        Ok(rustix::fs::fchmod(&fd, Mode::from_raw_mode(kind.mode()))?)
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {

@@ -4,13 +4,16 @@ pub mod buffer;
 mod copy;
 pub mod files;
 pub mod format;
+pub mod fsck;
 mod recover;
 mod room;
+pub mod scrub;
 mod set;
 mod table;
 #[cfg(test)]
 mod tests;
 mod tier;
+mod verify;
 
 use std::time::Duration;
 

@@ -11,11 +11,12 @@ use super::buffer::AlignedBuffer;
 use super::files::{DiskFile, Files};
 use super::format::{
     BlockHeader, FormatError, Geometry, INDEX_NAME, Marks, REGION_PAGES, Region, SetFile, SetKey,
-    SetKeys, read_index,
+    read_index,
 };
 use super::room::Room;
-use super::set::{DiskSet, lock_file, region_id, segment_name, segment_number};
+use super::set::{DiskSet, Segments, lock_file, region_id, segment_name, segment_number};
 use super::table::{Slots, Table};
+use super::verify::{Verifier, segment_of};
 
 /// Bytes of a table that are read at one time.
 const TABLE_PART_BYTES: u64 = 4 << 20;
@@ -119,7 +120,7 @@ pub(super) fn open_set(
                 bad_slots: 0,
             }
         }
-        None => read_tables(&file, &segments, progress)?,
+        None => read_tables(&file, &segments, &mut Recovering(progress))?,
     };
     found.bad_slots = headers.bad_slots;
     let Headers {
@@ -165,7 +166,7 @@ pub(super) fn open_set(
 }
 
 /// First page and listed length of each block.
-fn lengths(blocks: &[(u32, BlockHeader, u64)]) -> Vec<(u32, usize)> {
+pub(super) fn lengths(blocks: &[(u32, BlockHeader, u64)]) -> Vec<(u32, usize)> {
     let blocks = blocks.iter();
     blocks
         .map(|(start, block, _)| (*start, block.pages.len()))
@@ -174,9 +175,9 @@ fn lengths(blocks: &[(u32, BlockHeader, u64)]) -> Vec<(u32, usize)> {
 
 /// Cuts blocks at the first page whose segment is gone: another set needed the room on that disk, or the cap is smaller
 /// now.
-fn cut_without_segment(
+pub(super) fn cut_without_segment(
     geometry: &Geometry,
-    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
+    segments: &[Segments],
     blocks: &mut Vec<(u32, BlockHeader, u64)>,
 ) {
     for (start, block, _) in &mut *blocks {
@@ -288,11 +289,40 @@ fn open_segments(
     Ok(segments)
 }
 
+/// How the tables of a set are read, and what is done with slots that are not whole.
+pub(super) trait TableReader {
+    /// Reads a part of the table of a segment.
+    fn read(
+        &mut self,
+        file: &dyn DiskFile,
+        _of: (usize, u32),
+        out: &mut [u8],
+        at: u64,
+    ) -> io::Result<()> {
+        file.read(out, at)
+    }
+
+    /// Called with the bytes that were read, and those of all tables.
+    fn progress(&mut self, done: u64, all: u64);
+
+    /// Called for each slot of a region that is not whole.
+    fn bad_slot(&mut self, _region: u32, _slot: u8, _error: FormatError) {}
+}
+
+/// Recovery counts slots that are not whole, and goes on.
+struct Recovering<'a>(&'a dyn Fn(u64, u64));
+
+impl TableReader for Recovering<'_> {
+    fn progress(&mut self, done: u64, all: u64) {
+        (self.0)(done, all);
+    }
+}
+
 /// Reads the tables of all segments.
 pub(super) fn read_tables(
     file: &SetFile,
-    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
-    progress: &dyn Fn(u64, u64),
+    segments: &[Segments],
+    reader: &mut dyn TableReader,
 ) -> io::Result<Headers> {
     let geometry = &file.geometry;
     let pair = 2 * geometry.slot_bytes;
@@ -310,17 +340,17 @@ pub(super) fn read_tables(
             while at < geometry.table_bytes() {
                 let bytes = part.min(geometry.table_bytes() - at);
                 let read = &mut buffer.bytes_mut()[..bytes as usize];
-                opened.read(read, at)?;
+                reader.read(opened.as_ref(), (disk, segment), read, at)?;
                 for (index, slots) in (at / pair..).zip(read.chunks_exact(pair as usize)) {
                     let index = u32::try_from(index).unwrap_or(u32::MAX) * REGION_PAGES;
                     let page = geometry.page_of(disk, segment, index);
                     if let Ok(page) = u32::try_from(page) {
-                        headers.add(file, page / REGION_PAGES, slots);
+                        headers.add(file, page / REGION_PAGES, slots, reader);
                     }
                 }
                 at += bytes;
                 done += bytes;
-                progress(done, all);
+                reader.progress(done, all);
             }
         }
     }
@@ -329,7 +359,7 @@ pub(super) fn read_tables(
 
 impl Headers {
     /// Adds a region: the slot with the higher sequence number that is whole.
-    fn add(&mut self, file: &SetFile, number: u32, slots: &[u8]) {
+    fn add(&mut self, file: &SetFile, number: u32, slots: &[u8], reader: &mut dyn TableReader) {
         let id = region_id(file, number);
         let halves = slots
             .chunks_exact(slots.len() / 2)
@@ -338,7 +368,10 @@ impl Headers {
         for (slot, region) in (0_u8..).zip(halves) {
             match region {
                 Ok(None) => {}
-                Err(_) => self.bad_slots += 1,
+                Err(error) => {
+                    self.bad_slots += 1;
+                    reader.bad_slot(number, slot, error);
+                }
                 Ok(Some(region)) => {
                     self.sequence = self.sequence.max(region.sequence);
                     self.durable = self.durable.max(region.durable);
@@ -414,15 +447,20 @@ pub(super) fn resolve(blocks: &mut Vec<(u32, BlockHeader, u64)>, capacity: u32) 
 /// at the first page that did not reach the disk. Returns the numbers of pages that were cut, and that were not.
 fn verify_recent(
     file: &SetFile,
-    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
+    segments: &[Segments],
     blocks: Vec<(u32, BlockHeader, u64)>,
     durable: u64,
 ) -> (Vec<(u32, BlockHeader)>, u64, u64) {
     let (mut lost, mut recent) = (0, 0);
+    let mut verifier = Verifier::new(file);
+    let segment = |disk, number| segment_of(segments, disk, number);
     let mut kept = Vec::with_capacity(blocks.len());
     for (start, mut block, sequence) in blocks {
         if sequence > durable {
-            let whole = pages_that_match(file, segments, start, &block);
+            let mut whole = block.pages.len();
+            verifier.verify(&segment, (start, &block), 0..whole, &mut |index, _| {
+                whole = whole.min(index);
+            });
             lost += (block.pages.len() - whole) as u64;
             recent += whole as u64;
             block.pages.truncate(whole);
@@ -432,35 +470,4 @@ fn verify_recent(
         }
     }
     (kept, lost, recent)
-}
-
-/// Number of pages of a block, from the first one on, whose checksums match.
-pub(super) fn pages_that_match(
-    file: &SetFile,
-    segments: &[Vec<Option<Arc<dyn DiskFile>>>],
-    start: u32,
-    block: &BlockHeader,
-) -> usize {
-    let geometry = &file.geometry;
-    let keys = SetKeys::new(file.set, file.shard);
-    let mut buffer = AlignedBuffer::new(geometry.stride as usize);
-    for (page, index) in block.pages.iter().zip(0_u16..) {
-        let extents = geometry.extents(start + u32::from(index), 1);
-        let matches = extents.first().is_some_and(|extent| {
-            let of_disk = segments.get(extent.disk);
-            let segment = of_disk.and_then(|of_disk| of_disk.get(extent.segment as usize));
-            let Some(Some(segment)) = segment else {
-                return false;
-            };
-            let bytes = buffer.bytes_mut();
-            segment.read(bytes, extent.at).is_ok() && {
-                let bytes = &bytes[..geometry.page_bytes as usize];
-                keys.page_sum(&block.place(index, page), bytes) == page.sum
-            }
-        });
-        if !matches {
-            return usize::from(index);
-        }
-    }
-    block.pages.len()
 }

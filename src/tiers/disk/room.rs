@@ -56,6 +56,14 @@ impl Room {
         })
     }
 
+    /// A room without disks, for a set that gets no further segments.
+    pub(super) fn none() -> Self {
+        Self {
+            share: 0,
+            state: Mutex::default(),
+        }
+    }
+
     /// Bytes that the shard may use on each disk.
     pub(super) fn share(&self) -> u64 {
         self.share
@@ -167,7 +175,7 @@ fn segment_bytes(set: &dyn Files) -> io::Result<u64> {
 
 /// Removes a set with all of its files. The index goes first: it lists pages of the segments. The set file goes last:
 /// without it the other files have no meaning.
-fn remove_set(directory: &dyn Files, name: &str) -> io::Result<()> {
+pub(super) fn remove_set(directory: &dyn Files, name: &str) -> io::Result<()> {
     let Some(set) = directory.directory(name)? else {
         return Ok(());
     };

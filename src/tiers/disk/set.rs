@@ -10,7 +10,8 @@ use kvferry_types::{PageRecord, PageRun, Record, Stored, TransferId};
 use super::buffer::AlignedBuffer;
 use super::files::{DiskFile, Files};
 use super::format::{
-    Geometry, INDEX_NAME, PageSum, Region, RegionId, SET_NAME, SetFile, SetKeys, write_index,
+    Geometry, HeaderPage, INDEX_NAME, PageSum, Region, RegionId, SET_NAME, SetFile, SetKeys,
+    write_index,
 };
 use super::room::Room;
 use super::table::{NotListed, Table};
@@ -35,8 +36,8 @@ pub(super) fn segment_number(name: &str) -> Option<u32> {
     name.strip_prefix("segment-")?.parse().ok()
 }
 
-/// One segment of each disk, opened when first needed.
-type Segments = Vec<Option<Arc<dyn DiskFile>>>;
+/// The segments of one disk, opened when first needed.
+pub(super) type Segments = Vec<Option<Arc<dyn DiskFile>>>;
 
 /// An open set. All calls may block on a disk.
 #[derive(Debug)]
@@ -121,6 +122,21 @@ impl DiskSet {
     /// Removes pages that will be overwritten, or that failed their checksum, and those behind them in their blocks.
     pub fn unlist(&self, run: PageRun) {
         self.table().unlist(run);
+    }
+
+    /// Removes a page whose bytes do not match its header, and those behind it in its block, unless the header has changed
+    /// since it was read. Returns the pages that were removed.
+    pub(super) fn unlist_bad(&self, start: u32, index: u16, read: &HeaderPage) -> Option<PageRun> {
+        let mut table = self.table();
+        let page = start + u32::from(index);
+        let block = table.block(start)?;
+        if block.pages.get(usize::from(index)) != Some(read) {
+            return None;
+        }
+        let count = u32::try_from(block.pages.len()).ok()? - u32::from(index);
+        let run = PageRun { start: page, count };
+        table.unlist(run);
+        Some(run)
     }
 
     /// Records of the listed pages among `count` pages from `from` on, in order.

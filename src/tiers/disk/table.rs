@@ -89,6 +89,27 @@ impl Table {
         self.dirty.insert(page / REGION_PAGES);
     }
 
+    /// Both slots of a region are to be written, because the disk has other bytes in one of them.
+    pub(super) fn rewrite(&mut self, region: u32) {
+        self.dirty.insert(region);
+        self.stale.insert(region, 2);
+    }
+
+    /// Cuts a block to its first `keep` pages, so that no slot lists the others any longer.
+    pub(super) fn cut_both(&mut self, start: u32, keep: u32) {
+        self.cut(start, keep, true);
+    }
+
+    /// The first block with a page at `page` or behind it.
+    pub(super) fn block_from(&self, page: u32) -> Option<(u32, &BlockHeader)> {
+        let before = self.blocks.range(..=page).next_back();
+        let holds =
+            |(start, block): &(&u32, &BlockHeader)| **start + block.pages.len() as u32 > page;
+        let found = before.filter(holds);
+        let found = found.or_else(|| self.blocks.range(page..).next());
+        found.map(|(start, block)| (*start, block))
+    }
+
     /// Lets the next write say that all pages that are listed now are durable. There must be nothing else to write.
     pub(super) fn checkpoint(&mut self) {
         self.dirty.insert(0);

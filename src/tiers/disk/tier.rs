@@ -121,7 +121,7 @@ impl DiskDirectories {
     }
 }
 
-fn failed<'a>(
+pub(super) fn failed<'a>(
     directory: &'a Path,
     action: &'static str,
 ) -> impl FnOnce(io::Error) -> DiskError + 'a {

@@ -54,14 +54,23 @@ pub(in super::super) fn write_index<'a>(
 /// Reads the index of a set; `None` if there is none, or if it is that of another set or damaged: the headers say the
 /// same.
 pub(in super::super) fn read_index(files: &dyn Files, set: u128) -> io::Result<Option<Index>> {
-    let Some(body) = read(files, INDEX_NAME, (MAGIC, "index"), u64::MAX)? else {
-        return Ok(None);
-    };
-    let decoded = body.and_then(|body| decode(&body, set));
-    if let Err(error) = &decoded {
-        tracing::warn!(%error, "the index of a disk cannot be used: its headers are read");
+    match check_index(files, set)? {
+        Some(Ok(index)) => Ok(Some(index)),
+        Some(Err(error)) => {
+            tracing::warn!(%error, "the index of a disk cannot be used: its headers are read");
+            Ok(None)
+        }
+        None => Ok(None),
     }
-    Ok(decoded.ok())
+}
+
+/// Reads the index of a set; `None` if there is none.
+pub(in super::super) fn check_index(
+    files: &dyn Files,
+    set: u128,
+) -> io::Result<Option<Result<Index, FormatError>>> {
+    let body = read(files, INDEX_NAME, (MAGIC, "index"), u64::MAX)?;
+    Ok(body.map(|body| decode(&body?, set)))
 }
 
 fn decode(body: &[u8], set: u128) -> Result<Index, FormatError> {

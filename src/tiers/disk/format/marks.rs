@@ -14,7 +14,8 @@ use super::super::files::{Files, UNIT_BYTES};
 use super::FormatError;
 use super::codec::{Reader, Writer, file_bytes, read, replace};
 
-const NAME: &str = "marks";
+/// Name of the file.
+pub(in super::super) const MARKS_NAME: &str = "marks";
 const MAGIC: &[u8; 8] = b"KVFMARKS";
 /// Smallest limit of the file, in bytes: that of a small cap.
 pub(super) const FILE_BYTES_MIN: u64 = 4 * UNIT_BYTES;
@@ -86,7 +87,7 @@ impl Marks {
 
     /// Reads the file. A missing file means no marks.
     pub(in super::super) fn read(files: &dyn Files) -> io::Result<Result<Self, FormatError>> {
-        let body = read(files, NAME, (MAGIC, "marks"), FILE_BYTES_MAX)?;
+        let body = read(files, MARKS_NAME, (MAGIC, "marks"), FILE_BYTES_MAX)?;
         Ok(body.map_or(Ok(Self::default()), |body| Self::decode(&body?)))
     }
 
@@ -138,6 +139,6 @@ impl Marks {
             body.u32(u32::try_from(pages.len()).unwrap_or(u32::MAX));
             pages.iter().for_each(|page| body.u128(page.0));
         }
-        replace(files, NAME, MAGIC, &body.0)
+        replace(files, MARKS_NAME, MAGIC, &body.0)
     }
 }

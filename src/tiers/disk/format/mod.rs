@@ -58,11 +58,11 @@ mod set_file;
 
 pub use checksum::PageSum;
 pub(super) use checksum::SetKeys;
-pub use geometry::{Geometry, REGION_PAGES, SetKey};
+pub use geometry::{Extent, Geometry, REGION_PAGES, SetKey};
 pub use identity::{DiskIdentity, IDENTITY_NAME};
-pub(super) use index::{INDEX_NAME, read_index, write_index};
+pub(super) use index::{INDEX_NAME, Index, check_index, read_index, write_index};
 pub use marks::Mark;
-pub(super) use marks::Marks;
+pub(super) use marks::{MARKS_NAME, Marks};
 pub use region::{BlockHeader, HeaderPage};
 pub(super) use region::{Region, RegionId};
 pub(super) use set_file::{SET_NAME, SetFile};

@@ -3,5 +3,7 @@
 mod copies;
 mod crashes;
 mod damage;
+mod fsck;
+mod scrub;
 mod sim_files;
 mod world;

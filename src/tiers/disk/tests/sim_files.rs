@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use super::super::files::{DiskFile, Files, UNIT_BYTES};
+use super::super::files::{DiskFile, Entry as Named, EntryKind, Files, UNIT_BYTES};
 
 type Unit = Arc<[u8]>;
 
@@ -271,6 +271,22 @@ impl Files for SimFiles {
             .now()
             .into_keys()
             .collect())
+    }
+
+    fn entry(&self, name: &str) -> io::Result<Option<Named>> {
+        let disk = self.0.lock();
+        let kind = match disk.directories[self.1].now().get(name) {
+            _ if name == "." => EntryKind::Directory,
+            Some(Entry::Directory(_)) => EntryKind::Directory,
+            Some(Entry::File(_)) => EntryKind::File,
+            None => return Ok(None),
+        };
+        let mode = kind.mode();
+        Ok(Some(Named { kind, mode }))
+    }
+
+    fn set_mode(&self, _: &str, _: EntryKind) -> io::Result<()> {
+        Ok(())
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {

@@ -21,7 +21,7 @@ pub(super) const RATIO: u32 = 20;
 
 /// The bytes of a page, which follow from its domain and its fingerprint.
 pub(super) fn contents(domain: DomainId, fingerprint: Fingerprint) -> Vec<u8> {
-    let seed = (domain.0 ^ fingerprint.0) as u64;
+    let seed = (domain.0 ^ domain.0 >> 64 << 32 ^ fingerprint.0) as u64;
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut bytes = vec![0; PAGE_BYTES as usize];
     rng.fill(&mut bytes);
@@ -62,11 +62,20 @@ impl World {
 
     /// Starts a process, which opens a set.
     pub(super) fn start(&mut self, key: SetKey) -> Result<Recovered, String> {
+        self.start_shard(0, key)
+    }
+
+    /// Names of the directories.
+    pub(super) fn paths(&self) -> Vec<PathBuf> {
         let name = |disk: usize| PathBuf::from(format!("/disk-{disk}"));
-        let paths: Vec<PathBuf> = (0..self.disks.len()).map(name).collect();
+        (0..self.disks.len()).map(name).collect()
+    }
+
+    /// Starts the process of a shard, which opens a set. That of another shard has ended.
+    pub(super) fn start_shard(&mut self, shard: u16, key: SetKey) -> Result<Recovered, String> {
         let roots = self.disks.iter().map(SimDisk::root).collect();
-        let directories = DiskDirectories::of(&paths, roots).map_err(text)?;
-        let tier = DiskTier::take(&directories, 0, self.cap).map_err(text)?;
+        let directories = DiskDirectories::of(&self.paths(), roots).map_err(text)?;
+        let tier = DiskTier::take(&directories, shard, self.cap).map_err(text)?;
         let tier = tier.ok_or("locked")?;
         let opened = tier.open(key, &|_, _| {});
         self.tier = Some(tier);
