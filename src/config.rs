@@ -12,6 +12,7 @@ use figment::Figment;
 use serde::{Deserialize, Serialize};
 
 use kvferry_core::TierPolicy;
+use kvferry_tiers::disk::DiskIo;
 use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
 pub use directories::Directories;
@@ -60,6 +61,8 @@ pub struct Config {
     #[serde(serialize_with = "as_text")]
     pub g3_policy: TierPolicy,
     pub g3_depth: u16,
+    #[serde(serialize_with = "as_text")]
+    pub g3_io: DiskIo,
     pub prefill_tokens_per_s: u32,
     pub copy_threads: u16,
     pub store_bytes_per_s: ByteSize,
@@ -160,6 +163,12 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g3_depth: Option<u16>,
+    /// How the disk is read and written: by io_uring, or by threads that block.
+    ///
+    /// auto, io_uring or threads. auto: io_uring where the kernel permits it.
+    #[arg(long, value_name = "HOW")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g3_io: Option<String>,
     /// Prompt tokens that an engine computes in a second: pages on disk are offered only if they are loaded sooner.
     ///
     /// 0 if unknown: pages on disk are always offered.
@@ -303,6 +312,9 @@ impl Config {
             g3_policy: settings.policy("g3_policy")?,
             g3_depth: settings.get("g3_depth", &bounds(1, G3_DEPTH_MAX.into()), |depth| {
                 (1..=G3_DEPTH_MAX).contains(&depth).then_some(depth)
+            })?,
+            g3_io: settings.get("g3_io", "auto, io_uring or threads", |io: String| {
+                io.parse().ok()
             })?,
             prefill_tokens_per_s: settings.get(
                 "prefill_tokens_per_s",

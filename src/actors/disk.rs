@@ -13,7 +13,8 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
 use kvferry_memory::Depot;
 use kvferry_tiers::disk::{
-    DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskSet, DiskTier, FLUSH_AFTER, SetKey,
+    DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, DiskTier, FLUSH_AFTER,
+    SetKey,
 };
 use kvferry_types::{DepotId, Epoch, PageRun, Record, Scope, Stored, Transfer, TransferId};
 
@@ -43,6 +44,8 @@ pub struct DiskSettings {
     pub cap_bytes: u64,
     /// Reads and writes in flight.
     pub depth: usize,
+    /// How they are submitted.
+    pub io: DiskIo,
 }
 
 /// A report of the disk's threads.
@@ -107,7 +110,9 @@ impl Disk {
     pub(super) fn start(settings: DiskSettings, report: Report) -> std::io::Result<Self> {
         let (commands, received) = bounded(COMMANDS_MAX);
         let to = Arc::clone(&report);
-        let copier = DiskCopier::start(settings.depth, move |end| to(DiskReport::Ended(end)))?;
+        let copier = DiskCopier::start((settings.depth, settings.io), move |end| {
+            to(DiskReport::Ended(end))
+        })?;
         let thread = std::thread::Builder::new().name("kvferry-disk-tier".to_owned());
         let of_thread = settings.clone();
         let thread = thread.spawn(move || run(&of_thread, &received, &report))?;

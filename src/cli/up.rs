@@ -213,6 +213,7 @@ impl Supervisor {
             .args(["--g3-dir", &config.g3_dir.to_string()])
             .args(["--g3-policy", &config.g3_policy.to_string()])
             .args(["--g3-depth", &config.g3_depth.to_string()])
+            .args(["--g3-io", &config.g3_io.to_string()])
             .args([
                 "--prefill-tokens-per-s",
                 &config.prefill_tokens_per_s.to_string(),

@@ -163,6 +163,7 @@ fn disk(config: &Config, worker: WorkerId) -> Result<Option<DiskSettings>, Comma
         ratio: config.ratio.pages(),
         cap_bytes: config.g3.0 / u64::from(shards),
         depth: config.g3_depth.into(),
+        io: config.g3_io,
     }))
 }
 

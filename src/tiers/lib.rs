@@ -1,6 +1,5 @@
 //! Storage tiers below host memory. Today: disks ([`disk`]).
 //!
 //! All functions block: an async caller runs them on a thread of its own.
-#![forbid(unsafe_code)]
 
 pub mod disk;

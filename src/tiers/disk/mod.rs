@@ -17,7 +17,7 @@ mod verify;
 
 use std::time::Duration;
 
-pub use copy::{DISK_DEPTH, DISK_DEPTH_MAX, DiskCopier, DiskCopy, DiskCopyEnd};
+pub use copy::{DISK_DEPTH, DISK_DEPTH_MAX, DiskCopier, DiskCopy, DiskCopyEnd, DiskIo};
 pub use format::SetKey;
 pub use recover::Recovered;
 pub use set::DiskSet;

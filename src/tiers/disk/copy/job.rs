@@ -53,6 +53,16 @@ pub(super) struct Operation {
     pub(super) bytes: Range<usize>,
 }
 
+impl Operation {
+    /// Reads into `bytes`, or writes them, and waits for the end.
+    pub(super) fn carry_out(&self, write: bool, bytes: &mut [u8]) -> io::Result<()> {
+        match write {
+            true => self.file.write(bytes, self.at),
+            false => self.file.read(bytes, self.at),
+        }
+    }
+}
+
 /// A page of a read, as the set listed it when the copy began.
 #[derive(Debug)]
 struct Source {
@@ -102,9 +112,15 @@ impl Job {
             .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
             .map(|(src, dst)| if write { (src, dst) } else { (dst, src) })
             .collect();
+        let sources = match write {
+            true => Vec::new(),
+            false => sources(&copy.set, &pages),
+        };
+        // A page that is not listed is a bad source, and no page behind it is read.
+        let bad = sources.iter().position(Option::is_none);
         let part_pages = (PART_BYTES / copy.set.geometry().stride).max(1);
         let mut parts: Vec<Part> = Vec::new();
-        for (first, (_, disk)) in pages.iter().enumerate() {
+        for (first, (_, disk)) in pages.iter().take(bad.unwrap_or(usize::MAX)).enumerate() {
             match parts.last_mut() {
                 Some(last)
                     if u64::from(last.pages) < part_pages
@@ -119,13 +135,9 @@ impl Job {
                 }),
             }
         }
-        let sources = if write {
-            Vec::new()
-        } else {
-            sources(&copy.set, &pages)
-        };
         let progress = Progress {
             open: parts.len(),
+            bad,
             copied: vec![false; pages.len()],
             sums: vec![PageSum::default(); if write { pages.len() } else { 0 }],
             ..Progress::default()

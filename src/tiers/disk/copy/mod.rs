@@ -6,6 +6,7 @@
 
 mod job;
 mod queue;
+mod uring;
 
 use std::collections::HashMap;
 use std::io;
@@ -18,11 +19,53 @@ use super::buffer::AlignedBuffer;
 pub use job::{DiskCopy, DiskCopyEnd};
 use job::{Job, Operation};
 use queue::{Queue, Task};
+use uring::Ring;
 
 /// Default number of reads and writes in flight.
 pub const DISK_DEPTH: usize = 8;
 /// Largest number of them.
 pub const DISK_DEPTH_MAX: usize = 256;
+
+/// How reads and writes are submitted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum DiskIo {
+    /// By io_uring where the kernel permits it, else by threads.
+    #[default]
+    Auto,
+    /// By io_uring, on a few threads.
+    IoUring,
+    /// By threads that block, one for each read or write in flight.
+    Threads,
+}
+
+impl DiskIo {
+    const NAMES: [(Self, &'static str); 3] = [
+        (Self::Auto, "auto"),
+        (Self::IoUring, "io_uring"),
+        (Self::Threads, "threads"),
+    ];
+}
+
+impl std::fmt::Display for DiskIo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = Self::NAMES.iter().find(|(io, _)| io == self);
+        f.write_str(name.map_or("", |(_, name)| name))
+    }
+}
+
+impl std::str::FromStr for DiskIo {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let found = Self::NAMES.iter().find(|(_, name)| *name == text);
+        found
+            .map(|(io, _)| *io)
+            .ok_or_else(|| "auto, io_uring or threads".to_owned())
+    }
+}
+
+/// Threads that share the parts in flight with io_uring: each also copies and computes checksums.
+const RING_THREADS: usize = 4;
 
 /// Receives the ends of copies, on the thread that ended the last part.
 type Ended = Box<dyn Fn(DiskCopyEnd) + Send + Sync>;
@@ -53,15 +96,15 @@ pub struct DiskCopier {
 }
 
 impl DiskCopier {
-    /// Starts `depth` threads, each with one read or write in flight. `ended` receives the end of each copy.
+    /// Starts threads that have `depth` reads and writes in flight together. `ended` receives the end of each copy.
     ///
-    /// Memory: 4 MiB for each thread, or one page where pages are larger.
+    /// Memory: 4 MiB for each read or write in flight, or one page where pages are larger.
     ///
     /// # Errors
     ///
-    /// The error of the system if a thread cannot be started.
+    /// The error of the system if a thread cannot be started, or with [`DiskIo::IoUring`] no ring.
     pub fn start(
-        depth: usize,
+        (depth, io): (usize, DiskIo),
         ended: impl Fn(DiskCopyEnd) + Send + Sync + 'static,
     ) -> io::Result<Self> {
         let shared = Arc::new(Shared {
@@ -73,12 +116,32 @@ impl DiskCopier {
             shared: Arc::clone(&shared),
             threads: Vec::new(),
         };
-        for _ in 0..depth.clamp(1, DISK_DEPTH_MAX) {
-            let shared = Arc::clone(&shared);
-            let thread = std::thread::Builder::new().name("kvferry-disk".to_owned());
-            copier.threads.push(thread.spawn(move || run(&shared))?);
+        let depth = depth.clamp(1, DISK_DEPTH_MAX);
+        let rings = match io {
+            DiskIo::Threads => None,
+            DiskIo::IoUring => Some(rings(depth)?),
+            DiskIo::Auto => match rings(depth) {
+                Ok(rings) => Some(rings),
+                Err(error) => {
+                    tracing::info!(%error, "no io_uring: the disk is read and written by threads");
+                    None
+                }
+            },
+        };
+        match rings {
+            Some(rings) => rings
+                .into_iter()
+                .try_for_each(|ring| copier.spawn(move |shared| ring.run(shared)))?,
+            None => (0..depth).try_for_each(|_| copier.spawn(run))?,
         }
         Ok(copier)
+    }
+
+    fn spawn(&mut self, run: impl FnOnce(&Arc<Shared>) + Send + 'static) -> io::Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let thread = std::thread::Builder::new().name("kvferry-disk".to_owned());
+        self.threads.push(thread.spawn(move || run(&shared))?);
+        Ok(())
     }
 
     /// Begins a copy. Reads go before writes.
@@ -161,11 +224,14 @@ fn run(shared: &Arc<Shared>) {
 }
 
 fn carry_out(write: bool, operations: &[Operation], buffer: &mut [u8]) -> io::Result<()> {
-    operations.iter().try_for_each(|one| {
-        let bytes = &mut buffer[one.bytes.clone()];
-        match write {
-            true => one.file.write(bytes, one.at),
-            false => one.file.read(bytes, one.at),
-        }
-    })
+    operations
+        .iter()
+        .try_for_each(|one| one.carry_out(write, &mut buffer[one.bytes.clone()]))
+}
+
+/// Rings that have `depth` parts in flight together.
+fn rings(depth: usize) -> io::Result<Vec<Ring>> {
+    let threads = depth.min(RING_THREADS);
+    let of = |thread: usize| depth / threads + usize::from(thread < depth % threads);
+    (0..threads).map(|thread| Ring::new(of(thread))).collect()
 }

@@ -44,6 +44,13 @@ impl Queue {
         self.filled.notify_all();
     }
 
+    /// Takes the next task, if one waits.
+    pub(super) fn try_pop(&self) -> Option<Task> {
+        let mut held = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let reads = held.reads.pop_front();
+        reads.or_else(|| held.writes.pop_front())
+    }
+
     /// Takes the next task, and waits for one; `None` once the queue is closed and empty.
     pub(super) fn pop(&self) -> Option<Task> {
         let mut held = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);

@@ -13,7 +13,7 @@ use kvferry_types::{
 
 use super::super::format::SetKey;
 use super::super::set::{DiskSet, segment_name};
-use super::super::{DiskCopier, DiskCopy, DiskCopyEnd};
+use super::super::{DiskCopier, DiskCopy, DiskCopyEnd, DiskIo};
 use super::sim_files::SimDisk;
 use super::world::World;
 
@@ -30,6 +30,10 @@ struct Copies {
 
 impl Copies {
     fn new(disks: usize) -> Self {
+        Self::by(disks, DiskIo::Threads)
+    }
+
+    fn by(disks: usize, io: DiskIo) -> Self {
         let mut world = World::new(disks, 256 << 20);
         let key = SetKey {
             layout: [1; 16],
@@ -41,7 +45,9 @@ impl Copies {
         let depot = Depot::create(Depot::bytes_for(2 * PAGES, PAGE_BYTES)).expect("memory");
         depot.hold_pages_of(PAGE_BYTES).expect("writable");
         let (report, ends) = channel();
-        let copier = DiskCopier::start(3, move |end| report.send(end).expect("the test waits"));
+        let copier = DiskCopier::start((3, io), move |end| {
+            report.send(end).expect("the test waits")
+        });
         Self {
             world,
             depot: Arc::new(depot),
@@ -263,24 +269,44 @@ fn a_stopped_write_ends_when_what_is_in_flight_has_ended() {
     assert!(!copies.end().ended.complete);
 }
 
-#[test]
-fn the_file_layer_of_the_system_carries_out_the_same_copies() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let path = directory.path().join("disk");
-    let directories = super::super::DiskDirectories::open(&[path]).expect("opened");
+/// Copies in files of a directory.
+fn in_files(directory: &std::path::Path, disks: usize, io: DiskIo) -> Copies {
+    let mut copies = Copies::by(1, io);
+    let paths: Vec<_> = (0..disks)
+        .map(|disk| directory.join(format!("disk-{disk}")))
+        .collect();
+    let directories = super::super::DiskDirectories::open(&paths).expect("opened");
     let tier = super::super::DiskTier::take(&directories, 0, 256 << 20);
     let tier = tier.expect("usable").expect("not locked");
     let second = super::super::DiskTier::take(&directories, 0, 256 << 20).expect("usable");
     assert!(second.is_none(), "the shard is in use");
-    let mut copies = Copies::new(1);
-    let key = copies.set().file.key;
-    tier.open(key, &|_, _| {}).expect("opened");
+    tier.open(copies.set().file.key, &|_, _| {})
+        .expect("opened");
     copies.world.tier = Some(tier);
-    assert!(copies.write(1, 3).ended.complete);
-    copies.world.tier().flush().expect("flushed");
-    let end = copies.read(2, 3);
-    assert!(end.ended.complete, "{end:?}");
-    assert_eq!(copies.first_and_last(PAGES), (1, 1));
+    copies
+}
+
+#[test]
+fn threads_and_io_uring_carry_out_the_same_copies_in_files() {
+    for (io, disks) in [(DiskIo::Threads, 1), (DiskIo::Auto, 1), (DiskIo::Auto, 2)] {
+        let directory = tempfile::tempdir().expect("a directory");
+        let copies = in_files(directory.path(), disks, io);
+        assert!(copies.write(1, 28).ended.complete);
+        assert!(copies.write(2, 48).ended.complete);
+        copies.world.tier().flush().expect("flushed");
+        let end = copies.read(3, 28);
+        assert!(end.ended.complete, "{end:?}");
+        for page in 0..PAGES {
+            let byte = page as u8 + 1;
+            assert_eq!(copies.first_and_last(PAGES + page), (byte, byte));
+        }
+        // Pages of which no byte was written.
+        let end = copies.read(4, 80);
+        assert!(
+            end.ended.bad_source && end.ended.complete_pages == 0,
+            "{end:?}"
+        );
+    }
 }
 
 /// Keeps the simulated disk silent until dropped.
