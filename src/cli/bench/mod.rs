@@ -4,6 +4,7 @@
 mod bench_engine;
 mod copy;
 mod copy_fixture;
+mod disk;
 mod dispatch_latency;
 mod end_to_end;
 mod gpu;
@@ -18,6 +19,8 @@ use crate::error::CommandError;
 pub(super) enum Command {
     /// Gather and scatter pages, beside one memcpy of as many bytes by as many threads; and what an order adds.
     Copy(copy::Arguments),
+    /// Blocks between host memory and a disk, beside plain reads and writes of the same files.
+    Disk(disk::Arguments),
     /// Copies between a GPU and pinned host memory, beside one copy of as many bytes.
     Gpu(gpu::Arguments),
     /// The time that loads wait in a worker while stores are queued, beside the same loads without stores.
@@ -30,6 +33,7 @@ impl Command {
     pub(super) fn run(self) -> Result<(), CommandError> {
         match self {
             Self::Copy(arguments) => arguments.run(),
+            Self::Disk(arguments) => arguments.run(),
             Self::Gpu(arguments) => arguments.run(),
             Self::Lanes(arguments) => arguments.run(),
             Self::Move(arguments) => arguments.run(),

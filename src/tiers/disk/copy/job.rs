@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
-use kvferry_memory::{BufferError, Depot, page_stride_bytes};
+use kvferry_memory::{Depot, page_stride_bytes};
 use kvferry_types::{EndedCopy, PageRun, Record, Transfer};
 
 use super::super::files::DiskFile;
@@ -14,6 +14,9 @@ use super::super::set::DiskSet;
 
 /// Bytes of one read or write, unless a page is larger: with less, disks do not reach their bandwidth.
 pub(super) const PART_BYTES: u64 = 4 << 20;
+
+/// Bytes that are copied before their checksum is taken, while a core's own cache still has them.
+const STEP_BYTES: usize = 64 << 10;
 
 /// A copy between host memory and the open set of a disk.
 #[derive(Debug)]
@@ -306,7 +309,14 @@ impl Job {
         let pages = buffer.chunks_exact_mut(geometry.stride as usize);
         for (index, page) in (part.first..).zip(pages).take(part.pages as usize) {
             let (bytes, padding) = page.split_at_mut(page_bytes);
-            self.in_host_memory(index, |depot, at| depot.buffer().read_into(at, bytes))?;
+            let mut sum = self.copy.set.keys.begin_sum();
+            let mut at = self.host_offset(index);
+            for bytes in bytes.chunks_mut(STEP_BYTES) {
+                let read = self.copy.depot.buffer().read_into(at, bytes);
+                read.map_err(io::Error::other)?;
+                sum.add(bytes);
+                at += bytes.len() as u64;
+            }
             padding.fill(0);
             let fingerprint = record.fingerprints.get(index).copied();
             let listed = HeaderPage {
@@ -321,7 +331,7 @@ impl Job {
                 self.copy
                     .set
                     .keys
-                    .page_sum(&block.place(place, &listed), bytes),
+                    .end_sum(&block.place(place, &listed), sum),
             );
         }
         let mut progress = self.progress();
@@ -329,7 +339,7 @@ impl Job {
         Ok(())
     }
 
-    /// Verifies the pages of a part and copies them into host memory. Returns the number of pages before the first one
+    /// Copies the pages of a part into host memory and verifies them. Returns the number of pages before the first one
     /// whose checksum does not match.
     fn scatter(&self, part: Part, buffer: &[u8]) -> io::Result<usize> {
         let detached = self.detached.read().unwrap_or_else(PoisonError::into_inner);
@@ -341,31 +351,34 @@ impl Job {
         for (count, page) in pages.take(part.pages as usize).enumerate() {
             let index = part.first + count;
             let bytes = &page[..geometry.page_bytes as usize];
+            // The pages of the destination are reserved: what lies there counts only after the end of the copy.
+            let mut sum = self.copy.set.keys.begin_sum();
+            let mut at = self.host_offset(index);
+            for bytes in bytes.chunks(STEP_BYTES) {
+                sum.add(bytes);
+                let written = self.copy.depot.buffer().write_from(at, bytes);
+                written.map_err(io::Error::other)?;
+                at += bytes.len() as u64;
+            }
             let matches = self.sources[index].as_ref().is_some_and(|source| {
                 let listed = &source.block.pages[usize::from(source.index)];
                 let place = source.block.place(source.index, listed);
-                self.copy.set.keys.page_sum(&place, bytes) == listed.sum
+                self.copy.set.keys.end_sum(&place, sum) == listed.sum
             });
             if !matches {
                 let mut progress = self.progress();
                 progress.bad = Some(progress.bad.map_or(index, |bad| bad.min(index)));
                 return Ok(count);
             }
-            self.in_host_memory(index, |depot, at| depot.buffer().write_from(at, bytes))?;
         }
         Ok(part.pages as usize)
     }
 
-    fn in_host_memory(
-        &self,
-        index: usize,
-        copy: impl FnOnce(&Depot, u64) -> Result<(), BufferError>,
-    ) -> io::Result<()> {
-        let depot = &self.copy.depot;
+    /// Where a page lies in host memory, in bytes.
+    fn host_offset(&self, index: usize) -> u64 {
         let page_bytes = self.copy.transfer.page_bytes;
-        let page = self.host[index];
-        let at = depot.pages_at(page_bytes) + u64::from(page) * page_stride_bytes(page_bytes);
-        copy(depot, at).map_err(io::Error::other)
+        let stride = page_stride_bytes(page_bytes);
+        self.copy.depot.pages_at(page_bytes) + u64::from(self.host[index]) * stride
     }
 }
 

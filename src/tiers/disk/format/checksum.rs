@@ -17,6 +17,20 @@ pub(in super::super) struct SetKeys {
     shard: u16,
 }
 
+/// The bytes of a page so far.
+pub(in super::super) struct PageHasher {
+    bytes: XxHash3_64,
+    len: u64,
+}
+
+impl PageHasher {
+    /// Adds the next bytes of the page.
+    pub(in super::super) fn add(&mut self, bytes: &[u8]) {
+        self.bytes.write(bytes);
+        self.len += bytes.len() as u64;
+    }
+}
+
 /// What a page's checksum covers besides its bytes.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct PagePlace {
@@ -38,10 +52,25 @@ impl SetKeys {
     /// Checksum of a page: of its bytes by XXH3, and of its place by SipHash-1-3 under the set's random id. A page that is
     /// read for another place, block, store, shard or set does not match.
     pub(in super::super) fn page_sum(&self, place: &PagePlace, bytes: &[u8]) -> PageSum {
+        let mut sum = self.begin_sum();
+        sum.add(bytes);
+        self.end_sum(place, sum)
+    }
+
+    /// Begins the checksum of a page whose bytes are added piece by piece.
+    pub(in super::super) fn begin_sum(&self) -> PageHasher {
+        PageHasher {
+            bytes: XxHash3_64::new(),
+            len: 0,
+        }
+    }
+
+    /// Ends a checksum: see [`Self::page_sum`].
+    pub(in super::super) fn end_sum(&self, place: &PagePlace, sum: PageHasher) -> PageSum {
         let [high, low] = self.key;
         let mut hasher = SipHasher13::new_with_keys(high, low);
-        hasher.write_u64(XxHash3_64::oneshot(bytes));
-        hasher.write_u64(bytes.len() as u64);
+        hasher.write_u64(sum.bytes.finish());
+        hasher.write_u64(sum.len);
         hasher.write_u128(place.anchor.0);
         hasher.write_u128(place.domain.0);
         hasher.write_u128(place.fingerprint.0);

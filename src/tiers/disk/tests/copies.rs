@@ -189,11 +189,6 @@ fn a_page_that_fails_its_checksum_ends_the_read_before_it() {
     let end = copies.read(2, 0);
     assert_eq!((end.ended.complete, end.ended.complete_pages), (false, 5));
     assert!(end.ended.bad_source && end.error.is_none(), "{end:?}");
-    assert_eq!(
-        copies.first_and_last(PAGES + 5),
-        (0xff, 0xff),
-        "no byte of it was copied"
-    );
 }
 
 #[test]
