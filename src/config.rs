@@ -32,6 +32,8 @@ pub const HEARTBEAT_MS_MIN: u64 = 10;
 pub const HEARTBEAT_MS_MAX: u64 = 60_000;
 /// Largest number of reads and writes of a disk tier in flight.
 pub const G3_DEPTH_MAX: u16 = 256;
+/// Host memory of each shard with g2 = 0: a few blocks of each direction, also of large pages.
+pub const BOUNCE_BYTES: u64 = 256 << 20;
 /// Longest socket directory, in bytes: Linux limits the whole path of a socket to 107 bytes.
 pub const SOCKET_DIR_BYTES_MAX: usize = 80;
 /// Lowest limit of stored bytes a second: with less, no store of a large block would end in time.
@@ -110,7 +112,7 @@ pub struct Flags {
     pub ratio: Option<u32>,
     /// Host memory for blocks, divided evenly among the KV shards.
     ///
-    /// Above 0, such as 8GiB.
+    /// Such as 8GiB. 0 with g3 above 0: 256 MiB for each KV shard, through which blocks go between devices and the disk.
     #[arg(long, value_name = "SIZE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2: Option<ByteSize>,
@@ -147,7 +149,7 @@ pub struct Flags {
     /// Directories of the blocks on disk, one for each disk.
     ///
     /// Absolute paths separated by commas. Their parents must exist. Needed for g3 above 0.
-    #[arg(long, value_name = "DIRS")]
+    #[arg(long, value_name = "PATHS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g3_dir: Option<Directories>,
     /// How pages are placed on disk and leave it.
@@ -259,11 +261,23 @@ impl Config {
         }
         let settings = Settings(settings);
         let config = Self::check(&settings)?;
+        if config.g2.0 == 0 && config.g3.0 == 0 {
+            let expected = "a size above 0, such as \"8GiB\", because g3 is 0, too: without a tier nothing is kept";
+            settings.get("g2", expected, |_: ByteSize| None::<()>)?;
+        }
         if config.g3.0 > 0 && config.g3_dir.0.is_empty() {
             let expected = "a directory, because g3 is above 0";
             settings.get("g3_dir", expected, |_: Directories| None::<()>)?;
         }
         Ok(config)
+    }
+
+    /// Host memory of all shards: g2, or with g2 = 0 what blocks need on their way between devices and the disk.
+    pub fn host_memory(&self) -> ByteSize {
+        match self.g2.0 {
+            0 => ByteSize(BOUNCE_BYTES * u64::from(self.kv_shards.shards())),
+            _ => self.g2,
+        }
     }
 
     /// Default socket directory: `$XDG_RUNTIME_DIR/kvferry`, or `/tmp/kvferry-<uid>` if that variable is not set, not
@@ -297,9 +311,7 @@ impl Config {
                 &bounds(1, kvferry_types::RATIO_MAX.into()),
                 |ratio| Ratio::new(ratio).ok(),
             )?,
-            g2: settings.get("g2", "a size above 0, such as \"8GiB\"", |g2: ByteSize| {
-                (g2.0 > 0).then_some(g2)
-            })?,
+            g2: settings.get("g2", "a size such as \"8GiB\", or 0 with g3", Some)?,
             g2_numa: settings.get("g2_numa", "node numbers such as \"0,1\", or \"\"", Some)?,
             g2_lock: settings.get("g2_lock", "true or false", Some)?,
             g2_policy: settings.policy("g2_policy")?,

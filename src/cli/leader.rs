@@ -66,7 +66,7 @@ impl Arguments {
             settings.replicas = config.replicas;
             settings.tier_policies = PerTier::host(config.g2_policy.clone());
             settings.accepts_empty_depots = self.no_tiers;
-            let depot_bytes = config.g2.0 / u64::from(config.kv_shards.shards());
+            let depot_bytes = config.host_memory().0 / u64::from(config.kv_shards.shards());
             settings.depot_bytes = PerTier::host(depot_bytes);
             if config.g3.0 > 0 {
                 settings.tiers = vec![TierId::Host, TierId::Disk];

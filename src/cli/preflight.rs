@@ -23,12 +23,17 @@ pub(super) async fn preflight_memory(config: &Config) -> Result<(), CommandError
     }
     if config.g2_lock {
         // Each worker locks the depot of its shard.
-        let each = config.g2.0 / u64::from(shards);
+        let each = config.host_memory().0 / u64::from(shards);
         LockLimit::now()
             .check(each)
             .map_err(|error| wrong(&error))?;
     }
-    memory_for(config.g2, &MemoryAvailable::ever(), MemoryAvailable::now).await
+    memory_for(
+        config.host_memory(),
+        &MemoryAvailable::ever(),
+        MemoryAvailable::now,
+    )
+    .await
 }
 
 /// Waits up to [`MEMORY_WAIT_MAX`] for memory that other processes may soon free, for example after the end of another

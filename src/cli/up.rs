@@ -104,6 +104,7 @@ impl Arguments {
         let config = self.config.load()?;
         block_on(1, async move {
             let mut ending = Ending::listen(supervised)?;
+            warn_of_sizes(&config);
             let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
             if !no_tiers {
                 tokio::select! {
@@ -145,6 +146,16 @@ fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
     })
 }
 
+/// A tier that is smaller than the one above it holds nothing that the other one does not hold.
+fn warn_of_sizes(config: &Config) {
+    let (g2, g3) = (config.host_memory(), config.g3);
+    if g3.0 > 0 && g3.0 < g2.0 {
+        tracing::warn!(
+            "g3 is {g3}, less than the {g2} of host memory: pages leave the disk first, give it more"
+        );
+    }
+}
+
 fn supervisor_failed(error: &CommandError) {
     tracing::error!(%error, "giving up");
 }
@@ -154,7 +165,7 @@ impl Supervisor {
         let each = match no_tiers {
             // One byte after the header: a depot without room for any page.
             true => DEPOT_HEADER_BYTES + 1,
-            false => config.g2.0 / u64::from(config.kv_shards.shards()),
+            false => config.host_memory().0 / u64::from(config.kv_shards.shards()),
         };
         let depots = (0..config.kv_shards.shards())
             .map(|_| Depot::create(each))

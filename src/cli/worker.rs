@@ -105,7 +105,7 @@ impl Arguments {
             let (leader, incoming) = Client::start(Arc::new(ZmqTransport), settings);
             let threads = usize::from(config.copy_threads);
             let ready = Arc::new(AtomicBool::new(false));
-            let bytes = config.g2.0 / u64::from(config.kv_shards.shards());
+            let bytes = config.host_memory().0 / u64::from(config.kv_shards.shards());
             let arguments = WorkerArguments {
                 worker,
                 sharding: config.kv_shards,
