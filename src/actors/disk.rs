@@ -16,6 +16,7 @@ use kvferry_tiers::disk::{
     DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, DiskTier, FLUSH_AFTER,
     SetKey,
 };
+use kvferry_transport::SharedLogLimit;
 use kvferry_types::{DepotId, Epoch, PageRun, Record, Scope, Stored, Transfer, TransferId};
 
 /// Commands that may wait for the thread.
@@ -28,6 +29,11 @@ const OPEN_EVERY: Duration = Duration::from_secs(2);
 const FAILURES_MAX: u32 = 3;
 /// How long the end of a worker waits for the last flush.
 const CLOSE_LIMIT: Duration = Duration::from_secs(8);
+
+/// Pause between two attempts to use more of a disk that was full.
+const GROW_EVERY: Duration = Duration::from_secs(60);
+
+static FAILED: SharedLogLimit = SharedLogLimit::new();
 
 /// The disk tier that a worker may use.
 #[derive(Debug, Clone)]
@@ -59,6 +65,8 @@ pub(super) enum DiskReport {
     Reset(Scope, Stored, Result<(), String>),
     /// The disk failed: its set is closed.
     Failed(String),
+    /// A disk that was full has room again.
+    Grown,
 }
 
 enum Command {
@@ -217,31 +225,40 @@ impl Disk {
         }
     }
 
-    /// Notes the end of a copy. Returns true if the disk failed with it too often.
+    /// Notes the end of a copy. Returns true if the disk has fewer pages from now on, because it is full.
     pub(super) fn ended(&mut self, end: &DiskCopyEnd) -> bool {
         let transfer = end.ended.transfer;
         self.running.remove(&transfer);
+        let mut full_now = false;
         match &end.error {
             Some(error) => {
-                tracing::warn!(%transfer, %error, "the disk failed a copy");
+                if let Some(left_out) = FAILED.line() {
+                    tracing::warn!(%transfer, %error, left_out, "the disk failed a copy");
+                }
                 // A full disk still serves what it has.
                 let full = matches!(
                     error.kind(),
                     std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded
                 );
                 self.failures += u32::from(!full);
+                full_now = full;
             }
             None if end.ended.complete => self.failures = 0,
             None => {}
         }
-        let over = self.failures >= FAILURES_MAX && self.open.is_some();
-        if over {
+        if self.failures >= FAILURES_MAX && self.open.is_some() {
             self.running.iter().for_each(|copy| self.copier.stop(*copy));
             self.send(Command::Fail);
         } else if self.open.is_none() || self.open.as_ref().map(|(key, _)| *key) != self.wanted {
             self.open_wanted();
         }
-        over
+        let set = self.open.as_ref().filter(|_| full_now).map(|(_, set)| set);
+        let shorter = set.is_some_and(|set| set.shrink());
+        if let Some(set) = set.filter(|_| shorter) {
+            let pages = set.capacity_pages();
+            tracing::warn!(pages, "the disk has less room than g3: it uses what it has");
+        }
+        shorter
     }
 
     pub(super) fn unlist(&self, run: PageRun) {
@@ -322,6 +339,8 @@ struct Opener<'a> {
     /// When the wanted set is tried next.
     next_try: Instant,
     flushed: Instant,
+    /// When a full disk is tried next.
+    next_growth: Instant,
 }
 
 fn run(settings: &DiskSettings, commands: &Receiver<Command>, report: &Report) {
@@ -334,6 +353,7 @@ fn run(settings: &DiskSettings, commands: &Receiver<Command>, report: &Report) {
         open: None,
         next_try: now,
         flushed: now,
+        next_growth: now,
     };
     loop {
         match commands.recv_timeout(opener.pause()) {
@@ -372,6 +392,17 @@ impl Opener<'_> {
         let now = Instant::now();
         if self.open.is_none() && self.wanted.is_some() && self.next_try <= now {
             self.try_open();
+        }
+        match &self.open {
+            Some(set) if set.is_short() && self.next_growth <= now => {
+                self.next_growth = now + GROW_EVERY;
+                if set.grow() {
+                    tracing::info!("the disk has room again");
+                    (self.report)(DiskReport::Grown);
+                }
+            }
+            Some(set) if set.is_short() => {}
+            _ => self.next_growth = now + GROW_EVERY,
         }
         if let Some(set) = &self.open
             && set.is_dirty()

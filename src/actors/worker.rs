@@ -364,9 +364,13 @@ fn disk_reported(
                 shell.tiers_changed(host)?;
             }
         }
+        DiskReport::Grown => shell.tiers_changed(host)?,
         DiskReport::Ended(end) => {
-            disk.ended(&end);
+            let shorter = disk.ended(&end);
             shell.copies_ended(host, vec![end.ended])?;
+            if shorter {
+                shell.tiers_changed(host)?;
+            }
         }
         DiskReport::Reset(scope, through, result) => {
             disk.reset_ended(scope, through, result);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -48,6 +49,8 @@ pub struct DiskSet {
     directories: Vec<Arc<dyn Files>>,
     segments: Mutex<Vec<Segments>>,
     room: Arc<Room>,
+    /// Segments of each disk that may be used: fewer than the cap permits while the disk has no room for more.
+    usable: AtomicU32,
     table: Mutex<Table>,
     /// Checksums of pages that were written and not listed yet.
     written: Mutex<BTreeMap<TransferId, Vec<PageSum>>>,
@@ -76,6 +79,7 @@ impl DiskSet {
             directories,
             segments: Mutex::new(segments),
             room,
+            usable: AtomicU32::new(u32::MAX),
             table: Mutex::new(table),
             written: Mutex::default(),
             region_locks: (0..REGION_LOCKS).map(|_| Mutex::default()).collect(),
@@ -88,11 +92,40 @@ impl DiskSet {
         &self.file.geometry
     }
 
-    /// Number of pages of the set.
+    /// Number of pages of the set that may be used.
     pub fn capacity_pages(&self) -> u32 {
         let segments = lock(&self.segments).first().map_or(0, Vec::len);
-        self.geometry()
-            .pages(u32::try_from(segments).unwrap_or(u32::MAX))
+        let segments = u32::try_from(segments).unwrap_or(u32::MAX);
+        let usable = self.usable.load(Ordering::Relaxed);
+        self.geometry().pages(segments.min(usable))
+    }
+
+    /// Uses no more than the segments that exist, because the disk has no room for another one. Returns true if that
+    /// leaves fewer pages than before.
+    pub fn shrink(&self) -> bool {
+        let before = self.capacity_pages();
+        let exists = |of_disk: &Segments| of_disk.iter().take_while(|one| one.is_some()).count();
+        let least = lock(&self.segments).iter().map(exists).min().unwrap_or(0);
+        let least = u32::try_from(least).unwrap_or(u32::MAX);
+        self.usable.fetch_min(least, Ordering::Relaxed);
+        self.capacity_pages() < before
+    }
+
+    /// True while the disk has less room than the cap.
+    pub fn is_short(&self) -> bool {
+        self.usable.load(Ordering::Relaxed) < u32::MAX
+    }
+
+    /// Creates the segments behind those that are used. Returns true if the disk had room for them: all that the cap
+    /// permits may be used again.
+    pub fn grow(&self) -> bool {
+        let next = self.usable.load(Ordering::Relaxed);
+        let disks = usize::from(self.geometry().disks);
+        let grown = (0..disks).all(|disk| self.segment(disk, next).is_ok());
+        if grown {
+            self.usable.store(u32::MAX, Ordering::Relaxed);
+        }
+        grown
     }
 
     pub(super) fn table(&self) -> MutexGuard<'_, Table> {

@@ -116,3 +116,33 @@ fn a_new_block_costs_its_bytes_and_one_header() {
         geometry.stride + geometry.slot_bytes
     );
 }
+
+#[test]
+fn a_disk_with_less_room_than_the_cap_uses_what_it_has() {
+    let mut world = World::new(2, 8 << 20);
+    world.start(key(1)).expect("a fresh disk");
+    let set = world.set();
+    let (full, segment) = (set.capacity_pages(), set.geometry().segment_bytes());
+    let row = u32::from(set.geometry().disks) * set.geometry().segment_pages;
+    world.disks[0].set_room(Some(3 * segment));
+    world.disks[1].set_room(Some(2 * segment));
+    let mut failed = None;
+    for start in (0..full).step_by(20) {
+        let record = world.record(start, (0, 20.min(full - start)), 1);
+        if let Err(error) = world.store(&record) {
+            failed.get_or_insert((start, error.kind()));
+        }
+    }
+    let (start, kind) = failed.expect("the disk has no room");
+    assert_eq!(kind, std::io::ErrorKind::StorageFull);
+    assert!(start < 3 * row, "page {start}");
+    let served = world.served();
+    assert!(set.shrink() && set.is_short());
+    assert_eq!(set.capacity_pages(), 2 * row);
+    assert!(!set.shrink(), "once");
+    assert!(!set.grow(), "there is still no room");
+    assert_eq!(world.served(), served);
+    world.disks.iter().for_each(|disk| disk.set_room(None));
+    assert!(set.grow() && !set.is_short());
+    assert_eq!(set.capacity_pages(), full);
+}

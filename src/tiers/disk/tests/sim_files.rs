@@ -77,6 +77,8 @@ struct Disk {
     written: u64,
     /// Fails every write with this error.
     failing: Option<io::ErrorKind>,
+    /// Bytes that files may still be allocated; `None` for any number.
+    room: Option<u64>,
     /// Reads and writes of files wait.
     silent: bool,
     /// Writes that wait.
@@ -129,6 +131,11 @@ impl SimDisk {
     /// Every write fails with this error, or none does.
     pub(in super::super) fn fail_writes(&self, kind: Option<io::ErrorKind>) {
         self.lock().failing = kind;
+    }
+
+    /// The disk has room for files of this many bytes, besides those that it has.
+    pub(in super::super) fn set_room(&self, room: Option<u64>) {
+        self.lock().room = room;
     }
 
     /// Lets reads and writes wait until the value is dropped.
@@ -396,9 +403,16 @@ impl DiskFile for SimFile {
         if let Some(kind) = disk.failing {
             return Err(kind.into());
         }
+        if disk.room.is_some_and(|room| room < bytes) {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
         let inode = &mut disk.inodes[self.1];
-        if inode.lengths.last().is_none_or(|len| *len < bytes) {
+        let grown = inode.lengths.last().is_none_or(|len| *len < bytes);
+        if grown {
             inode.lengths.push(bytes);
+        }
+        if let Some(room) = disk.room.as_mut().filter(|_| grown) {
+            *room -= bytes;
         }
         Ok(())
     }
