@@ -8,6 +8,7 @@
 )]
 
 mod cli {
+    mod fsck;
     mod signals;
 }
 mod support;

@@ -143,6 +143,8 @@ fn the_published_schemas_are_those_of_the_program() {
     );
     let report = serde_json::to_value(kvferry::cli::replay_schema()).expect("JSON");
     compare(&schema("replay.json"), &pretty(&report));
+    let report = serde_json::to_value(kvferry::cli::fsck_schema()).expect("JSON");
+    compare(&schema("fsck.json"), &pretty(&report));
 }
 
 #[test]

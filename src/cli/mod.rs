@@ -3,6 +3,7 @@
 
 pub mod bench;
 mod engine_rank;
+mod fsck;
 mod leader;
 mod preflight;
 mod replay;
@@ -57,6 +58,10 @@ enum Command {
     Status(status::Arguments),
     /// Remove pages: all, those of a namespace, or those with given hashes.
     Reset(reset::Arguments),
+    /// Check the files of a disk tier that no process uses, and repair them.
+    ///
+    /// A check changes nothing. Exit code 1 if something is wrong, and after a repair if something is left.
+    Fsck(fsck::Arguments),
     /// Replay a request trace through leader, workers and an engine, and verify every byte.
     Replay(Box<replay::Arguments>),
     /// Measure this machine.
@@ -125,6 +130,11 @@ pub fn replay_schema() -> schemars::Schema {
     schemars::schema_for!(replay::ReplayReport)
 }
 
+/// JSON Schema of the output of `kvferry fsck --json`.
+pub fn fsck_schema() -> schemars::Schema {
+    schemars::schema_for!(fsck::Report)
+}
+
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
     run(std::env::args_os())
@@ -139,6 +149,7 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Worker(arguments) => arguments.run(),
         Command::Status(arguments) => arguments.run(),
         Command::Reset(arguments) => arguments.run(),
+        Command::Fsck(arguments) => arguments.run(),
         Command::Replay(arguments) => arguments.run(),
         Command::Bench(command) => command.run(),
         Command::EngineRank(arguments) => arguments.run(),
