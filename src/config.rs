@@ -65,6 +65,7 @@ pub struct Config {
     pub g3_depth: u16,
     #[serde(serialize_with = "as_text")]
     pub g3_io: DiskIo,
+    pub g3_scrub_bytes_per_s: ByteSize,
     pub prefill_tokens_per_s: u32,
     pub copy_threads: u16,
     pub store_bytes_per_s: ByteSize,
@@ -171,6 +172,13 @@ pub struct Flags {
     #[arg(long, value_name = "HOW")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g3_io: Option<String>,
+    /// Most bytes a second that each worker reads of its own disk pages, to find those that have changed; 0 for none.
+    ///
+    /// 0, or a size such as 8MiB. A pass over all pages begins at most once a day. The default takes less than a hundredth
+    /// of the bandwidth of an NVMe disk, and reads 100 GiB in 4 hours, 1 TiB in 37.
+    #[arg(long, value_name = "SIZE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g3_scrub_bytes_per_s: Option<ByteSize>,
     /// Prompt tokens that an engine computes in a second: pages on disk are offered only if they are loaded sooner.
     ///
     /// 0 if unknown: pages on disk are always offered.
@@ -328,6 +336,11 @@ impl Config {
             g3_io: settings.get("g3_io", "auto, io_uring or threads", |io: String| {
                 io.parse().ok()
             })?,
+            g3_scrub_bytes_per_s: settings.get(
+                "g3_scrub_bytes_per_s",
+                "a size such as \"8MiB\", or 0 for none",
+                Some,
+            )?,
             prefill_tokens_per_s: settings.get(
                 "prefill_tokens_per_s",
                 &bounds(0, u32::MAX.into()),

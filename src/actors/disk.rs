@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
 use kvferry_memory::Depot;
+use kvferry_tiers::disk::scrub::Scrub;
 use kvferry_tiers::disk::{
     DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, DiskTier, FLUSH_AFTER,
     SetKey,
@@ -52,6 +53,8 @@ pub struct DiskSettings {
     pub depth: usize,
     /// How they are submitted.
     pub io: DiskIo,
+    /// Bytes a second that the scrub reads; 0 for no scrub.
+    pub scrub_bytes_per_s: u64,
 }
 
 /// A report of the disk's threads.
@@ -336,6 +339,8 @@ struct Opener<'a> {
     tier: Option<DiskTier>,
     wanted: Option<SetKey>,
     open: Option<Arc<DiskSet>>,
+    /// The scrub of the open set.
+    scrub: Option<Scrub>,
     /// When the wanted set is tried next.
     next_try: Instant,
     flushed: Instant,
@@ -351,6 +356,7 @@ fn run(settings: &DiskSettings, commands: &Receiver<Command>, report: &Report) {
         tier: None,
         wanted: None,
         open: None,
+        scrub: None,
         next_try: now,
         flushed: now,
         next_growth: now,
@@ -360,6 +366,7 @@ fn run(settings: &DiskSettings, commands: &Receiver<Command>, report: &Report) {
             Ok(Command::Open(key)) => {
                 opener.wanted = Some(key);
                 opener.open = None;
+                opener.scrub = None;
                 opener.next_try = Instant::now();
             }
             Ok(Command::Reset(scope, through)) => {
@@ -383,7 +390,11 @@ impl Opener<'_> {
     fn pause(&self) -> Duration {
         match (self.wanted.is_some() && self.open.is_none(), &self.open) {
             (true, _) => self.next_try.saturating_duration_since(Instant::now()),
-            (false, Some(_)) => FLUSH_AFTER / 4,
+            (false, Some(_)) => {
+                let scrub = self.scrub.as_ref();
+                let due = scrub.map(|scrub| scrub.due().saturating_duration_since(Instant::now()));
+                due.map_or(FLUSH_AFTER / 4, |due| due.min(FLUSH_AFTER / 4))
+            }
             (false, None) => OPEN_EVERY,
         }
     }
@@ -409,6 +420,29 @@ impl Opener<'_> {
             && now.duration_since(self.flushed) >= FLUSH_AFTER / 2
         {
             self.flush();
+        }
+        self.scrub(now);
+    }
+
+    /// Verifies the next pages of the open set, if it is time. Pages that have changed are unlisted here; the leader
+    /// removes them when it has them read, and a worker refuses pages that are not listed.
+    fn scrub(&mut self, now: Instant) {
+        let (Some(set), Some(scrub)) = (&self.open, &mut self.scrub) else {
+            return;
+        };
+        let step = scrub.step(set, now);
+        for run in step.removed {
+            tracing::error!(
+                page = run.start,
+                removed = run.count,
+                "a page on the disk has changed: it is not served"
+            );
+        }
+        if let Some(error) = step.error {
+            tracing::error!(%error, "the disk does not read a page");
+        }
+        if let Some(pass) = step.ended {
+            tracing::info!(?pass, "all pages on the disk are verified");
         }
     }
 
@@ -463,6 +497,7 @@ impl Opener<'_> {
                 let ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
                 let pages = set.capacity_pages();
                 tracing::info!(pages, ?found, ms, "disk open");
+                self.scrub = Scrub::new(&set, self.settings.scrub_bytes_per_s, Instant::now());
                 self.open = Some(Arc::clone(&set));
                 (self.report)(DiskReport::Opened(key, set));
             }
@@ -473,6 +508,7 @@ impl Opener<'_> {
     /// Closes the set of a disk that fails, and tries again later.
     fn fail(&mut self, why: String) {
         self.open = None;
+        self.scrub = None;
         // Without a flush: what the disk has is read again.
         self.tier = None;
         self.next_try = Instant::now() + OPEN_EVERY;

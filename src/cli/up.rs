@@ -226,6 +226,10 @@ impl Supervisor {
             .args(["--g3-depth", &config.g3_depth.to_string()])
             .args(["--g3-io", &config.g3_io.to_string()])
             .args([
+                "--g3-scrub-bytes-per-s",
+                &config.g3_scrub_bytes_per_s.0.to_string(),
+            ])
+            .args([
                 "--prefill-tokens-per-s",
                 &config.prefill_tokens_per_s.to_string(),
             ])

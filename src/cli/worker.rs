@@ -164,6 +164,7 @@ fn disk(config: &Config, worker: WorkerId) -> Result<Option<DiskSettings>, Comma
         cap_bytes: config.g3.0 / u64::from(shards),
         depth: config.g3_depth.into(),
         io: config.g3_io,
+        scrub_bytes_per_s: config.g3_scrub_bytes_per_s.0,
     }))
 }
 

@@ -54,6 +54,7 @@ fn defaults_are_those_of_the_docs() {
         g3_policy: TierPolicy::evict_first(),
         g3_depth: 8,
         g3_io: DiskIo::Auto,
+        g3_scrub_bytes_per_s: ByteSize(8 << 20),
         prefill_tokens_per_s: 0,
         copy_threads: 4,
         store_bytes_per_s: ByteSize(0),
@@ -115,6 +116,7 @@ fn every_key_can_be_given_by_every_source() {
         g3_policy: TierPolicy::default(),
         g3_depth: 4,
         g3_io: DiskIo::Threads,
+        g3_scrub_bytes_per_s: ByteSize(0),
         prefill_tokens_per_s: 9_000,
         copy_threads: 3,
         store_bytes_per_s: ByteSize(2 << 30),
@@ -127,7 +129,7 @@ fn every_key_can_be_given_by_every_source() {
     let toml = Toml::new(
         "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
          g2_numa = '1,0'\ng2_policy = 'pieces=0'\ng3 = '1GiB'\ng3_dir = '/d,/e'\n\
-         g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
+         g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\ng3_scrub_bytes_per_s = '0'\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
          gpu_copy = 'batch'\n\
          heartbeat_ms = 50\npage_index = true\nrecord_decisions = true\nlog = '1'",
     );
@@ -147,6 +149,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_G3_POLICY", "pieces=2"),
         ("KVFERRY_G3_DEPTH", "4"),
         ("KVFERRY_G3_IO", "threads"),
+        ("KVFERRY_G3_SCRUB_BYTES_PER_S", "0"),
         ("KVFERRY_PREFILL_TOKENS_PER_S", "9000"),
         ("KVFERRY_COPY_THREADS", "3"),
         ("KVFERRY_STORE_BYTES_PER_S", "2GiB"),
@@ -172,6 +175,7 @@ fn every_key_can_be_given_by_every_source() {
         g3_policy: Some("pieces=2".to_owned()),
         g3_depth: Some(4),
         g3_io: Some("threads".to_owned()),
+        g3_scrub_bytes_per_s: Some(ByteSize(0)),
         prefill_tokens_per_s: Some(9_000),
         copy_threads: Some(3),
         store_bytes_per_s: Some(ByteSize(2 << 30)),
