@@ -150,7 +150,7 @@ pub struct Flags {
     /// Directories of the blocks on disk, one for each disk.
     ///
     /// Absolute paths separated by commas. Their parents must exist. Needed for g3 above 0.
-    #[arg(long, value_name = "PATHS")]
+    #[arg(long, value_name = "DIR[,DIR...]")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g3_dir: Option<Directories>,
     /// How pages are placed on disk and leave it.

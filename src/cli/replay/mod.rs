@@ -132,7 +132,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "SIZE", requires = "g3_dir")]
     g3: Option<ByteSize>,
     /// Directory of the blocks on disk; several with commas between them. What it holds is used, and stays.
-    #[arg(long, value_name = "PATHS", requires = "g3")]
+    #[arg(long, value_name = "DIR[,DIR...]", requires = "g3")]
     g3_dir: Option<Directories>,
     /// Model whose page sizes are used.
     #[arg(long, value_enum, default_value = "tiny")]
