@@ -15,6 +15,7 @@ mod cluster {
     mod on_gpus;
     mod processes;
     mod recovery;
+    mod restarts;
     mod settings;
     mod strangers;
 }

@@ -14,13 +14,16 @@ use crate::error::EngineError;
 use crate::metrics::EngineMetrics;
 use crate::pipe::{RankOrder, RankReport};
 use crate::rank_pipe::{RANK_QUEUE, RankPipe, send_orders, take_reports};
-use kvferry_client::{EngineClient, Failure};
+use kvferry_client::{AdminClient, EngineClient, Failure};
 use kvferry_protocol::ErrorCode;
 use kvferry_types::{Answer, Request, RequestId, SlotId};
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
 
 /// Pause before an engine repeats a `finish` that the leader refused with a retryable error.
 const FINISH_AGAIN: Duration = Duration::from_millis(50);
+
+/// Interval at which the leader's moves are polled.
+const MOVES_EVERY: Duration = Duration::from_micros(500);
 
 /// The scheduler, the connection and the ranks of one engine.
 #[derive(Debug)]
@@ -31,6 +34,9 @@ pub struct EngineParts {
     pub client: EngineClient,
     /// The ranks, which have registered.
     pub ranks: Vec<RankPipe>,
+    /// With it, each request waits until no move between tiers is in flight, as in a simulation in which moves take no
+    /// time.
+    pub await_moves: Option<AdminClient>,
 }
 
 /// An event of one engine of a fleet.
@@ -84,6 +90,7 @@ pub(super) struct EngineDriver {
     engine: usize,
     scheduler: Scheduler,
     client: EngineClient,
+    await_moves: Option<AdminClient>,
     request_timeout: Duration,
     queues: Vec<mpsc::Sender<RankOrder>>,
     report: mpsc::Sender<EngineEvent>,
@@ -123,6 +130,7 @@ impl EngineDriver {
             engine,
             scheduler: parts.scheduler,
             client: parts.client,
+            await_moves: parts.await_moves,
             request_timeout,
             queues,
             report,
@@ -181,6 +189,16 @@ impl EngineDriver {
             }
         }
         Ok(self.observed)
+    }
+
+    /// Kills the ranks, whatever they do.
+    pub(super) async fn kill(mut self) -> EngineMetrics {
+        for mut child in self.children.drain(..) {
+            if let Err(error) = child.kill().await {
+                tracing::debug!(%error, "a rank had ended");
+            }
+        }
+        self.observed
     }
 
     /// Handles an event. [`Self::act`] carries out the resulting actions.
@@ -346,6 +364,7 @@ impl EngineDriver {
         let requesting = RequestTask {
             engine: self.engine,
             client: self.client.clone(),
+            moves: self.await_moves.clone(),
             report: self.report.clone(),
             timeout: self.request_timeout,
         };
@@ -362,6 +381,7 @@ impl EngineDriver {
 struct RequestTask {
     engine: usize,
     client: EngineClient,
+    moves: Option<AdminClient>,
     report: mpsc::Sender<EngineEvent>,
     timeout: Duration,
 }
@@ -369,6 +389,11 @@ struct RequestTask {
 impl RequestTask {
     /// Sends a request and waits until its deadline. A `finish` is repeated until the leader accepts it.
     async fn request(&self, id: RequestId, request: Request) -> Result<(), Closed> {
+        if let Some(leader) = &self.moves
+            && let Err(failure) = no_moves(leader, self.timeout).await
+        {
+            tracing::warn!(%failure, "moves are still in flight");
+        }
         let begun = Instant::now();
         let mut late = false;
         loop {
@@ -406,6 +431,23 @@ impl RequestTask {
     }
 }
 
+/// Waits, at most for `limit`, until no move between tiers is in flight or waits.
+///
+/// # Errors
+/// The leader does not answer, or its moves do not end.
+pub async fn no_moves(leader: &AdminClient, limit: Duration) -> Result<(), Failure> {
+    let until = Instant::now() + limit;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let status = leader.status(false, left).await?;
+        let moves = status.moves.unwrap_or_default();
+        if moves.under_way + moves.waiting == 0 {
+            return Ok(());
+        }
+        tokio::time::sleep(MOVES_EVERY).await;
+    }
+}
+
 /// The receiver of events has been dropped.
 struct Closed;
 
@@ -437,6 +479,7 @@ mod tests {
             scheduler: Scheduler::new(16, 0),
             client: client(&MemoryTransport::default()),
             ranks: Vec::new(),
+            await_moves: None,
         };
         let (report, _) = mpsc::channel(16);
         let mut driver = EngineDriver::new(0, parts, Duration::from_secs(1), report);
@@ -533,6 +576,7 @@ mod tests {
         let requesting = RequestTask {
             engine: 0,
             client,
+            moves: None,
             report,
             timeout: Duration::from_secs(1),
         };

@@ -105,6 +105,15 @@ impl Fleet {
         Ok(())
     }
 
+    /// Kills the ranks, whatever they do.
+    pub async fn kill(self) -> EngineMetrics {
+        let mut observed = EngineMetrics::default();
+        for driver in self.drivers {
+            observed.add(driver.kill().await);
+        }
+        observed
+    }
+
     /// Ends the ranks: closes their pipes and waits at most `limit` for each.
     ///
     /// # Errors

@@ -49,7 +49,7 @@ impl EngineMetrics {
     }
 
     /// Adds the measurements of another engine.
-    pub(super) fn add(&mut self, other: Self) {
+    pub fn add(&mut self, other: Self) {
         self.verified_bytes += other.verified_bytes;
         self.mismatched_bytes += other.mismatched_bytes;
         self.abandoned += other.abandoned;

@@ -3,9 +3,9 @@
 use crate::body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
     FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
-    MemoryAnswer, PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered,
-    Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TransferBody, TransferOrder,
-    Unregister, Welcome, Written,
+    MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness, RecordBody,
+    Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TierStatus,
+    TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -601,6 +601,23 @@ fn status_answer() -> StatusAnswer {
         pages: [("free".to_owned(), 4)].into(),
         blocks: 5,
         counters: [("stored".to_owned(), 6)].into(),
+        tiers: vec![TierStatus {
+            tier: 3,
+            pages: 7,
+            used_pages: 6,
+            blocks: 2,
+            hit_pages: 4,
+            evicted_pages: 1,
+            page_states: [("ready".to_owned(), 6)].into(),
+        }],
+        moves: Some(Box::new(MovesStatus {
+            under_way: 1,
+            waiting: 2,
+            ordered: 3,
+            pages: 90,
+            left_out: 4,
+            bad_sources: 5,
+        })),
         decisions_digest: "blake3:00".to_owned(),
         contradiction: String::new(),
     }

@@ -24,9 +24,9 @@ mod transfer;
 pub use body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
     FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
-    MemoryAnswer, PartBody, RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered,
-    Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TransferBody, TransferOrder,
-    Unregister, Welcome, Written,
+    MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness, RecordBody,
+    Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TierStatus,
+    TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

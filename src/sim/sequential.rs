@@ -3,23 +3,70 @@
 //!
 //! Leader and scheduler are the state machines of the live system; copies end at once on every rank.
 
+use std::collections::BTreeMap;
+
 use crate::ReplayError;
 use kvferry_core::{AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, WorkerMemory};
 use kvferry_types::{
-    AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, MemoryGeometry, PerTier, Rank,
-    Replica, TierId, Time, WorkerId,
+    AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, MemoryGeometry, PageRecord, PerTier,
+    Rank, Record, Replica, TierId, Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served};
+
+/// Bits of a depot's id that hold its shard; those above hold its tier.
+const DEPOT_TIER_SHIFT: u32 = 64;
 
 /// Id of the only engine.
 pub(super) const ENGINE: EngineId = EngineId([0; 16]);
 
-/// Attaches an engine of `ranks` equal ranks, with `arena_pages` of each tier below the device on each, to a leader.
+/// The pages that the disk of each shard lists, which are the same.
+#[derive(Debug, Clone, Default)]
+struct ListedPages(BTreeMap<u32, PageRecord>);
+
+impl ListedPages {
+    /// Removes pages that will be overwritten, and those behind them in their blocks.
+    fn unlist(&mut self, pages: impl Iterator<Item = u32>) {
+        for page in pages {
+            let mut removed = self.0.remove(&page);
+            while let Some(record) = removed {
+                let behind = record.page + 1;
+                let next = self.0.get(&behind);
+                let same = next.is_some_and(|next| next.block_start == record.block_start);
+                removed = same.then(|| self.0.remove(&behind)).flatten();
+            }
+        }
+    }
+
+    fn list(&mut self, record: &Record) {
+        let pages = record.pages().map(|record| (record.page, record));
+        self.0.extend(pages);
+    }
+}
+
+/// Attaches an engine of `ranks` equal ranks, with `arena_pages` of each tier below the device on each, to a leader. The
+/// depots are new.
 pub(super) fn attach(
     leader: &mut Leader,
     ranks: u16,
     geometry: &MemoryGeometry,
     arena_pages: &PerTier<u32>,
+) -> Result<(), ReplayError> {
+    attach_to(
+        leader,
+        ranks,
+        geometry,
+        arena_pages,
+        &ListedPages::default(),
+    )
+}
+
+/// Like [`attach`], with a disk that lists pages.
+fn attach_to(
+    leader: &mut Leader,
+    ranks: u16,
+    geometry: &MemoryGeometry,
+    arena_pages: &PerTier<u32>,
+    listed: &ListedPages,
 ) -> Result<(), ReplayError> {
     let mut effects = Vec::new();
     leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut effects);
@@ -27,7 +74,9 @@ pub(super) fn attach(
         let replica = Replica(0);
         let shard = u128::from(leader.sharding().of(rank).0);
         let depot = |tier: TierId| AttachedDepot {
-            depot: DepotId(shard + (u128::from(tier.number() - TierId::Host.number()) << 64)),
+            depot: DepotId(
+                shard + (u128::from(tier.number() - TierId::Host.number()) << DEPOT_TIER_SHIFT),
+            ),
             epoch: Epoch(0),
         };
         let attached = AttachRequest {
@@ -61,7 +110,6 @@ pub(super) fn attach(
                 verdict: Err(refusal),
                 ..
             } => return Err(refusal.into()),
-            // The depots are new: their inventories are empty.
             LeaderEffect::ReadInventory {
                 worker,
                 depot,
@@ -75,7 +123,11 @@ pub(super) fn attach(
                     read_id: reading,
                     from,
                     next: None,
-                    records: Vec::new(),
+                    // Host memory is new.
+                    records: match depot.0 >> DEPOT_TIER_SHIFT {
+                        0 => Vec::new(),
+                        _ => listed.0.values().copied().collect(),
+                    },
                 };
                 leader.step(Time(0), event, &mut effects);
             }
@@ -90,6 +142,10 @@ pub(super) fn attach(
 pub struct Sequential {
     leader: Leader,
     scheduler: Scheduler,
+    ranks: u16,
+    geometry: MemoryGeometry,
+    arena_pages: PerTier<u32>,
+    listed: ListedPages,
     /// Bytes of a page of each group.
     page_bytes: Vec<u64>,
     /// Bytes that all ranks together have stored and loaded.
@@ -112,6 +168,10 @@ impl Sequential {
         Ok(Self {
             leader,
             scheduler,
+            ranks,
+            geometry: geometry.clone(),
+            arena_pages: arena_pages.clone(),
+            listed: ListedPages::default(),
             page_bytes: geometry
                 .groups
                 .iter()
@@ -122,6 +182,27 @@ impl Sequential {
             effects: Vec::new(),
             actions: Vec::new(),
         })
+    }
+
+    /// Ends the leader and the engine, and starts new ones with the pages that the disk lists: those of the engine and
+    /// of host memory are lost. Returns the leader that has ended.
+    ///
+    /// # Errors
+    /// The new leader refuses the engine.
+    pub fn restart(
+        &mut self,
+        mut leader: Leader,
+        scheduler: Scheduler,
+    ) -> Result<Leader, ReplayError> {
+        attach_to(
+            &mut leader,
+            self.ranks,
+            &self.geometry,
+            &self.arena_pages,
+            &self.listed,
+        )?;
+        self.scheduler = scheduler;
+        Ok(std::mem::replace(&mut self.leader, leader))
     }
 
     /// Serves a prompt to its end. Fails when the prompt does not fit into the engine's memory.
@@ -193,6 +274,14 @@ impl Sequential {
                         copy_us: 0,
                         bad_source: false,
                     };
+                    let to_disk = copy.edge.to == TierId::Disk;
+                    if to_disk {
+                        let pages = copy.pairs.iter().flat_map(|pair| pair.dst.iter_pages());
+                        self.listed.unlist(pages);
+                    }
+                    if let Some(record) = copy.record.as_ref().filter(|_| to_disk) {
+                        self.listed.list(record);
+                    }
                     let pages: u64 = copy.pairs.iter().map(|pair| pair.src.pages()).sum();
                     let group = copy.device.map_or(0, |device| usize::from(device.group.0));
                     let page_bytes = self.page_bytes.get(group).copied().unwrap_or(0);

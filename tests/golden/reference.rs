@@ -178,6 +178,16 @@ fn the_page_of_the_status_is_made_of_its_schema_and_the_counters() {
         ["field", "type", "meaning"],
         properties(&schema["$defs"]["RankStatus"]),
     );
+    text += "\n## A tier\n\nEach item of `tiers`.\n";
+    text += &table(
+        ["field", "type", "meaning"],
+        properties(&schema["$defs"]["TierStatus"]),
+    );
+    text += "\n## Moves\n\nThe fields of `moves`.\n";
+    text += &table(
+        ["field", "type", "meaning"],
+        properties(&schema["$defs"]["MovesStatus"]),
+    );
     text += "\n## Counters\n\nItems of `counters`. They run since the leader's start.\n\n| counter | meaning |\n| --- | --- |\n";
     for counter in COUNTERS {
         writeln!(text, "| `{}` | {} |", counter.name, counter.meaning)

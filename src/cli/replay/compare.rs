@@ -12,15 +12,16 @@ use super::report::REPORT_VERSION;
 const REPORT_BYTES_MAX: u64 = 16 << 20;
 
 /// Keys that must be equal in both reports; of an object, every key. Otherwise the reports describe different replays.
-const EQUAL: [&str; 4] = [
+const EQUAL: [&str; 5] = [
     "/trace/digest",
     "/trace/block_tokens",
     "/sequential",
     "/setup",
+    "/restart/at",
 ];
 
 /// Keys that are shown.
-const SHOWN: [&str; 34] = [
+const SHOWN: [&str; 39] = [
     "/requests",
     "/disturbed_requests",
     "/tokens/prompt",
@@ -28,6 +29,11 @@ const SHOWN: [&str; 34] = [
     "/tokens/hit_g2",
     "/tokens/hit_g3",
     "/tokens/computed",
+    "/restart/listed_pages",
+    "/restart/tokens/hit_g1",
+    "/restart/tokens/hit_g2",
+    "/restart/tokens/hit_g3",
+    "/restart/tokens/computed",
     "/blocks/stored",
     "/blocks/grown",
     "/blocks/loaded",

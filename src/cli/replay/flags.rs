@@ -2,6 +2,8 @@
 
 use crate::error::CommandError;
 
+use super::report::RestartKind;
+use super::workload::Workload;
 use super::{Arguments, Mode};
 
 /// How a replay treats time.
@@ -31,6 +33,42 @@ impl Arguments {
     pub(super) fn timestamps_speedup(&self) -> Option<f64> {
         let looked_at = !self.sequential && self.concurrency.is_none();
         looked_at.then(|| self.speedup.unwrap_or(1.0))
+    }
+
+    /// After how many requests all processes stop and start again, and how they stop.
+    pub(super) fn restart(&self) -> Option<(usize, RestartKind)> {
+        let restart = self.restart_at.map(|at| (at, RestartKind::Restart));
+        let stop = restart.or_else(|| self.kill_at.map(|at| (at, RestartKind::Kill)));
+        stop.map(|(at, kind)| (at as usize, kind))
+    }
+
+    /// Whether the processes of a live replay have a disk.
+    pub(super) fn uses_disk(&self) -> bool {
+        self.g3.is_some_and(|size| size.0 > 0)
+    }
+
+    /// Refuses a restart after which nothing would be found, or that never comes.
+    pub(super) fn check_restart(&self, workload: &Workload) -> Result<(), CommandError> {
+        let Some((at, kind)) = self.restart() else {
+            return Ok(());
+        };
+        let flag = kind.flag();
+        let (has_disk, remedy) = match self.mode {
+            Mode::Live => (self.uses_disk(), "give --g3 and --g3-dir"),
+            Mode::Offline => (workload.disk_pages > 0, "give --g3-pages"),
+        };
+        if !has_disk {
+            return Err(CommandError::Config(format!(
+                "{flag} is {at}, and only a disk keeps pages over it: {remedy}, or leave {flag} out"
+            )));
+        }
+        let requests = workload.trace.requests.len();
+        if at >= requests {
+            return Err(CommandError::Config(format!(
+                "{flag} is {at}, and there are {requests} requests: give less"
+            )));
+        }
+        Ok(())
     }
 
     /// Refuses flags that have no effect in this kind of replay.
@@ -81,12 +119,25 @@ impl Arguments {
             let disk = [("--g3-pages", self.g3_pages.is_some())];
             refuse(&disk, "simulates a disk, use --mode offline")?;
         }
+        if self.socket_dir.is_some() {
+            let restarts = [
+                ("--restart-at", self.restart_at.is_some()),
+                ("--kill-at", self.kill_at.is_some()),
+            ];
+            refuse(&restarts, "starts `up` again, leave --socket-dir out")?;
+        }
+        if kind == ReplayKind::Timed {
+            let restarts = [("--restart-at", self.restart_at.is_some())];
+            refuse(&restarts, "takes no time offline, add --sequential")?;
+        }
         if self.mode == Mode::Offline {
             refuse(&memory, "lays out real memory, use --mode live")?;
             let live = [
                 ("--replicas", self.replicas > 1),
                 ("--socket-dir", self.socket_dir.is_some()),
                 ("--request-timeout-ms", self.request_timeout_ms.is_some()),
+                ("--kill-at", self.kill_at.is_some()),
+                ("--g3", self.g3.is_some()),
             ];
             refuse(&live, "is for live replays, use --mode live")?;
         }

@@ -134,6 +134,13 @@ pub(super) struct Arguments {
     /// Directory of the blocks on disk; several with commas between them. What it holds is used, and stays.
     #[arg(long, value_name = "DIR[,DIR...]", requires = "g3")]
     g3_dir: Option<Directories>,
+    /// Stop every process after N requests, start all again, and go on with what the disk kept; the engine's own cache is
+    /// empty then. Offline, only G3 is kept.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "kill_at")]
+    restart_at: Option<u32>,
+    /// The same by killing every process, whatever it does. Live only.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    kill_at: Option<u32>,
     /// Model whose page sizes are used.
     #[arg(long, value_enum, default_value = "tiny")]
     model: Model,
@@ -198,6 +205,7 @@ impl Arguments {
         }
         self.check_flags()?;
         let workload = Workload::load(&self)?;
+        self.check_restart(&workload)?;
         self.check_json()?;
         let report = match self.kind() {
             ReplayKind::Live | ReplayKind::LiveSequential => live::run(&self, &workload)?,

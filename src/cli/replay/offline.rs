@@ -11,7 +11,7 @@ use kvferry_sim::sequential::Sequential;
 use kvferry_types::{Epoch, PerTier, TierId};
 
 use super::Arguments;
-use super::report::ReplayReport;
+use super::report::{ReplayReport, RestartKind};
 use super::workload::Workload;
 
 pub(super) fn run(
@@ -27,16 +27,53 @@ pub(super) fn run(
     let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry, &pages);
     let mut world = world.map_err(|error| CommandError::Config(error.to_string()))?;
     let progress = workload.progress(arguments);
-    for (_, prompt) in workload.prompts() {
+    let stop = arguments.restart().map(|(at, _)| at);
+    let mut before = None;
+    for (number, (_, prompt)) in workload.prompts().enumerate() {
+        if stop == Some(number) {
+            before = Some(restart(arguments, workload, &mut world, &mut report)?);
+        }
         let served = world.serve(prompt).map_err(CommandError::failed)?;
         report.add(&served);
         progress.inc(1);
     }
     progress.finish_and_clear();
-    fill(&mut report, workload, world.leader(), world.held_pages());
+    let ended = before.iter().chain([world.leader()]);
+    fill_all(&mut report, workload, ended, world.held_pages());
+    report.restarted();
     report.copied(world.stored_bytes(), world.loaded_bytes());
     report.seconds.wall = begun.elapsed().as_secs_f64();
     Ok(report)
+}
+
+/// Ends leader and engine, and starts new ones with what the disk lists. Returns the leader that has ended.
+fn restart(
+    arguments: &Arguments,
+    workload: &Workload,
+    world: &mut Sequential,
+    report: &mut ReplayReport,
+) -> Result<Leader, CommandError> {
+    let pages = tier_pages(workload);
+    let mut settings = settings(arguments, workload, &pages);
+    settings.epoch = Epoch(world.leader().epoch().0 + 1);
+    let scheduler = workload.scheduler(arguments);
+    let ended = world.restart(Leader::new(settings), scheduler);
+    let ended = ended.map_err(|error| CommandError::Config(error.to_string()))?;
+    let used = ended.pool_of(TierId::Disk).map_or(0, used_pages);
+    let digest = ended.decisions_digest();
+    report.stopped(
+        RestartKind::Restart,
+        used,
+        digest.unwrap_or_else(|| NOT_RECORDED.to_owned()),
+    );
+    if let Some(restart) = &mut report.restart {
+        restart.listed_pages = world.leader().counts().recovered_pages;
+    }
+    Ok(ended)
+}
+
+fn used_pages(pool: &Pool) -> u64 {
+    u64::from(pool.page_states().ready)
 }
 
 /// Pages of each tier below the device, on each rank.
@@ -51,6 +88,10 @@ pub(super) fn tier_pages(workload: &Workload) -> PerTier<u32> {
 /// A leader for a world without processes, with these pages in each tier. Without any in host memory it serves a
 /// baseline.
 pub(super) fn leader(arguments: &Arguments, workload: &Workload, pages: &PerTier<u32>) -> Leader {
+    Leader::new(settings(arguments, workload, pages))
+}
+
+fn settings(arguments: &Arguments, workload: &Workload, pages: &PerTier<u32>) -> LeaderSettings {
     // The key only determines the place of an anchor in a table.
     let key = AnchorKey::new([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
@@ -64,7 +105,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, pages: &PerTier
     settings.tier_policies = PerTier::host(arguments.g2_policy.clone());
     settings.sharding = workload.sharding;
     settings.record_decisions = true;
-    Leader::new(settings)
+    settings
 }
 
 /// Copies the leader's final state, and the number of pages that the engine still holds.
@@ -74,22 +115,40 @@ pub(super) fn fill(
     leader: &Leader,
     held_pages: u32,
 ) {
+    fill_all(report, workload, std::iter::once(leader), held_pages);
+}
+
+/// Copies the final state of the last leader, with the counters of all.
+fn fill_all<'a>(
+    report: &mut ReplayReport,
+    workload: &Workload,
+    leaders: impl Iterator<Item = &'a Leader> + Clone,
+    held_pages: u32,
+) {
     report.count(|name| {
-        leader
-            .counters()
-            .find(|(known, _)| *known == name)
-            .map_or(0, |(_, value)| value)
+        let counters = leaders.clone().flat_map(Leader::counters);
+        let values = counters.filter(|(known, _)| *known == name);
+        let values = values.map(|(_, value)| value);
+        match name.starts_with("largest_") {
+            true => values.max().unwrap_or(0),
+            false => values.sum(),
+        }
     });
+    let evicted = leaders
+        .clone()
+        .map(|leader| leader.pool_counts(TierId::Disk).evicted_pages);
+    report.moves.g3_evicted_pages = evicted.sum();
+    let Some(leader) = leaders.last() else {
+        return;
+    };
     let limited = |pages: u32| (pages < ARENA_PAGES_MAX).then_some(u64::from(pages));
-    let used = |pool: &Pool| u64::from(pool.page_states().ready);
     if let Some(pool) = leader.pool() {
         report.arena.capacity_pages = limited(workload.arena_pages);
-        report.arena.used_pages = used(pool);
+        report.arena.used_pages = used_pages(pool);
     }
     if let Some(pool) = leader.pool_of(TierId::Disk) {
         report.moves.g3_pages = limited(workload.disk_pages);
-        report.moves.g3_used_pages = used(pool);
-        report.moves.g3_evicted_pages = pool.counts().evicted_pages;
+        report.moves.g3_used_pages = used_pages(pool);
     }
     for tier in [TierId::Host, TierId::Disk] {
         if let Some(pool) = leader.pool_of(tier) {

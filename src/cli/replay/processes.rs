@@ -9,6 +9,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::process::{Child, ChildStdin, Command};
+use tokio::time::Instant;
 
 use crate::cli::engine_rank;
 use crate::cli::socket_paths::SocketPaths;
@@ -23,6 +24,9 @@ use super::workload::Workload;
 pub(super) const START_LIMIT: Duration = Duration::from_secs(120);
 /// Time in which the processes must end.
 pub(super) const END_LIMIT: Duration = Duration::from_secs(30);
+
+/// Pause between two looks at killed processes.
+const KILL_PAUSE: Duration = Duration::from_millis(5);
 
 /// Leader and workers: started for this replay, or an `up` that already runs.
 pub(super) enum Up {
@@ -75,6 +79,30 @@ impl Up {
         }
     }
 
+    /// Kills the started `up`, its leader and its workers, and waits until none of them runs.
+    pub(super) async fn kill(self) -> Result<(), CommandError> {
+        let Self::Started { mut child, .. } = self else {
+            return Ok(());
+        };
+        let children = child.id().map(children_of).unwrap_or_default();
+        child.kill().await.map_err(CommandError::failed)?;
+        for pid in &children {
+            // They end with `up`, too.
+            if let Err(error) = kill_process(*pid, Signal::KILL) {
+                tracing::debug!(%error, "a child of up had ended");
+            }
+        }
+        let limit = Instant::now() + END_LIMIT;
+        while children.iter().any(|pid| runs(*pid)) {
+            if Instant::now() >= limit {
+                let text = format!("killed processes still run after {END_LIMIT:?}");
+                return Err(CommandError::Failed(text));
+            }
+            tokio::time::sleep(KILL_PAUSE).await;
+        }
+        Ok(())
+    }
+
     /// Ends the started `up`, which must end in time and with success.
     pub(super) async fn end(self) -> Result<(), CommandError> {
         match self {
@@ -82,6 +110,29 @@ impl Up {
             Self::Started { mut child, .. } => end_up(&mut child).await,
         }
     }
+}
+
+/// Processes whose parent is this one.
+fn children_of(parent: u32) -> Vec<Pid> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten();
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let pids = pids.filter_map(Pid::from_raw);
+    let is_child = |pid: &Pid| stat(*pid).is_some_and(|(_, found)| found == parent);
+    pids.filter(is_child).collect()
+}
+
+/// Whether a process has not ended. A zombie has.
+fn runs(pid: Pid) -> bool {
+    stat(pid).is_some_and(|(state, _)| !matches!(state, 'Z' | 'X'))
+}
+
+/// State letter and parent of a process.
+fn stat(pid: Pid) -> Option<(char, u32)> {
+    let path = format!("/proc/{}/stat", pid.as_raw_pid());
+    let text = std::fs::read_to_string(path).ok()?;
+    let mut words = text.rsplit_once(')')?.1.split_whitespace();
+    let state = words.next()?.chars().next()?;
+    Some((state, words.next()?.parse().ok()?))
 }
 
 fn start_up(
@@ -110,6 +161,10 @@ fn start_up(
         let directories = directories.absolute().map_err(CommandError::failed)?;
         command.args(["--g3", &g3.0.to_string()]);
         command.args(["--g3-dir", &directories.to_string()]);
+        if arguments.sequential {
+            // Copies end in their order then, as offline: which pages a move takes depends on the ends of those before.
+            command.args(["--g3-depth", "1", "--copy-threads", "1"]);
+        }
     }
     if workload.arena_pages == 0 {
         command.arg("--no-tiers");

@@ -16,7 +16,7 @@ use super::workload::Workload;
 pub use measured::{FirstToken, LinkReports, Prefills, Waits};
 
 /// Version of the report's format. Increases when a key is added or changes its meaning.
-pub(super) const REPORT_VERSION: u32 = 5;
+pub(super) const REPORT_VERSION: u32 = 6;
 
 /// Report of `kvferry replay --json`. Values that a mode cannot know are null.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
@@ -43,6 +43,8 @@ pub struct ReplayReport {
     pub arena: ArenaInfo,
     /// Transfers between G2 and G3, and G3 itself: all zero without G3.
     pub moves: MoveCounts,
+    /// The restart of all processes; null without one.
+    pub restart: Option<Restart>,
     /// Bytes, all ranks together.
     pub bytes: Bytes,
     /// Rates of the copies while they ran, per rank.
@@ -178,6 +180,46 @@ pub struct MoveCounts {
     pub g3_evicted_pages: u64,
 }
 
+/// How all processes stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum RestartKind {
+    /// In order, by SIGTERM.
+    Restart,
+    /// By SIGKILL.
+    Kill,
+}
+
+impl RestartKind {
+    /// The flag that asks for it.
+    pub(super) fn flag(self) -> &'static str {
+        match self {
+            Self::Restart => "--restart-at",
+            Self::Kill => "--kill-at",
+        }
+    }
+}
+
+/// A restart of all processes, after which the engine and host memory are empty.
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
+pub struct Restart {
+    /// Requests that were served before it.
+    pub at: u64,
+    /// How the processes stopped.
+    pub by: RestartKind,
+    /// Pages of G3 in use before it.
+    pub used_pages: u64,
+    /// Pages that the new leader found on the disk: those in use that were durable, and evicted ones that were not
+    /// overwritten.
+    pub listed_pages: u64,
+    /// Time from the stop until every tier served again; null offline.
+    pub down_seconds: Option<f64>,
+    /// Tokens of the prompts after it.
+    pub tokens: Tokens,
+    /// Digest of the decisions before it; `decisions_digest` has those after it.
+    pub decisions_digest: String,
+}
+
 /// Bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Bytes {
@@ -279,6 +321,7 @@ impl ReplayReport {
             blocks: BlockCounts::default(),
             arena: ArenaInfo::default(),
             moves: MoveCounts::default(),
+            restart: None,
             bytes: Bytes::default(),
             rates: Rates::default(),
             latency_us: Latency::default(),
@@ -314,6 +357,35 @@ impl ReplayReport {
         self.tokens.hit_g2 += (found - g3) * page_tokens;
         self.tokens.hit_g3 += g3 * page_tokens;
         self.tokens.computed += served.tokens - (g1 + found) * page_tokens;
+    }
+
+    /// Notes that all processes stop.
+    pub(super) fn stopped(&mut self, by: RestartKind, used_pages: u64, digest: String) {
+        self.restart = Some(Restart {
+            at: self.requests,
+            by,
+            used_pages,
+            listed_pages: 0,
+            down_seconds: None,
+            // Those before, until the end.
+            tokens: self.tokens,
+            decisions_digest: digest,
+        });
+    }
+
+    /// At the end: counts the tokens after a restart.
+    pub(super) fn restarted(&mut self) {
+        let all = self.tokens;
+        if let Some(restart) = &mut self.restart {
+            let before = restart.tokens;
+            restart.tokens = Tokens {
+                prompt: all.prompt - before.prompt,
+                hit_g1: all.hit_g1 - before.hit_g1,
+                hit_g2: all.hit_g2 - before.hit_g2,
+                hit_g3: all.hit_g3 - before.hit_g3,
+                computed: all.computed - before.computed,
+            };
+        }
     }
 
     /// Copies the leader's counters, by their names.

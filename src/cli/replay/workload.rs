@@ -129,6 +129,15 @@ impl Workload {
             Some(ArenaPages::Unlimited) => ARENA_PAGES_MAX,
         };
         check_disk(disk_pages, arena_pages, ratio)?;
+        if let Some(g3) = arguments
+            .g3
+            .filter(|_| arguments.uses_disk() && arena_pages == 0)
+        {
+            return Err(CommandError::Config(format!(
+                "--g3 is {g3} and G2 has no page: pages reach the disk from host memory, use --g2-pages {ratio} at least, \
+                 or --g3 0"
+            )));
+        }
         Ok(Self {
             trace,
             hasher,

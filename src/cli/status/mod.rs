@@ -78,6 +78,16 @@ pub(super) async fn until_ready(
     wait_until(socket_paths, limit, READY_PAUSE, served, &mut |_| ()).await
 }
 
+/// Waits until lookups are served from every tier.
+pub(super) async fn until_tiers_serve(
+    socket_paths: &SocketPaths,
+    limit: Duration,
+) -> Result<(), CommandError> {
+    let served =
+        |status: &StatusAnswer| status.ready && status.tiers.iter().all(|tier| tier.pages > 0);
+    wait_until(socket_paths, limit, READY_PAUSE, served, &mut |_| ()).await
+}
+
 /// Whether every rank of every engine has an attached worker, and lookups are served.
 fn all_ready(status: &StatusAnswer) -> bool {
     status.ready && status.ranks.iter().all(|rank| rank.attached)

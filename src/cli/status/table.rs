@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use kvferry_protocol::StatusAnswer;
+use kvferry_protocol::{MovesStatus, StatusAnswer, TierStatus};
 use kvferry_types::ByteSize;
 
 use super::{name, stage};
@@ -23,6 +23,8 @@ pub(super) fn table(status: &StatusAnswer) -> String {
     rows.extend(unready.map(|rank| ("", format!("{}: {}", name(rank), stage(rank)))));
     rows.push(("host memory", memory(status)));
     rows.extend(blocks(status).map(|text| ("", text)));
+    rows.extend(status.tiers.iter().skip(1).map(|tier| ("disk", disk(tier))));
+    rows.extend(status.moves.iter().map(|moves| ("", moved(moves))));
     rows.push(("hits", hits(status)));
     rows.push(("copied", copied(status)));
     rows.push((
@@ -129,6 +131,41 @@ fn blocks(status: &StatusAnswer) -> Option<String> {
     })
 }
 
+/// A tier below host memory.
+fn disk(tier: &TierStatus) -> String {
+    let name = format!("G{}", tier.tier);
+    match percent(tier.used_pages, tier.pages) {
+        None => format!("{name}: serves no pages"),
+        Some(percent) => format!(
+            "{name}: {percent} filled, {} of {} pages in {}; {} pages hit, {} evicted",
+            grouped(tier.used_pages),
+            grouped(tier.pages),
+            count(tier.blocks, "block", "blocks"),
+            grouped(tier.hit_pages),
+            grouped(tier.evicted_pages),
+        ),
+    }
+}
+
+fn moved(moves: &MovesStatus) -> String {
+    let mut text = format!(
+        "{} of {} pages, {} in flight, {} waiting",
+        count(moves.ordered, "move", "moves"),
+        grouped(moves.pages),
+        grouped(moves.under_way),
+        count(moves.waiting, "block", "blocks"),
+    );
+    if moves.left_out > 0 {
+        let blocks = count(moves.left_out, "block", "blocks");
+        write!(text, ", {blocks} left out").ok();
+    }
+    if moves.bad_sources > 0 {
+        let pages = count(moves.bad_sources, "bad page", "bad pages");
+        write!(text, ", {pages}").ok();
+    }
+    text
+}
+
 fn hits(status: &StatusAnswer) -> String {
     let lookups = counter(status, "lookups");
     let requested = counter(status, "lookup_pages");
@@ -223,6 +260,8 @@ mod tests {
             pages: pages.map(|(name, n)| (name.to_owned(), n)).into(),
             blocks: 1234,
             counters: counters.map(|(name, n)| (name.to_owned(), n)).into(),
+            tiers: Vec::new(),
+            moves: None,
             decisions_digest: String::new(),
             contradiction: String::new(),
         }
@@ -240,6 +279,40 @@ copied       3.0 GiB stored at 8.1 GB/s a copy, 0 B loaded
 now          1 running request, 0 holds, 2 copies
 problems     12 late copies, 1 page without room";
         assert_eq!(table(&status()), expected);
+    }
+
+    #[test]
+    fn a_leader_with_a_disk_shows_its_pages_and_moves() {
+        let disk = TierStatus {
+            tier: 3,
+            pages: 4000,
+            used_pages: 3000,
+            blocks: 1,
+            hit_pages: 1234,
+            evicted_pages: 5,
+            ..TierStatus::default()
+        };
+        let moves = MovesStatus {
+            under_way: 2,
+            waiting: 1,
+            ordered: 50,
+            pages: 1600,
+            left_out: 0,
+            bad_sources: 1,
+        };
+        let mut status = StatusAnswer {
+            tiers: vec![TierStatus::default(), disk],
+            moves: Some(Box::new(moves)),
+            ..status()
+        };
+        let text = table(&status);
+        let expected = "
+disk         G3: 75.0 % filled, 3,000 of 4,000 pages in 1 block; 1,234 pages hit, 5 evicted
+             50 moves of 1,600 pages, 2 in flight, 1 block waiting, 1 bad page
+";
+        assert!(text.contains(expected), "{text}");
+        status.tiers[1].pages = 0;
+        assert!(table(&status).contains("G3: serves no pages"));
     }
 
     #[test]

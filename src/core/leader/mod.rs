@@ -34,6 +34,7 @@ use crate::anchor::AnchorKey;
 use crate::decision::RunDigest;
 use crate::event::{LeaderEffect, LeaderEvent};
 use crate::policy::TierPolicy;
+use crate::pool_counts::PoolCounts;
 use crate::session::{Session, Sessions, Slot};
 use kvferry_types::{
     EngineId, Epoch, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time, WorkerId,
@@ -313,6 +314,16 @@ impl Leader {
     /// Number of copies that have not ended on every rank.
     pub fn copies_under_way(&self) -> usize {
         self.transfers.len()
+    }
+
+    /// Number of moves of [`Self::copies_under_way`], and of blocks that wait for one.
+    pub fn moves_under_way(&self) -> (usize, usize) {
+        (self.moves.pins(), self.moves.waiting())
+    }
+
+    /// Counters of all pools of a tier since the start.
+    pub fn pool_counts(&self, tier: TierId) -> PoolCounts {
+        self.tiers.counts(tier)
     }
 
     /// Number of slots of all engines.

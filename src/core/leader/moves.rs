@@ -127,6 +127,11 @@ impl Moves {
         self.running.len()
     }
 
+    /// Number of blocks that wait for a move.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.values().map(|blocks| blocks.queue.len()).sum()
+    }
+
     /// Pins of moves on each block of a tier: they do not keep a reset from removing pages.
     pub(super) fn pins_of(&self, tier: TierId) -> BTreeMap<u32, u32> {
         let mut pins = BTreeMap::new();

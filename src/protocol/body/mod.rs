@@ -13,7 +13,7 @@ pub use engine::{CancelStores, Finish, Load, Lookup, PartBody, Reset, Store};
 pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
-pub use status::{RankStatus, Status, StatusAnswer};
+pub use status::{MovesStatus, RankStatus, Status, StatusAnswer, TierStatus};
 pub(crate) use tier::tier_of;
 pub use worker::{
     Attach, AttachDepot, Attached, Cancel, Ended, Memory, MemoryAnswer, Readiness, StatedMemory,

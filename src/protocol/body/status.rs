@@ -44,6 +44,44 @@ pub struct RankStatus {
     pub problem: String,
 }
 
+/// A tier below the device, in [`StatusAnswer`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct TierStatus {
+    /// Number of the tier: 2 is host memory (G2), 3 a disk (G3).
+    pub tier: u8,
+    /// Pages of the tier; 0 while it serves none, because a rank is missing or its contents are being read.
+    pub pages: u64,
+    /// Pages of those that hold something.
+    pub used_pages: u64,
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Pages that lookups found there and in no faster tier, counted by their hashes.
+    pub hit_pages: u64,
+    /// Pages that were evicted.
+    pub evicted_pages: u64,
+    /// Pages by state: free, reserved, filling, ready, quarantined.
+    pub page_states: std::collections::BTreeMap<String, u64>,
+}
+
+/// Transfers between tiers below the device, in [`StatusAnswer`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct MovesStatus {
+    /// Moves in flight.
+    pub under_way: u64,
+    /// Blocks that wait to be moved.
+    pub waiting: u64,
+    /// Moves that were ordered.
+    pub ordered: u64,
+    /// Pages of those.
+    pub pages: u64,
+    /// Blocks that were not moved, because too many waited.
+    pub left_out: u64,
+    /// Pages that failed their checksum when they were read.
+    pub bad_sources: u64,
+}
+
 /// Answer to [`Status`]. Counters run since the leader's start; readers skip unknown ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
@@ -72,6 +110,12 @@ pub struct StatusAnswer {
     pub blocks: u64,
     /// Counters by name.
     pub counters: std::collections::BTreeMap<String, u64>,
+    /// The tiers below the device, fastest first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tiers: Vec<TierStatus>,
+    /// Transfers between tiers; absent from a leader with one tier.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moves: Option<Box<MovesStatus>>,
     /// Digest of the decisions about finished requests, or `not recorded` (setting `record_decisions`).
     pub decisions_digest: String,
     /// First contradiction of the second count; empty without one, or if no second count was requested.

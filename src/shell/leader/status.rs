@@ -3,9 +3,11 @@
 use std::fmt;
 use std::time::Duration;
 
-use kvferry_core::NOT_RECORDED;
-use kvferry_protocol::{ErrorBody, ErrorCode, RankStatus, Readiness, StatusAnswer};
-use kvferry_types::{Edge, Rank, Replica, Time, WorkerId};
+use kvferry_core::{NOT_RECORDED, Pool};
+use kvferry_protocol::{
+    ErrorBody, ErrorCode, MovesStatus, RankStatus, Readiness, StatusAnswer, TierStatus,
+};
+use kvferry_types::{Edge, Rank, Replica, TierId, Time, WorkerId};
 
 use super::{LeaderHost, LeaderShell};
 
@@ -57,6 +59,35 @@ impl<P: fmt::Debug> LeaderShell<P> {
             host_pinned_bytes: readiness.pinned_bytes,
             problem: readiness.problem,
         }
+    }
+
+    fn tiers(&self) -> Vec<TierStatus> {
+        let counts = self.core.counts();
+        let tiers = self.settings.tiers.iter();
+        let tiers = tiers.map(|tier| TierStatus {
+            tier: tier.number(),
+            hit_pages: match tier {
+                TierId::Host => counts.hit_pages - counts.below_pages,
+                // One tier at most lies below host memory.
+                _ => counts.below_pages,
+            },
+            evicted_pages: self.core.pool_counts(*tier).evicted_pages,
+            ..self.core.pool_of(*tier).map(tier_of).unwrap_or_default()
+        });
+        tiers.collect()
+    }
+
+    fn moves(&self) -> Option<MovesStatus> {
+        let counts = self.core.counts();
+        let (under_way, waiting) = self.core.moves_under_way();
+        (self.settings.tiers.len() > 1).then_some(MovesStatus {
+            under_way: under_way as u64,
+            waiting: waiting as u64,
+            ordered: counts.moves,
+            pages: counts.moved_pages,
+            left_out: counts.moves_left_out,
+            bad_sources: counts.bad_sources,
+        })
     }
 
     fn awaited_from(&self, worker: WorkerId, edge: Edge) -> u32 {
@@ -111,6 +142,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 .map(|(name, value)| (name.to_owned(), value))
                 .collect(),
             contradiction,
+            tiers: self.tiers(),
+            moves: self.moves().map(Box::new),
             ..StatusAnswer::default()
         };
         let lookup_ns = u64::try_from(host.lookup_time().as_nanos()).unwrap_or(u64::MAX);
@@ -124,5 +157,19 @@ impl<P: fmt::Debug> LeaderShell<P> {
             answer.blocks = u64::from(pool.live_blocks());
         }
         Ok(Box::new(answer))
+    }
+}
+
+/// What a pool that serves says of its tier.
+fn tier_of(pool: &Pool) -> TierStatus {
+    let states = pool.page_states();
+    let page_states = states.by_name();
+    let page_states = page_states.map(|(name, pages)| (name.to_owned(), u64::from(pages)));
+    TierStatus {
+        pages: u64::from(pool.capacity_pages()),
+        used_pages: u64::from(states.ready),
+        blocks: u64::from(pool.live_blocks()),
+        page_states: page_states.into(),
+        ..TierStatus::default()
     }
 }

@@ -2,7 +2,7 @@
 
 use kvferry_types::ByteSize;
 
-use super::{ReplayReport, Tokens};
+use super::{ReplayReport, RestartKind, Tokens};
 
 impl ReplayReport {
     /// Formats the report as a table.
@@ -88,6 +88,28 @@ impl ReplayReport {
                 moves.pages - moves.written_through_pages
             );
             lines.insert(8, line);
+        }
+        if let Some(restart) = &self.restart {
+            let Tokens {
+                hit_g1,
+                hit_g2,
+                hit_g3,
+                prompt,
+                ..
+            } = restart.tokens;
+            let share = match prompt {
+                0 => 0.0,
+                _ => 100.0 * (hit_g1 + hit_g2 + hit_g3) as f64 / prompt as f64,
+            };
+            let how = match restart.by {
+                RestartKind::Restart => "restarted",
+                RestartKind::Kill => "killed",
+            };
+            lines.push(format!(
+                "{how:<10} after {} requests: {} of {} pages found, then {hit_g1} from G1, {hit_g2} from G2, {hit_g3} \
+                 from G3 of {prompt} tokens ({share:.1} %)",
+                restart.at, restart.listed_pages, restart.used_pages
+            ));
         }
         let mut text = lines.join("\n");
         for line in self.timed_lines() {

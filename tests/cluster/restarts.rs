@@ -1,0 +1,144 @@
+//! Live replays with a disk, over restarts of every process.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::support::{kvferry, number, replay};
+
+/// A directory on a disk: temporary directories may lie in memory, where a disk tier cannot be.
+fn disk() -> TempDir {
+    tempfile::Builder::new()
+        .permissions(Permissions::from_mode(0o700))
+        .tempdir_in(env!("CARGO_TARGET_TMPDIR"))
+        .expect("a directory")
+}
+
+fn live(directory: &Path, arguments: &[&str]) -> Value {
+    let directory = directory.to_str().expect("UTF-8");
+    let disk = ["--g3", "64MiB", "--g3-dir", directory, "--log", "error"];
+    let report = replay(&[arguments, &disk[..]].concat());
+    assert_eq!(number(&report, "/bytes/mismatched"), 0);
+    report
+}
+
+/// Sizes with which lookups find pages in every tier, and host memory has room for every load.
+const SIZES: [&str; 6] = [
+    "--requests",
+    "120",
+    "--g1-pages",
+    "16",
+    "--g2-pages",
+    "2000",
+];
+
+/// Runs a sequential live replay with a disk, and the same offline. Both decide the same. Returns the live report.
+fn live_equals_offline(live_only: &[&str], offline_only: &[&str]) -> Value {
+    let directory = disk();
+    let sequential = [&["--sequential"][..], &SIZES].concat();
+    let report = live(directory.path(), &[&sequential[..], live_only].concat());
+    let pages = number(&report, "/setup/g3_pages").to_string();
+    let offline = ["--mode", "offline", "--g3-pages", &pages];
+    let offline = replay(&[&sequential[..], &offline, offline_only].concat());
+    for key in [
+        "/tokens",
+        "/blocks",
+        "/arena",
+        "/moves",
+        "/requests",
+        "/setup",
+        "/restart/at",
+        "/restart/used_pages",
+        "/restart/listed_pages",
+        "/restart/tokens",
+        "/restart/decisions_digest",
+        "/decisions_digest",
+    ] {
+        assert_eq!(report.pointer(key), offline.pointer(key), "{key}");
+    }
+    assert_eq!(
+        number(&report, "/bytes/verified"),
+        number(&report, "/bytes/scattered")
+    );
+    assert_eq!(number(&report, "/disturbed_requests"), 0);
+    assert!(number(&report, "/tokens/hit_g3") > 0, "no page from disk");
+    report
+}
+
+#[test]
+fn sequential_live_and_offline_decide_the_same_with_a_disk() {
+    let report = live_equals_offline(&[], &[]);
+    assert!(report["restart"].is_null());
+}
+
+#[test]
+fn hits_after_a_restart_of_everything_are_those_that_the_disk_predicts() {
+    let report = live_equals_offline(&["--restart-at", "60"], &["--restart-at", "60"]);
+    assert_eq!(report["restart"]["by"], "restart");
+    assert!(number(&report, "/restart/tokens/hit_g3") > 0);
+}
+
+#[test]
+fn hits_after_a_kill_of_everything_are_those_that_the_disk_predicts() {
+    let report = live_equals_offline(&["--kill-at", "60"], &["--restart-at", "60"]);
+    assert_eq!(report["restart"]["by"], "kill");
+    assert!(number(&report, "/restart/tokens/hit_g3") > 0);
+}
+
+#[test]
+fn a_concurrent_replay_brings_every_byte_back_over_a_kill_of_everything() {
+    let directory = disk();
+    let paced = ["--concurrency", "6", "--kill-at", "60"];
+    let report = live(directory.path(), &[&SIZES[..], &paced].concat());
+    assert_eq!(number(&report, "/requests"), 120);
+    assert!(number(&report, "/bytes/verified") > 0);
+    let from_disk = number(&report, "/restart/tokens/hit_g3");
+    assert!(from_disk > 0, "the disk kept nothing");
+}
+
+#[test]
+fn engines_of_two_layouts_in_turn_find_their_own_pages_again() {
+    let directory = disk();
+    // The share of the prompts that is computed, in percent.
+    let computed = |page_tokens| {
+        let few = ["--requests", "20", "--g1-pages", "16", "--g2-pages", "2000"];
+        let layout = ["--concurrency", "4", "--engine-page-tokens", page_tokens];
+        let report = live(directory.path(), &[&few[..], &layout].concat());
+        100 * number(&report, "/tokens/computed") / number(&report, "/tokens/prompt")
+    };
+    let layouts = ["16", "32"];
+    for layout in layouts {
+        let percent = computed(layout);
+        assert!(percent > 20, "cold, and {percent} % are computed");
+    }
+    for layout in layouts {
+        let percent = computed(layout);
+        assert!(percent < 5, "warm, and {percent} % are computed");
+    }
+}
+
+#[test]
+fn a_restart_without_a_disk_is_refused() {
+    for (arguments, text) in [
+        (
+            &["--kill-at", "5"][..],
+            "--kill-at is 5, and only a disk keeps pages over it: give --g3 and --g3-dir",
+        ),
+        (
+            &["--mode", "offline", "--sequential", "--restart-at", "5"],
+            "--restart-at is 5, and only a disk keeps pages over it: give --g3-pages",
+        ),
+        (
+            &["--mode", "offline", "--kill-at", "5"],
+            "--kill-at is for live replays",
+        ),
+    ] {
+        let output = kvferry(&[&["replay"], arguments].concat());
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success());
+        assert!(errors.contains(text), "{errors}");
+    }
+}
