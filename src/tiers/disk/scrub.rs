@@ -13,6 +13,8 @@ use super::verify::{PageFault, Verifier};
 /// Shortest time from the beginning of one pass over all pages to that of the next one: a disk that loses bits does so
 /// over months, and a small tier would otherwise be read all the time.
 pub const SCRUB_EVERY: Duration = Duration::from_secs(24 * 60 * 60);
+/// Time to the next pass if no page is listed.
+const EMPTY_PAUSE: Duration = Duration::from_secs(60);
 /// Bytes of one step, unless a page is larger. A command for the disk waits for at most one step.
 const STEP_BYTES: u64 = 1 << 20;
 
@@ -87,10 +89,14 @@ impl Scrub {
             found.map(|(start, block)| (start, block.clone()))
         };
         let Some((start, block)) = found else {
-            step.ended = Some(std::mem::take(&mut self.pass));
+            let pass = std::mem::take(&mut self.pass);
             self.next = 0;
-            self.due = now.max(self.begun + SCRUB_EVERY);
+            self.due = match pass.pages {
+                0 => now + EMPTY_PAUSE,
+                _ => now.max(self.begun + SCRUB_EVERY),
+            };
             self.begun = self.due;
+            step.ended = (pass.pages > 0).then_some(pass);
             return step;
         };
         let first = self.next.saturating_sub(start) as usize;

@@ -29,6 +29,9 @@ use set::SetCheck;
 /// Findings that a report lists; it counts all of them.
 pub const FINDINGS_MAX: usize = 1000;
 
+/// The leader's directory, on the first disk: its key and its last epoch. A check looks at its permissions alone.
+const LEADER_NAME: &str = "leader";
+
 /// Why a check cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum FsckError {
@@ -138,7 +141,7 @@ pub(super) fn check(
         };
         let known = |name: &str| match name {
             IDENTITY_NAME | "disk.new" => Some(EntryKind::File),
-            "lost+found" => None,
+            LEADER_NAME => Some(EntryKind::Directory),
             name => shard_number(name).map(|_| EntryKind::Directory),
         };
         checker.check_names(files.as_ref(), &place, &known)?;

@@ -4,6 +4,7 @@ mod copies;
 mod crashes;
 mod damage;
 mod fsck;
+mod fsck_files;
 mod scrub;
 mod sim_files;
 mod world;

@@ -148,3 +148,17 @@ fn pages_that_are_being_written_are_not_read() {
     let (ended, ..) = pass(&world, &mut scrub);
     assert_eq!((ended.pages, ended.bad_pages), (40, 0));
 }
+
+#[test]
+fn the_first_pages_of_an_empty_set_are_verified_soon() {
+    let mut world = World::new(1, 4 << 20);
+    world.start(key(1)).expect("a fresh disk");
+    let now = Instant::now();
+    let mut scrub = Scrub::new(&world.set(), RATE, now).expect("a limit");
+    assert!(scrub.step(&world.set(), now).ended.is_none());
+    assert_eq!(scrub.due(), now + Duration::from_secs(60));
+    let record = world.record(20, (0, 10), 1);
+    world.store(&record).expect("stored");
+    let (ended, ..) = pass(&world, &mut scrub);
+    assert_eq!(ended.pages, 10);
+}
