@@ -252,7 +252,7 @@ impl DiskSet {
         let _counted = self.writes.read().unwrap_or_else(PoisonError::into_inner);
         let (write, encoded) = {
             let mut table = self.table();
-            let Some(write) = table.begin_write(region) else {
+            let Some(write) = table.begin_write(region, synced) else {
                 return Ok(());
             };
             let (id, numbers) = (self.region_id(region), (write.sequence, write.durable));

@@ -150,6 +150,18 @@ impl Table {
     /// Notes that all writes up to this sequence number are durable.
     pub(super) fn note_durable(&mut self, sequence: u64) {
         self.durable = self.durable.max(sequence);
+        let mut removals = std::mem::take(&mut self.removals);
+        removals.retain(|_, regions| {
+            regions.retain(|region| self.lacks_removals(*region));
+            !regions.is_empty()
+        });
+        self.removals = removals;
+    }
+
+    /// True if a slot that lists removed pages may be what a start finds of this region.
+    fn lacks_removals(&self, region: u32) -> bool {
+        let unwritten = self.dirty.contains(&region) || self.writing.contains(&region);
+        unwritten || !self.is_durable(region)
     }
 
     /// The block that begins with a page.
@@ -299,15 +311,16 @@ impl Table {
         Some(*next)
     }
 
-    /// Regions that have to be written before the pages of a run are overwritten.
+    /// Regions that have to be written durably before the pages of a run are overwritten.
     pub(super) fn removals_of(&self, run: PageRun) -> BTreeSet<u32> {
         let end = run.start.saturating_add(run.count.max(1)) - 1;
         let of_run = self
             .removals
             .range(run.start / REGION_PAGES..=end / REGION_PAGES);
         let regions = of_run.flat_map(|(_, regions)| regions.iter().copied());
-        let unwritten = |region: &u32| self.dirty.contains(region) || self.writing.contains(region);
-        regions.filter(unwritten).collect()
+        regions
+            .filter(|region| self.lacks_removals(*region))
+            .collect()
     }
 
     /// Up to `max` regions that have to be written and may be written now, in order, from `from` on.
@@ -338,9 +351,10 @@ impl Table {
     ///
     /// A slot that is the last durable one is not overwritten: a write that is torn would lose its headers. So regions
     /// that are written again before a flush are written to the same slot.
-    pub(super) fn begin_write(&mut self, region: u32) -> Option<SlotWrite> {
+    /// With `synced`, a region whose newest slot is not durable is written again, too.
+    pub(super) fn begin_write(&mut self, region: u32, synced: bool) -> Option<SlotWrite> {
         let durable = self.is_durable(region);
-        let dirty = self.dirty.remove(&region);
+        let dirty = self.dirty.remove(&region) || (synced && !durable);
         let stale = durable && self.stale.contains_key(&region);
         if !dirty && !stale {
             return None;
@@ -395,7 +409,8 @@ impl Table {
             }
             _ => {}
         }
-        if !self.dirty.contains(&region) {
+        // A write that is not durable yet may be lost, and the slot before it be found.
+        if synced && !self.dirty.contains(&region) {
             self.forget_removals(region);
         }
     }
@@ -494,7 +509,7 @@ mod tests {
 
     /// Writes a region. Returns the slot.
     fn write(table: &mut Table, region: u32) -> Option<u8> {
-        let write = table.begin_write(region)?;
+        let write = table.begin_write(region, false)?;
         table.end_write(region, write, (true, false));
         Some(write.slot)
     }
@@ -536,7 +551,7 @@ mod tests {
         assert_eq!(write(&mut table, 0), None, "the first slot is not durable");
         assert!(table.is_dirty());
         flushed(&mut table);
-        let second = table.begin_write(0).expect("the other slot");
+        let second = table.begin_write(0, false).expect("the other slot");
         table.end_write(0, second, (false, false));
         assert!(table.is_dirty(), "the write failed");
         assert_eq!(write(&mut table, 0), Some(1));
@@ -568,21 +583,31 @@ mod tests {
     }
 
     #[test]
-    fn the_removals_of_a_run_are_gone_once_they_are_written() {
+    fn the_removals_of_a_run_are_gone_once_they_are_durable() {
         let mut table = Table::default();
-        assert_eq!(list(&mut table, 10, 0, 30, 1), Ok(()));
-        let write = table.begin_write(0).expect("dirty");
-        table.end_write(0, write, (true, false));
         let run = PageRun {
             start: 20,
             count: 10,
         };
-        assert!(table.removals_of(run).is_empty());
-        table.unlist(run);
-        assert_eq!(table.removals_of(run), [0].into());
-        let write = table.begin_write(0).expect("dirty");
-        table.end_write(0, write, (true, false));
-        assert!(table.removals_of(run).is_empty());
-        assert!(table.removals.is_empty());
+        for synced in [true, false] {
+            assert_eq!(list(&mut table, 10, 0, 30, 1), Ok(()));
+            assert!(write(&mut table, 0).is_some());
+            flushed(&mut table);
+            assert!(table.removals_of(run).is_empty());
+            table.unlist(run);
+            assert_eq!(table.removals_of(run), [0].into());
+            // A write that is not durable may be lost.
+            assert!(write(&mut table, 0).is_some());
+            assert_eq!(table.removals_of(run), [0].into());
+            match synced {
+                true => {
+                    let write = table.begin_write(0, true).expect("not durable");
+                    table.end_write(0, write, (true, true));
+                }
+                false => flushed(&mut table),
+            }
+            assert!(table.removals_of(run).is_empty());
+            assert!(table.removals.is_empty());
+        }
     }
 }

@@ -64,6 +64,9 @@ fn run(
                 world.set().table().unlist(run);
                 let left = listed(world);
                 promises.durable.retain(|page, _| left.contains_key(page));
+                if rng.bool() {
+                    world.set().write_dirty(0, 100)?;
+                }
                 world.store(&record)?;
             }
             70..=79 => {
