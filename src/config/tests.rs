@@ -209,7 +209,8 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
     assert!(
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
-        g2_lock, g2_numa, g2_policy, g3, g3_dir, g3_policy, g3_depth, g3_io, prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, \
+        g2_lock, g2_numa, g2_policy, g3, g3_dir, g3_policy, g3_depth, g3_io, g3_scrub_bytes_per_s, \
+        prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, \
         page_index, record_decisions, log"
         ),
         "{error}"
