@@ -256,7 +256,7 @@ fn reports_of_different_runs_are_not_compared() {
     let seed = offline("seed.json", &["--seed", "2"]);
     let old = folder.path().join("old.json");
     let text = std::fs::read_to_string(&one).expect("a report");
-    let older = text.replace("\"version\": 5", "\"version\": 1");
+    let older = text.replace("\"version\": 6", "\"version\": 1");
     assert_ne!(older, text);
     std::fs::write(&old, older).expect("written");
     let old = old.to_str().expect("UTF-8");
