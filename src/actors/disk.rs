@@ -105,6 +105,8 @@ pub(super) struct Disk {
     thread: Option<JoinHandle<()>>,
     /// The key of the registered memory.
     wanted: Option<SetKey>,
+    /// The key that the thread opens, and opens again after a failure.
+    requested: Option<SetKey>,
     /// The set that is open.
     open: Option<(SetKey, Arc<DiskSet>)>,
     running: BTreeSet<TransferId>,
@@ -133,6 +135,7 @@ impl Disk {
             copier,
             thread: Some(thread),
             wanted: None,
+            requested: None,
             open: None,
             running: BTreeSet::new(),
             failures: 0,
@@ -175,19 +178,26 @@ impl Disk {
         }
     }
 
+    /// Requests the wanted set from the thread, unless that was done or copies still use another one.
     fn open_wanted(&mut self) {
-        if let Some(key) = self.wanted.filter(|_| self.running.is_empty()) {
+        if self.requested == self.wanted || !self.running.is_empty() {
+            return;
+        }
+        if let Some(key) = self.wanted {
             self.open = None;
-            self.send(Command::Open(key));
+            if self.send(Command::Open(key)) {
+                self.requested = self.wanted;
+            }
         }
     }
 
-    fn send(&self, command: Command) {
-        // The thread takes each command within the time of one call of the disk. If that many wait, the disk is silent, and
-        // its thread repeats the last one by itself.
-        if self.commands.try_send(command).is_err() {
-            tracing::error!("the disk's thread takes no commands");
+    /// Returns false if the thread takes no command, because a call of the disk does not return.
+    fn send(&self, command: Command) -> bool {
+        let sent = self.commands.try_send(command).is_ok();
+        if !sent {
+            tracing::error!("the disk is silent: its thread takes no commands");
         }
+        sent
     }
 
     /// Notes that a set was opened. Returns false if another one is wanted by now.
@@ -203,8 +213,11 @@ impl Disk {
 
     /// Notes that the disk failed. Returns whether it had a set open.
     pub(super) fn failed(&mut self, why: String) -> bool {
-        tracing::error!(why, "the disk tier is closed");
-        self.problem = Some(why);
+        // Logs a reason once, and not for every attempt that fails for it.
+        if self.problem.as_ref() != Some(&why) {
+            tracing::error!(why, "the disk tier is closed");
+            self.problem = Some(why);
+        }
         self.open.take().is_some()
     }
 
@@ -251,8 +264,13 @@ impl Disk {
         }
         if self.failures >= FAILURES_MAX && self.open.is_some() {
             self.running.iter().for_each(|copy| self.copier.stop(*copy));
-            self.send(Command::Fail);
-        } else if self.open.is_none() || self.open.as_ref().map(|(key, _)| *key) != self.wanted {
+            // Without the command the next failed copy tries again.
+            self.failures = if self.send(Command::Fail) {
+                0
+            } else {
+                FAILURES_MAX
+            };
+        } else {
             self.open_wanted();
         }
         let set = self.open.as_ref().filter(|_| full_now).map(|(_, set)| set);
@@ -294,7 +312,9 @@ impl Disk {
             }
             ResetState::Running(of, at) => self.reset = ResetState::Running(of, at),
             ResetState::None | ResetState::Ended(..) => {
-                self.send(Command::Reset(scope.clone(), through));
+                if !self.send(Command::Reset(scope.clone(), through)) {
+                    return ResetProgress::Ended(Err("the disk is silent".to_owned()));
+                }
                 self.reset = ResetState::Running(scope.clone(), through);
             }
         }
@@ -376,7 +396,9 @@ fn run(settings: &DiskSettings, commands: &Receiver<Command>, report: &Report) {
             Ok(Command::Fail) => opener.fail("reads or writes fail".to_owned()),
             Ok(Command::End(ended)) => {
                 opener.end();
-                let _sent = ended.send(());
+                if ended.send(()).is_err() {
+                    tracing::debug!("the worker no longer waits for its disk");
+                }
                 return;
             }
             Err(RecvTimeoutError::Timeout) => {}
@@ -497,6 +519,13 @@ impl Opener<'_> {
                 let ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
                 let pages = set.capacity_pages();
                 tracing::info!(pages, ?found, ms, "disk open");
+                if pages == 0 {
+                    let cap = self.settings.cap_bytes;
+                    tracing::warn!(
+                        cap,
+                        "g3 has no room for the pages of one segment of this model: give it more"
+                    );
+                }
                 self.scrub = Scrub::new(&set, self.settings.scrub_bytes_per_s, Instant::now());
                 self.open = Some(Arc::clone(&set));
                 (self.report)(DiskReport::Opened(key, set));

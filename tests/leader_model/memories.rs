@@ -170,3 +170,33 @@ fn memory_of_another_page_size_cancels_moves_and_awaits_them() {
     }
     assert_eq!(tiered.lookup(0), 0);
 }
+
+#[test]
+fn a_disk_that_a_rank_loses_closes_alone_and_opens_with_the_pages_that_it_has_then() {
+    let mut tiered = Tiered::new(HOST, &[DOWN, UP]);
+    tiered.stored(0);
+    assert!(tiered.end_all(DOWN) > 0);
+    let in_host_memory = tiered.ready(TierId::Host);
+    assert!(tiered.ready(TierId::Disk) > 0);
+    let state = |tiered: &mut Tiered, number, disk| {
+        let memory = tiered.memory_with(HOST, disk);
+        assert_eq!(tiered.state(0, number, Some(memory)), Some(true));
+    };
+    state(&mut tiered, 10, 0);
+    assert!(
+        tiered.leader.pool_of(TierId::Disk).is_none(),
+        "no rank's pages are whole"
+    );
+    assert!(!tiered.leader.is_reading(TierId::Disk));
+    assert_eq!(
+        tiered.ready(TierId::Host),
+        in_host_memory,
+        "served as before"
+    );
+    assert_eq!(tiered.lookup(0), RATIO);
+    // A disk with less room than before.
+    state(&mut tiered, 11, 40);
+    let key = tiered.leader.tier_key(TierId::Disk).map(|key| key.pages);
+    assert_eq!(key, Some(40), "the smallest one determines the pages");
+    assert_eq!(tiered.ready(TierId::Host), in_host_memory);
+}

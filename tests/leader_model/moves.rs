@@ -108,7 +108,12 @@ impl Tiered {
 
     /// The engine's memory, beside a depot of `host` pages in host memory.
     pub(super) fn memory(&self, host: u32) -> WorkerMemory {
-        let pages = [(TierId::Host, host), (TierId::Disk, 64)];
+        self.memory_with(host, 64)
+    }
+
+    /// The same, beside a disk of this many pages.
+    pub(super) fn memory_with(&self, host: u32, disk: u32) -> WorkerMemory {
+        let pages = [(TierId::Host, host), (TierId::Disk, disk)];
         WorkerMemory {
             engine: engine_id(1),
             geometry: self.geometry.clone(),

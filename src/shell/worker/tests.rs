@@ -51,6 +51,8 @@ struct Process {
     /// First page of each slice of a reset. A reset takes two slices.
     unlisted_from: Vec<u32>,
     unlisted_tiers: Vec<TierId>,
+    /// The worker has a disk, whose next answers to a reset are these, last one first.
+    disk: Option<Vec<Unlisted>>,
 }
 
 impl HolderPeers for Process {
@@ -143,7 +145,11 @@ impl WorkerHost for Process {
     fn written(&mut self, _: &Mapping, _: RequestId) {}
 
     fn depots(&self) -> PerTier<DepotId> {
-        PerTier::host(DEPOT)
+        let mut depots = PerTier::host(DEPOT);
+        if self.disk.is_some() {
+            depots.insert(TierId::Disk, DepotId(DEPOT.0 + 1));
+        }
+        depots
     }
 
     fn last_reader(&self, _: TierId) -> Result<Epoch, Fatal> {
@@ -180,6 +186,9 @@ impl WorkerHost for Process {
         from: u32,
     ) -> Result<Unlisted, Fatal> {
         self.unlisted_tiers.push(tier);
+        if let Some(answers) = self.disk.as_mut().filter(|_| tier == TierId::Disk) {
+            return Ok(answers.pop().unwrap_or(Unlisted::Done));
+        }
         if tier == TierId::Host {
             self.unlisted_from.push(from);
         }

@@ -143,3 +143,22 @@ fn a_leader_that_is_lost_ends_moves_too() {
     let effects = ended(&mut worker, 1, vec![complete(1)]);
     assert_eq!(effects, [attaches(2)], "once no copy is left");
 }
+
+#[test]
+fn the_pages_of_a_tier_that_changes_are_stated_with_the_memory_again() {
+    let mut worker = worker();
+    step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
+    // Before the worker is attached, the statement to come has the new number.
+    assert_eq!(step(&mut worker, 5, WorkerEvent::TiersChanged), []);
+    admit(&mut worker, 6, 2, 0);
+    admit_memory(&mut worker, 6, 2, 0);
+    assert_eq!(step(&mut worker, 7, WorkerEvent::TiersChanged), [states(3)]);
+    step(&mut worker, 8, WorkerEvent::MemoryGone(ENGINE));
+    let stated = worker.next_timeout();
+    assert_eq!(
+        step(&mut worker, 8, WorkerEvent::TiersChanged),
+        [],
+        "there is no memory"
+    );
+    assert_eq!(worker.next_timeout(), stated);
+}

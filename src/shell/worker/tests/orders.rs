@@ -163,3 +163,33 @@ fn a_reset_of_one_tier_visits_the_inventory_of_that_tier_alone() {
     let done = |order| (order, MessageKind::Invalidated, None);
     assert_eq!(world.answered(), [done(7), done(8)]);
 }
+
+#[test]
+fn a_reset_of_a_disk_is_answered_once_its_pages_are_removed_durably() {
+    let mut world = World::attached();
+    let failed = Unlisted::Failed("the reset is not durable".to_owned());
+    world.process.disk = Some(vec![
+        failed,
+        Unlisted::Later,
+        Unlisted::Done,
+        Unlisted::Later,
+    ]);
+    for (order, reset) in [(7, 1), (8, 2)] {
+        let (id, scope) = (ResetId(reset), Scope::Everything);
+        let invalidate = Invalidate::new(id, &scope, Some(TierId::Disk), TransferId(9));
+        world.order(order, Message::Invalidate(invalidate));
+    }
+    world.run_slice();
+    assert_eq!(world.answered(), []);
+    assert_eq!(
+        world.process.slices_to_come, 0,
+        "the disk calls when it has ended"
+    );
+    world.run(|shell, process| shell.continue_invalidations(process));
+    assert_eq!(world.answered(), [(7, MessageKind::Invalidated, None)]);
+    world.run_slice();
+    world.run(|shell, process| shell.continue_invalidations(process));
+    let failed = (8, MessageKind::Error, Some(ErrorCode::Internal));
+    assert_eq!(world.answered(), [failed]);
+    assert_eq!(world.process.slices_to_come, 0);
+}

@@ -172,15 +172,7 @@ impl Ring {
 
     /// Takes the completions, and ends the parts of which all operations have ended.
     fn take_ended(&mut self, shared: &Shared) {
-        let ended: Vec<(u64, i32)> = self
-            .ring
-            .completion()
-            .map(|entry| (entry.user_data(), entry.result()))
-            .collect();
-        for (data, result) in ended {
-            let (index, number) = (data >> OPERATION_BITS, data & ((1 << OPERATION_BITS) - 1));
-            self.operation_ended(index as usize, number as usize, result);
-        }
+        self.take_completions();
         for index in 0..self.slots.len() {
             let slot = &mut self.slots[index];
             let Some(part) = slot.part.take_if(|part| part.left == 0) else {
@@ -189,6 +181,18 @@ impl Ring {
             self.in_flight -= 1;
             let buffer = &slot.buffer.bytes()[..part.bytes];
             shared.report(part.job.end(part.part, buffer, part.result));
+        }
+    }
+
+    fn take_completions(&mut self) {
+        let ended: Vec<(u64, i32)> = self
+            .ring
+            .completion()
+            .map(|entry| (entry.user_data(), entry.result()))
+            .collect();
+        for (data, result) in ended {
+            let (index, number) = (data >> OPERATION_BITS, data & ((1 << OPERATION_BITS) - 1));
+            self.operation_ended(index as usize, number as usize, result);
         }
     }
 
@@ -233,15 +237,7 @@ impl Drop for Ring {
             if self.ring.submit_and_wait(1).is_err() {
                 std::thread::yield_now();
             }
-            let ended: Vec<(u64, i32)> = self
-                .ring
-                .completion()
-                .map(|entry| (entry.user_data(), entry.result()))
-                .collect();
-            for (data, result) in ended {
-                let (index, number) = (data >> OPERATION_BITS, data & ((1 << OPERATION_BITS) - 1));
-                self.operation_ended(index as usize, number as usize, result);
-            }
+            self.take_completions();
         }
     }
 }

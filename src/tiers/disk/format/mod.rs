@@ -20,7 +20,7 @@
 //! * A page is found by its number alone, so that a block is one range and I/O is as large as the block. With several
 //!   disks, stripes of `stripe_pages` pages alternate between them.
 //! * A header does not lie beside its block but in a table of fixed places at the start of the segment: recovery reads
-//!   the tables, which are less than a hundredth of the data, and not the data.
+//!   the tables, 512 bytes for each page with a ratio of up to 44, and not the data.
 //! * The table has one place for each *region* of 16 pages, which holds the headers of all blocks that begin in it. A
 //!   place for each block would need room for one block a page, or a second allocator.
 //! * Each place has two slots. A change writes the slot with the older sequence number, so that a write that is torn
