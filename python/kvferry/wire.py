@@ -135,8 +135,8 @@ class Lookup(msgspec.Struct, kw_only=True):
 class LookupAnswer(msgspec.Struct):
     """Number of pages after the engine's own that can be loaded; ``pending``: the next one is being stored.
 
-    ``below_pages`` of them lie in a tier below host memory, and reach it in ``ready_in_ms``. ``declined_pages`` more lie
-    there and are not offered, because computing them takes less time than loading.
+    ``below_pages`` of them lie in a tier below host memory, and reach it in ``ready_in_ms``. ``declined_pages`` more
+    lie there and are not offered, because computing them takes less time than loading.
     """
 
     hit_pages: int
