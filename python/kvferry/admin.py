@@ -1,4 +1,4 @@
-"""The client of an operator or a probe: reads the state of a leader, and resets pages."""
+"""The client of an operator or a probe: reads the state of a leader, resets pages, and flushes the disk."""
 
 import os
 import time
@@ -49,6 +49,15 @@ class AdminClient:
                 ``docs/reference/error-codes.md``.
         """
         answer: wire.ResetAnswer = self._answer(self._client.request(wire.Reset(namespace, tier=tier), timeout_s))
+        return answer.pages
+
+    def flush(self, *, timeout_s: float = 30.0) -> int:
+        """Moves what is stored to the disk, waits until it is durable there, and returns the pages on the disk.
+
+        Raises:
+            kvferry.client.Failure: ``invalid`` without a disk tier, ``deadline`` when it takes longer.
+        """
+        answer: wire.FlushAnswer = self._answer(self._client.request(wire.Flush(), timeout_s))
         return answer.pages
 
     def close(self) -> None:

@@ -45,6 +45,8 @@ class Kind(IntEnum):
     RESET_ANSWER = 25
     CANCEL_STORES = 26
     CANCEL_STORES_ANSWER = 27
+    FLUSH = 28
+    FLUSH_ANSWER = 29
     REGISTER = 32
     REGISTERED = 33
     WRITTEN = 34
@@ -213,6 +215,16 @@ class ResetAnswer(msgspec.Struct):
     pages: int
 
 
+class Flush(msgspec.Struct):
+    """Moves what is stored to the disk, and makes it durable there."""
+
+
+class FlushAnswer(msgspec.Struct):
+    """Number of pages that the disk holds, each counted once for all ranks."""
+
+    pages: int
+
+
 class CancelStores(msgspec.Struct, omit_defaults=True):
     """Cancels running stores: those of a slot, or all of the engine."""
 
@@ -317,6 +329,7 @@ BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.STORE_ANSWER: StoreAnswer,
     Kind.FINISH_ANSWER: Empty,
     Kind.RESET_ANSWER: ResetAnswer,
+    Kind.FLUSH_ANSWER: FlushAnswer,
     Kind.CANCEL_STORES_ANSWER: CancelStoresAnswer,
     Kind.REGISTERED: Registered,
     Kind.WRITTEN_ANSWER: Empty,
@@ -332,6 +345,7 @@ KINDS: dict[type[msgspec.Struct], Kind] = {
     Store: Kind.STORE,
     Finish: Kind.FINISH,
     Reset: Kind.RESET,
+    Flush: Kind.FLUSH,
     CancelStores: Kind.CANCEL_STORES,
     Register: Kind.REGISTER,
     Written: Kind.WRITTEN,

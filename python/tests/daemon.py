@@ -82,6 +82,13 @@ class Daemon:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
+    def flush(self) -> int:
+        """Waits until all stored pages are durable on the disk, and returns their number."""
+        command = [PROGRAM, "flush", "--socket-dir", str(self.socket_dir)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split()[0])
+
     def counter(self, name: str) -> int:
         return self.status()["counters"][name]
 

@@ -4,7 +4,7 @@
 //! One process at a time has a shard's directory open. The thread takes its lock as soon as the process before has ended.
 //! A disk that fails is closed and opened again until that succeeds; meanwhile the worker has no pages there.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,10 +18,14 @@ use kvferry_tiers::disk::{
     SetKey,
 };
 use kvferry_transport::SharedLogLimit;
-use kvferry_types::{DepotId, Epoch, PageRun, Record, Scope, Stored, Transfer, TransferId};
+use kvferry_types::{
+    DepotId, Epoch, LinkId, PageRun, Record, RequestId, Scope, Stored, Transfer, TransferId,
+};
 
 /// Commands that may wait for the thread.
 const COMMANDS_MAX: usize = 64;
+/// Flushes of leaders that wait for the thread, at most: as many as a leader has open.
+const FLUSHES_MAX: usize = kvferry_core::FLUSHES_OPEN_MAX;
 /// Pause between two attempts to take the lock of the directory.
 const LOCK_EVERY: Duration = Duration::from_millis(100);
 /// Pause between two attempts to open a disk that failed.
@@ -66,6 +70,8 @@ pub(super) enum DiskReport {
     Ended(DiskCopyEnd),
     /// A reset was carried out durably, or not.
     Reset(Scope, Stored, Result<(), String>),
+    /// What had been written is durable, or not. One report for each command, in their order.
+    Flushed(Result<(), String>),
     /// The disk failed: its set is closed.
     Failed(String),
     /// A disk that was full has room again.
@@ -75,10 +81,14 @@ pub(super) enum DiskReport {
 enum Command {
     Open(SetKey),
     Reset(Scope, Stored),
+    Flush,
     /// Close the set without a flush, because the disk fails.
     Fail,
     End(Sender<()>),
 }
+
+/// A leader's request to flush: its connection, the request, and the number of the flush.
+pub(super) type FlushOrder = (LinkId, RequestId, u64);
 
 type Report = Arc<dyn Fn(DiskReport) + Send + Sync>;
 
@@ -113,6 +123,8 @@ pub(super) struct Disk {
     /// Copies in a row that the disk has failed.
     failures: u32,
     reset: ResetState,
+    /// Flushes that the thread carries out, in their order.
+    flushes: VecDeque<FlushOrder>,
     /// The last reading of the inventory.
     reading: (Epoch, u64),
     /// Why the tier is closed.
@@ -140,6 +152,7 @@ impl Disk {
             running: BTreeSet::new(),
             failures: 0,
             reset: ResetState::None,
+            flushes: VecDeque::new(),
             reading: (Epoch(0), 0),
             problem: None,
         })
@@ -321,6 +334,24 @@ impl Disk {
         ResetProgress::Running
     }
 
+    /// Begins a flush, whose end is reported with [`DiskReport::Flushed`].
+    pub(super) fn flush(&mut self, order: FlushOrder) -> Result<(), String> {
+        if self.open.is_none() {
+            let why = self.problem.as_deref().unwrap_or("it is being opened");
+            return Err(format!("the disk is not open: {why}"));
+        }
+        if self.flushes.len() >= FLUSHES_MAX || !self.send(Command::Flush) {
+            return Err("the disk is silent: it ends no flush".to_owned());
+        }
+        self.flushes.push_back(order);
+        Ok(())
+    }
+
+    /// Notes the end of the flush that began first, and returns it.
+    pub(super) fn flushed(&mut self) -> Option<FlushOrder> {
+        self.flushes.pop_front()
+    }
+
     pub(super) fn reset_ended(
         &mut self,
         scope: Scope,
@@ -393,6 +424,7 @@ fn run(settings: &DiskSettings, commands: &Receiver<Command>, report: &Report) {
                 let result = opener.reset(&scope, through);
                 report(DiskReport::Reset(scope, through, result));
             }
+            Ok(Command::Flush) => report(DiskReport::Flushed(opener.flush())),
             Ok(Command::Fail) => opener.fail("reads or writes fail".to_owned()),
             Ok(Command::End(ended)) => {
                 opener.end();
@@ -441,7 +473,9 @@ impl Opener<'_> {
             && set.is_dirty()
             && now.duration_since(self.flushed) >= FLUSH_AFTER / 2
         {
-            self.flush();
+            if let Err(why) = self.flush() {
+                tracing::debug!(why, "the periodic flush failed");
+            }
         }
         self.scrub(now);
     }
@@ -468,12 +502,18 @@ impl Opener<'_> {
         }
     }
 
-    fn flush(&mut self) {
-        let flushed = self.tier.as_ref().map_or(Ok(()), DiskTier::flush);
+    /// Makes durable what is listed. A disk that fails is closed.
+    fn flush(&mut self) -> Result<(), String> {
+        let Some(tier) = self.tier.as_ref().filter(|_| self.open.is_some()) else {
+            return Err("the disk is not open".to_owned());
+        };
+        let flushed = tier.flush();
         self.flushed = Instant::now();
-        if let Err(error) = flushed {
-            self.fail(format!("cannot flush: {error}"));
-        }
+        flushed.map_err(|error| {
+            let why = format!("cannot flush: {error}");
+            self.fail(why.clone());
+            why
+        })
     }
 
     /// Takes the lock, unless this process has it. Returns false while another process has it.

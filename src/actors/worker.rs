@@ -22,8 +22,8 @@ use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
 use kvferry_core::WorkerSettings;
 use kvferry_cuda::{Announced, CudaError};
 use kvferry_memory::WaitingLoads;
-use kvferry_protocol::ErrorBody;
-use kvferry_shell::{Fatal, Registering, WorkerShell};
+use kvferry_protocol::{ErrorBody, ErrorCode, Message, TierFlushed};
+use kvferry_shell::{Fatal, Registering, WorkerHost, WorkerShell};
 use kvferry_transport::{
     Client, Clock, FdReceiver, Incoming, Server, ServerEvent, ServerEvents, SharedLogLimit,
 };
@@ -370,6 +370,14 @@ fn disk_reported(
             shell.copies_ended(host, vec![end.ended])?;
             if shorter {
                 shell.tiers_changed(host)?;
+            }
+        }
+        DiskReport::Flushed(result) => {
+            if let Some((link, order, flush)) = disk.flushed() {
+                let flushed = result.map(|()| Message::TierFlushed(TierFlushed { flush }));
+                let message = flushed
+                    .unwrap_or_else(|why| Message::Error(ErrorBody::new(ErrorCode::Internal, why)));
+                host.reply_to_leader(link, order, message);
             }
         }
         DiskReport::Reset(scope, through, result) => {

@@ -3,6 +3,7 @@
 
 pub mod bench;
 mod engine_rank;
+mod flush;
 mod fsck;
 mod leader;
 mod preflight;
@@ -58,6 +59,8 @@ enum Command {
     Status(status::Arguments),
     /// Remove pages: all, those of a namespace, or those with given hashes.
     Reset(reset::Arguments),
+    /// Move what is stored to the disk, and wait until it is durable there.
+    Flush(flush::Arguments),
     /// Check the files of a disk tier that no process uses, and repair them.
     ///
     /// A check changes nothing. Exit code 1 if something is wrong, and after a repair if something is left.
@@ -149,6 +152,7 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Worker(arguments) => arguments.run(),
         Command::Status(arguments) => arguments.run(),
         Command::Reset(arguments) => arguments.run(),
+        Command::Flush(arguments) => arguments.run(),
         Command::Fsck(arguments) => arguments.run(),
         Command::Replay(arguments) => arguments.run(),
         Command::Bench(command) => command.run(),

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::cli::preflight::preflight_memory;
 use crate::cli::shutdown::{Ending, FenceWorker};
-use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
+use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths, status};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
@@ -26,6 +26,8 @@ use kvferry_types::{Rank, Replica, WorkerId};
 const LOCK_NAME: &str = "up.lock";
 /// Time in which children must end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
+/// Time in which stored pages must be on the disk before the children end. A second signal ends it at once.
+const FLUSH_LIMIT: Duration = Duration::from_secs(10);
 /// Exit code of a child whose configuration is wrong. Restarting would not help.
 const CONFIGURATION_ERROR: i32 = 78;
 const RESTART_FIRST: Duration = Duration::from_millis(100);
@@ -112,10 +114,21 @@ impl Arguments {
                     found = preflight_memory(&config) => found?,
                 }
             }
+            let (lasts, socket_dir) = (config.g3.0 > 0 && !no_tiers, config.socket_dir.clone());
             let mut supervisor = Supervisor::new(config, no_tiers)?;
             supervisor.start_all()?;
             tokio::select! {
                 () = ending.requested() => {
+                    if lasts {
+                        tokio::select! {
+                            () = flush(&socket_dir) => {}
+                            () = ending.requested() => tracing::warn!("requested again to end: pages may not be on the disk"),
+                            failed = supervisor.watch() => {
+                                supervisor_failed(&failed);
+                                return Err(failed);
+                            }
+                        }
+                    }
                     supervisor.end_all().await;
                     tracing::info!("all ended");
                     Ok(())
@@ -153,6 +166,20 @@ fn warn_of_sizes(config: &Config) {
         tracing::warn!(
             "g3 is {g3}, less than the {g2} of host memory: pages leave the disk first, give it more"
         );
+    }
+}
+
+/// Moves what is stored to the disk before the processes end, so that the next start serves it.
+async fn flush(socket_dir: &Path) {
+    let begun = Instant::now();
+    let leader = status::admin(&SocketPaths::new(socket_dir), "up");
+    match leader.flush(FLUSH_LIMIT).await {
+        Ok(pages) => {
+            tracing::info!(pages, took = ?begun.elapsed(), "the disk has all stored pages")
+        }
+        Err(failure) => {
+            tracing::warn!(%failure, "stored pages may not all be on the disk, and are computed again");
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_protocol::{Call, Hello, Message, Reset, Role, Status, StatusAnswer};
+use kvferry_protocol::{Call, Flush, Hello, Message, Reset, Role, Status, StatusAnswer};
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
 use kvferry_types::{Request, ResetScope, TierId};
 
@@ -33,6 +33,17 @@ impl AdminClient {
     /// [`Failure`] with `deadline` when no leader answers within `timeout`.
     pub async fn status(&self, check: bool, timeout: Duration) -> Result<StatusAnswer, Failure> {
         self.0.call(Status { check }, timeout).await
+    }
+
+    /// Moves what is stored to the disk, makes it durable there, and returns the number of pages that the disk holds for
+    /// the engines that are attached.
+    ///
+    /// # Errors
+    /// `invalid` without a disk tier, `not_ready` while it is closed or read, `deadline` when moves or shards take longer
+    /// than `timeout`.
+    pub async fn flush(&self, timeout: Duration) -> Result<u32, Failure> {
+        let answer = self.0.call(Flush {}, timeout).await?;
+        Ok(answer.pages)
     }
 
     /// Removes the pages of `scope` from every tier, and returns their number. A reset that is repeated over another

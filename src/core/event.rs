@@ -2,8 +2,9 @@
 
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, MemoryGeometry, MemoryId, PageRecord,
-    PerTier, Request, RequestId, ResetId, Scope, TierId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, FlushId, MemoryGeometry, MemoryId,
+    PageRecord, PerTier, Request, RequestId, ResetId, Scope, TierId, Time, Transfer, TransferId,
+    WorkerId,
 };
 use smallvec::SmallVec;
 
@@ -51,6 +52,15 @@ pub enum LeaderEvent {
         epoch: Epoch,
         /// The reset that is confirmed.
         id: ResetId,
+    },
+    /// A worker has made durable what was written to a tier of its shard.
+    TierFlushed {
+        /// The worker that confirms it.
+        worker: WorkerId,
+        /// The epoch of the leader that requested it.
+        epoch: Epoch,
+        /// The flush that is confirmed.
+        id: FlushId,
     },
     /// An engine sent a request.
     Request {
@@ -225,6 +235,17 @@ pub enum LeaderEffect {
         through: TransferId,
         /// Deadline of the reset, which is refused unless all shards have confirmed by then. An invalidation that ends
         /// later has no effect on the answer.
+        deadline: Time,
+    },
+    /// Make durable what was written to a tier of this worker's shard, and confirm it.
+    FlushTier {
+        /// The worker that flushes.
+        worker: WorkerId,
+        /// The flush.
+        id: FlushId,
+        /// The tier.
+        tier: TierId,
+        /// Deadline of the flush. A confirmation that arrives later has no effect.
         deadline: Time,
     },
     /// End the process of this worker, because it did not end a copy within the fence time, or did not report whether

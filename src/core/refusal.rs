@@ -235,6 +235,22 @@ pub enum Refusal {
         "the deadline passed before all pages were examined: some may still be found; retry with a later deadline"
     )]
     ResetUnfinished,
+    /// A flush of a leader that has no disk tier.
+    #[error("no tier keeps pages over a restart: start kvferry with g3 and g3_dir")]
+    NothingLasts,
+    /// Pages are still on their way to the disk.
+    #[error(
+        "the deadline passed before all stored pages were moved to the disk: retry with a later deadline"
+    )]
+    FlushUnfinished,
+    /// Not every shard has confirmed by the deadline that its pages are durable.
+    #[error(
+        "{shards} shard(s) have not confirmed that their pages are durable: retry, and look at the disk's state"
+    )]
+    FlushUnconfirmed {
+        /// Shards that have not confirmed.
+        shards: usize,
+    },
     /// A load or a store, beyond the limit of those that wait until no copy of an older leader can run.
     #[error(
         "{max} loads and stores of this engine wait until every worker has reported that no older copy runs, which is \

@@ -353,9 +353,10 @@ impl EngineDriver {
             }
             Request::Load { .. } => RequestKind::Load,
             Request::Store { .. } => RequestKind::Store,
-            Request::Finish { .. } | Request::Reset { .. } | Request::CancelStores { .. } => {
-                RequestKind::Finish
-            }
+            Request::Finish { .. }
+            | Request::Reset { .. }
+            | Request::Flush
+            | Request::CancelStores { .. } => RequestKind::Finish,
         };
         self.requests.insert(id, requested);
         if requested == RequestKind::Finish {

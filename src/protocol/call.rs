@@ -1,14 +1,16 @@
 //! The answer of each request, for the types and for the kinds.
 
 use crate::body::{
-    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Finish, Hello, Invalidate,
-    Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer, ReadInventory, Readiness, Register,
-    Registered, Reset, Status, StatusAnswer, Store, TransferOrder as Transfer, Unregister, Welcome,
-    Written,
+    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Finish, Flush, FlushTier, Hello,
+    Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer, ReadInventory,
+    Readiness, Register, Registered, Reset, Status, StatusAnswer, Store, TierFlushed,
+    TransferOrder as Transfer, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;
-use kvferry_types::{CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
+use kvferry_types::{
+    CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer,
+};
 
 /// The body of a request, with the type of its answer. Every request may be answered by an error instead.
 pub trait Call: Into<Message> {
@@ -61,6 +63,7 @@ calls! {
     Store => StoreAnswer(StoreAnswer);
     Finish => FinishAnswer(Empty);
     Reset => ResetAnswer(ResetAnswer);
+    Flush => FlushAnswer(FlushAnswer);
     CancelStores => CancelStoresAnswer(CancelStoresAnswer);
     Register => Registered(Registered);
     Written => WrittenAnswer(Empty);
@@ -72,6 +75,7 @@ calls! {
     Cancel => Ended(Ended);
     Invalidate => Invalidated(Invalidated);
     ReadInventory => Inventory(Inventory);
+    FlushTier => TierFlushed(TierFlushed);
     Readiness => ReadinessAnswer(Empty);
     Status => StatusAnswer(StatusAnswer);
 }

@@ -4,10 +4,10 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::body::{
-    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Hello,
-    Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer, PartBody,
-    ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
-    TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Flush,
+    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
+    PartBody, ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
+    TierFlushed, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -20,8 +20,8 @@ use crate::limits::{
 use crate::named::Named;
 use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
 use kvferry_types::{
-    CancelStoresAnswer, Epoch, LoadAnswer, LookupAnswer, PageList, PageRun, RequestId, ResetAnswer,
-    StoreAnswer,
+    CancelStoresAnswer, Epoch, FlushAnswer, LoadAnswer, LookupAnswer, PageList, PageRun, RequestId,
+    ResetAnswer, StoreAnswer,
 };
 
 macro_rules! messages {
@@ -93,6 +93,10 @@ messages! {
     Reset(Reset);
     /// See [`ResetAnswer`].
     ResetAnswer(ResetAnswer);
+    /// See [`Flush`].
+    Flush(Flush);
+    /// See [`FlushAnswer`].
+    FlushAnswer(FlushAnswer);
     /// See [`CancelStores`].
     CancelStores(CancelStores);
     /// See [`CancelStoresAnswer`].
@@ -131,6 +135,10 @@ messages! {
     ReadInventory(ReadInventory);
     /// See [`Inventory`].
     Inventory(Inventory);
+    /// See [`FlushTier`].
+    FlushTier(FlushTier);
+    /// See [`TierFlushed`].
+    TierFlushed(TierFlushed);
     /// See [`Readiness`].
     Readiness(Readiness);
     /// Answer to [`Readiness`].

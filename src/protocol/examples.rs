@@ -2,19 +2,20 @@
 
 use crate::body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
-    FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
-    MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness, RecordBody,
-    Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TierStatus,
-    TransferBody, TransferOrder, Unregister, Welcome, Written,
+    FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load,
+    Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness,
+    RecordBody, Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store,
+    TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
 use crate::role::Role;
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
-    ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FragmentPair, GroupGeometry,
-    GroupId, GroupMemory, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord, Rank,
-    Registration, ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline, TransferId,
+    ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FlushAnswer, FragmentPair,
+    GroupGeometry, GroupId, GroupMemory, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord,
+    Rank, Registration, ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline,
+    TransferId,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -177,6 +178,11 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         (
             "reset_answer",
             Message::ResetAnswer(ResetAnswer { pages: 2 }),
+        ),
+        ("flush", Message::Flush(Flush {})),
+        (
+            "flush_answer",
+            Message::FlushAnswer(FlushAnswer { pages: 900 }),
         ),
         (
             "cancel_stores",
@@ -393,6 +399,14 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         (
             "invalidated",
             Message::Invalidated(Invalidated { reset: 3 }),
+        ),
+        (
+            "flush_tier",
+            Message::FlushTier(FlushTier { flush: 5, tier: 3 }),
+        ),
+        (
+            "tier_flushed",
+            Message::TierFlushed(TierFlushed { flush: 5 }),
         ),
         (
             "read_inventory",

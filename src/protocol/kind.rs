@@ -74,6 +74,10 @@ kinds! {
     CancelStores = 26, "cancel_stores";
     /// Answer to `cancel_stores`, once no page of those stores is read any longer.
     CancelStoresAnswer = 27, "cancel_stores_answer";
+    /// Engine or operator to leader: moves what is stored to the disk, and makes it durable there.
+    Flush = 28, "flush";
+    /// Answer to `flush`: the number of pages on the disk.
+    FlushAnswer = 29, "flush_answer";
     /// Engine rank to worker: describes and hands over the rank's KV memory.
     Register = 32, "register";
     /// Answer to `register`, after the worker has mapped the memory and the leader has admitted it.
@@ -117,6 +121,10 @@ kinds! {
     Memory = 60, "memory";
     /// Answer to `memory`: it is in use.
     MemoryAnswer = 61, "memory_answer";
+    /// Leader to worker: makes durable what was written to a tier of the worker's shard.
+    FlushTier = 62, "flush_tier";
+    /// Answer to `flush_tier`, after everything is durable.
+    TierFlushed = 63, "tier_flushed";
     /// Any client to leader: requests its state.
     Status = 64, "status";
     /// Answer to `status`.
@@ -158,7 +166,7 @@ impl MessageKind {
             Self::Lookup | Self::Load | Self::Store | Self::Finish | Self::CancelStores => {
                 role == Role::Engine
             }
-            Self::Reset => matches!(role, Role::Engine | Role::Admin),
+            Self::Reset | Self::Flush => matches!(role, Role::Engine | Role::Admin),
             Self::Register | Self::Written | Self::Abandon | Self::Unregister => role == Role::Rank,
             Self::Attach
             | Self::Memory
@@ -166,6 +174,7 @@ impl MessageKind {
             | Self::Ended
             | Self::Invalidated
             | Self::Inventory
+            | Self::TierFlushed
             | Self::Error => role == Role::Worker,
             Self::Status => matches!(role, Role::Engine | Role::Worker | Role::Admin),
             _ => false,
@@ -176,7 +185,12 @@ impl MessageKind {
     pub fn sent_to_clients(self) -> bool {
         matches!(
             self,
-            Self::Ping | Self::Transfer | Self::Cancel | Self::Invalidate | Self::ReadInventory
+            Self::Ping
+                | Self::Transfer
+                | Self::Cancel
+                | Self::Invalidate
+                | Self::ReadInventory
+                | Self::FlushTier
         )
     }
 }

@@ -23,10 +23,10 @@ mod transfer;
 
 pub use body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
-    FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
-    MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness, RecordBody,
-    Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierPages, TierStatus,
-    TransferBody, TransferOrder, Unregister, Welcome, Written,
+    FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load,
+    Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness,
+    RecordBody, Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store,
+    TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;
@@ -38,7 +38,9 @@ pub use kind::{Class, MessageKind};
 pub use pairs::{Pages, Pairs};
 pub use role::Role;
 
-pub use kvferry_types::{CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
+pub use kvferry_types::{
+    CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer,
+};
 
 /// Version in the header of a hello, a welcome, and every error before the welcome, whatever versions a side supports.
 /// Never changes, so that every peer can read why it is refused.

@@ -1,7 +1,7 @@
 //! Requests of engines and their answers as messages, and back.
 
 use crate::body::{
-    CancelStores, Empty, ErrorBody, Finish, Load, Lookup, PartBody, Reset, Store, tier_of,
+    CancelStores, Empty, ErrorBody, Finish, Flush, Load, Lookup, PartBody, Reset, Store, tier_of,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -43,6 +43,7 @@ impl From<Request> for Message {
                 })
             }
             Request::Reset { scope, tier } => Self::Reset(reset(scope, tier)),
+            Request::Flush => Self::Flush(Flush {}),
             Request::CancelStores { slot } => Self::CancelStores(CancelStores {
                 slot: slot.map(|slot| slot.0),
             }),
@@ -84,6 +85,7 @@ impl TryFrom<Message> for Request {
                 tier: tier_of("tier", reset.tier)?,
                 scope: reset_scope(reset)?,
             }),
+            Message::Flush(Flush {}) => Ok(Self::Flush),
             Message::CancelStores(cancel) => Ok(Self::CancelStores {
                 slot: cancel.slot.map(SlotId),
             }),
@@ -105,6 +107,7 @@ impl From<Answer> for Message {
             Answer::Load(answer) => Self::LoadAnswer(answer),
             Answer::Store(answer) => Self::StoreAnswer(answer),
             Answer::Reset(answer) => Self::ResetAnswer(answer),
+            Answer::Flush(answer) => Self::FlushAnswer(answer),
             Answer::CancelStores(answer) => Self::CancelStoresAnswer(answer),
             Answer::Finish => Self::FinishAnswer(Empty {}),
         }
@@ -119,6 +122,7 @@ impl Message {
             Self::LoadAnswer(answer) => Some(Answer::Load(answer)),
             Self::StoreAnswer(answer) => Some(Answer::Store(answer)),
             Self::ResetAnswer(answer) => Some(Answer::Reset(answer)),
+            Self::FlushAnswer(answer) => Some(Answer::Flush(answer)),
             Self::CancelStoresAnswer(answer) => Some(Answer::CancelStores(answer)),
             Self::FinishAnswer(Empty {}) => Some(Answer::Finish),
             _ => None,

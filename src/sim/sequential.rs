@@ -305,6 +305,7 @@ impl Sequential {
                 | LeaderEffect::AdmitMemory { .. }
                 | LeaderEffect::Cancel { .. }
                 | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::FlushTier { .. }
                 | LeaderEffect::ReadInventory { .. }
                 | LeaderEffect::FenceWorker(_) => {}
             }

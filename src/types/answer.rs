@@ -14,6 +14,8 @@ pub enum Answer {
     Store(StoreAnswer),
     /// To a reset.
     Reset(ResetAnswer),
+    /// To a flush.
+    Flush(FlushAnswer),
     /// To a cancel of stores: their pages are no longer read.
     CancelStores(CancelStoresAnswer),
     /// To a finish.
@@ -67,6 +69,14 @@ pub struct StoreAnswer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ResetAnswer {
     /// Number of pages that were removed.
+    pub pages: u32,
+}
+
+/// Answer to `flush`: what was stored before the request lies on the disk, and is found again after any end of the
+/// processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct FlushAnswer {
+    /// Pages that the disk holds for the engines that are attached, each counted once for all ranks.
     pub pages: u32,
 }
 

@@ -36,6 +36,10 @@ number_id!(
     ResetId(u64), "reset "
 );
 number_id!(
+    /// Id of one flush that the leader orders from the workers. Never reused within an epoch.
+    FlushId(u64), "flush "
+);
+number_id!(
     /// Sequence number of a worker's attach requests on one connection. A repeated number is a retry.
     AttachId(u64), "attach "
 );

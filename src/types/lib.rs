@@ -22,7 +22,9 @@ mod time;
 mod transfer;
 mod units;
 
-pub use answer::{Answer, CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
+pub use answer::{
+    Answer, CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer,
+};
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, MemoryGeometry, RATIO_MAX, Ratio};
 pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
@@ -30,8 +32,8 @@ pub use hash::{
     Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashView, HashesDiffer, PageHashes,
 };
 pub use ids::{
-    AttachId, DepotId, DomainId, EngineId, Epoch, GroupId, LinkId, MemoryId, NamespaceId, PeerId,
-    Rank, Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,
+    AttachId, DepotId, DomainId, EngineId, Epoch, FlushId, GroupId, LinkId, MemoryId, NamespaceId,
+    PeerId, Rank, Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,
 };
 pub use log_limit::LogLimit;
 pub use numa::{NumaNodes, ParseNumaNodesError};

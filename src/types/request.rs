@@ -79,6 +79,8 @@ pub enum Request {
         /// The tier that forgets them; `None` for all tiers.
         tier: Option<TierId>,
     },
+    /// Move what is stored to the disk, and make it durable there.
+    Flush,
     /// Stop stores that are in flight, because their engine needs its pages back. Each of them is answered before this
     /// request.
     CancelStores {

@@ -7,6 +7,7 @@ mod accounts;
 mod cancel;
 mod cases;
 mod edges;
+mod flush;
 mod gate;
 mod groups;
 mod inventory;
@@ -307,6 +308,7 @@ impl World {
                     let epoch = EPOCH;
                     self.event(LeaderEvent::Invalidated { worker, epoch, id });
                 }
+                LeaderEffect::FlushTier { .. } => unreachable!("there is no disk"),
                 LeaderEffect::FenceWorker(fenced) => {
                     let stuck = self.open.values().any(|(_, engine, ranks)| {
                         ranks.iter().any(|rank| worker(*engine, *rank) == fenced)

@@ -1,7 +1,7 @@
 //! Two tiers: pages that are new in host memory are written to the disk, and a load has pages promoted from there.
 
 use kvferry_core::{AttachedDepot, MoveEdge};
-use kvferry_types::{Edge, MemoryGeometry, Part, PerTier, ResetId, TierId, Transfer};
+use kvferry_types::{Edge, FlushId, MemoryGeometry, Part, PerTier, ResetId, TierId, Transfer};
 
 use super::*;
 
@@ -25,6 +25,8 @@ pub(super) struct Tiered {
     answers: BTreeMap<RequestId, Reply>,
     /// Orders to remove pages from inventories: the worker, the reset and the tier.
     pub(super) invalidations: Vec<(WorkerId, ResetId, Option<TierId>)>,
+    /// Orders to make a tier durable: the worker and the flush.
+    pub(super) flushes: Vec<(WorkerId, FlushId)>,
     /// Answers to statements of memories: the worker, the number, and whether the memory is used.
     pub(super) admitted: Vec<(WorkerId, MemoryId, bool)>,
 }
@@ -73,6 +75,7 @@ impl Tiered {
             open: Vec::new(),
             answers: BTreeMap::new(),
             invalidations: Vec::new(),
+            flushes: Vec::new(),
             admitted: Vec::new(),
         };
         (0..RANKS).for_each(|rank| tiered.attach(rank, host, 0));
@@ -84,7 +87,7 @@ impl Tiered {
     }
 
     /// Attaches a rank. `disk` is added to the id of its depot on the disk.
-    fn attach(&mut self, rank: u16, host: u32, disk: u128) {
+    pub(super) fn attach(&mut self, rank: u16, host: u32, disk: u128) {
         let depot = |id: u128| AttachedDepot {
             depot: DepotId(id + u128::from(rank)),
             epoch: Epoch(0),
@@ -149,6 +152,7 @@ impl Tiered {
                     LeaderEffect::Invalidate {
                         worker, id, tier, ..
                     } => self.invalidations.push((worker, id, tier)),
+                    LeaderEffect::FlushTier { worker, id, .. } => self.flushes.push((worker, id)),
                     LeaderEffect::ReadInventory {
                         worker,
                         depot,
@@ -215,6 +219,11 @@ impl Tiered {
     /// The answer to a request.
     pub(super) fn answered(&self, id: RequestId) -> Option<Reply> {
         self.answers.get(&id).cloned()
+    }
+
+    /// The id of the last request.
+    pub(super) fn last_request(&self) -> RequestId {
+        RequestId(self.last_request)
     }
 
     /// The answer to the last request.

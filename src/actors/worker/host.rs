@@ -17,7 +17,7 @@ use kvferry_core::Model;
 use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter, WaitingLoads};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
-use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
+use kvferry_protocol::{ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory};
 use kvferry_shell::{
     Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerHost,
 };
@@ -283,6 +283,22 @@ impl WorkerHost for Host {
         let message = part.map_or_else(Message::Error, Message::Inventory);
         self.reply_to_leader(link, order, message);
         Ok(())
+    }
+
+    fn flush_tier(&mut self, link: LinkId, order: RequestId, flush: FlushTier) {
+        let begun = match &mut self.disk {
+            Some(disk) if flush.tier == TierId::Disk.number() => {
+                disk.flush((link, order, flush.flush))
+            }
+            _ => Err(format!(
+                "tier is {}: this worker has no such tier",
+                flush.tier
+            )),
+        };
+        if let Err(why) = begun {
+            let error = ErrorBody::new(ErrorCode::Internal, why);
+            self.reply_to_leader(link, order, Message::Error(error));
+        }
     }
 
     fn unlist(&mut self, tier: TierId, run: PageRun) -> Result<(), Fatal> {

@@ -14,12 +14,11 @@ use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, status};
 use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings};
-use kvferry_engine::driver::{EngineParts, no_moves};
+use kvferry_engine::driver::EngineParts;
 use kvferry_engine::fleet::Fleet;
 use kvferry_engine::metrics::EngineMetrics;
 use kvferry_memory::MemoryAvailable;
 use kvferry_protocol::{StatusAnswer, TierStatus};
-use kvferry_tiers::disk::FLUSH_AFTER;
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{ByteSize, EngineId, Replica, SlotId, TierId};
 use kvferry_workload::scheduler::{Prompt, Served};
@@ -218,9 +217,8 @@ impl<'a> Replay<'a> {
 
     async fn await_durable(&self, socket_paths: &SocketPaths) -> Result<(), CommandError> {
         let leader = status::admin(socket_paths, "replay");
-        let ended = no_moves(&leader, SETTLE_LIMIT).await;
-        ended.map_err(|failure| CommandError::Failed(format!("moves do not end: {failure}")))?;
-        tokio::time::sleep(2 * FLUSH_AFTER).await;
+        let flushed = leader.flush(SETTLE_LIMIT).await;
+        flushed.map_err(|failure| CommandError::Failed(format!("the disk: {failure}")))?;
         Ok(())
     }
 

@@ -30,12 +30,12 @@ impl Leader {
                 });
                 // The earlier answer may have arrived late, so that the worker refused the invalidations that followed:
                 // send them again.
-                self.resets.request_again(worker);
+                self.request_again(worker);
             }
             return;
         }
         self.fail_copies_of(worker, effects);
-        self.resets.request_again(worker);
+        self.request_again(worker);
         self.settle_reads(worker);
         self.roster.begin_attach(worker);
         let verdict = self.validate(&attached);
@@ -152,6 +152,12 @@ impl Leader {
         in_use.and(stays).map_or(0, |key| key.pages).max(block)
     }
 
+    /// The worker carries out none of the requests to its shard that it received before: they are sent again.
+    fn request_again(&mut self, worker: WorkerId) {
+        self.resets.request_again(worker);
+        self.flushes.request_again(worker);
+    }
+
     /// The connection of a worker broke.
     pub(super) fn worker_lost(
         &mut self,
@@ -160,7 +166,7 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         self.roster.lost(worker);
-        self.resets.request_again(worker);
+        self.request_again(worker);
         self.reader_lost(now, worker, effects);
     }
 
@@ -172,7 +178,7 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         self.roster.dead(worker);
-        self.resets.request_again(worker);
+        self.request_again(worker);
         self.settle_reads(worker);
         self.reader_lost(now, worker, effects);
         self.fail_copies_of(worker, effects);

@@ -343,7 +343,7 @@ impl Leader {
         };
         let terms = MoveTerms {
             deadline: load.reply_to.deadline,
-            by_setting: false,
+            queued: None,
         };
         self.order_moves(edge, &source, &planned.reserved, terms, effects);
         let foreign = planned.waits.iter().any(|wait| !wait.own);

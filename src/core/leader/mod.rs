@@ -6,8 +6,10 @@
 
 mod attach;
 mod below;
+mod by_shard;
 mod cancel;
 mod counters;
+mod flush;
 mod gate;
 mod load;
 mod lookup;
@@ -43,6 +45,8 @@ use kvferry_types::{
 pub use cancel::CANCELS_MAX;
 use cancel::Cancels;
 pub use counters::{COUNTERS, Counter, LeaderCounts};
+pub use flush::FLUSHES_OPEN_MAX;
+use flush::Flushes;
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
 use moves::Moves;
@@ -173,6 +177,8 @@ pub struct Leader {
     cancels: Cancels,
     /// Resets that wait for stores and shards.
     resets: Resets,
+    /// Flushes that wait for moves and shards.
+    flushes: Flushes,
     timers: Timers,
     /// Time of the step that is being handled.
     step_time: Time,
@@ -201,6 +207,7 @@ impl Leader {
             stores: Stores::default(),
             cancels: Cancels::default(),
             resets: Resets::default(),
+            flushes: Flushes::default(),
             timers: Timers::default(),
             step_time: Time(0),
             draining: false,
@@ -249,6 +256,12 @@ impl Leader {
                     self.invalidated(now, worker, id, effects);
                 }
             }
+            LeaderEvent::TierFlushed { worker, epoch, id } => {
+                // The numbers of flushes start again with each leader.
+                if epoch == self.settings.epoch {
+                    self.tier_flushed(worker, id, effects);
+                }
+            }
             LeaderEvent::Request {
                 engine,
                 id,
@@ -283,6 +296,7 @@ impl Leader {
         if may_move {
             self.run_moves(now, effects);
         }
+        self.run_flushes(effects);
         self.send_cancels(effects);
     }
 
@@ -390,6 +404,7 @@ impl Leader {
         self.transfers.check()?;
         self.stores.check()?;
         self.resets.check()?;
+        self.flushes.check()?;
         self.tiers.check()?;
         let pins: u64 = self.tiers.pools().map(|(_, pool)| pool.pins()).sum();
         let (held, leased) = (self.sessions.pins(), self.loads.pins());
@@ -464,6 +479,7 @@ impl Leader {
                 Timer::Transfer(transfer) => self.transfer_due(now, transfer, effects),
                 Timer::Store(key) => self.store_due(key, effects),
                 Timer::Reset(id) => self.reset_late(id, effects),
+                Timer::Flush(id) => self.flush_late(id, effects),
                 Timer::Resets => self.resets_due(now, effects),
                 Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading(tier) => self.reading_due(now, tier, effects),

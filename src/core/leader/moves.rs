@@ -75,19 +75,20 @@ struct Move {
     pin: Pin,
     /// First source page.
     source: u32,
-    /// A setting ordered it, and not a load.
-    by_setting: bool,
+    /// Number in the queue, of a move that a setting ordered, and not a load.
+    queued: Option<u64>,
 }
 
 /// The blocks that wait at one edge.
 #[derive(Debug, Default)]
 struct WaitingBlocks {
-    queue: VecDeque<BlockRef>,
+    /// The blocks, with ascending numbers.
+    queue: VecDeque<(u64, BlockRef)>,
     queued: BTreeSet<(u32, u64)>,
 }
 
 impl WaitingBlocks {
-    fn push(&mut self, block: BlockRef) -> bool {
+    fn push(&mut self, number: u64, block: BlockRef) -> bool {
         let key = (block.index, block.stamp);
         if self.queued.contains(&key) {
             return true;
@@ -95,15 +96,15 @@ impl WaitingBlocks {
         let room = self.queue.len() < MOVES_WAITING_MAX;
         if room {
             self.queued.insert(key);
-            self.queue.push_back(block);
+            self.queue.push_back((number, block));
         }
         room
     }
 
-    fn pop(&mut self) -> Option<BlockRef> {
-        let block = self.queue.pop_front()?;
+    fn pop(&mut self) -> Option<(u64, BlockRef)> {
+        let (number, block) = self.queue.pop_front()?;
         self.queued.remove(&(block.index, block.stamp));
-        Some(block)
+        Some((number, block))
     }
 }
 
@@ -114,12 +115,31 @@ pub(super) struct Moves {
     /// Numbers of running moves that settings ordered, by edge.
     by_setting: BTreeMap<Edge, usize>,
     waiting: BTreeMap<Edge, WaitingBlocks>,
+    /// The number of the block that was queued last.
+    last_queued: u64,
 }
 
 impl Moves {
     /// Adds a block to those that wait at an edge. Returns false if too many wait.
     pub(super) fn queue(&mut self, edge: Edge, block: BlockRef) -> bool {
-        self.waiting.entry(edge).or_default().push(block)
+        self.last_queued += 1;
+        let number = self.last_queued;
+        self.waiting.entry(edge).or_default().push(number, block)
+    }
+
+    /// The number of the block that was queued last.
+    pub(super) fn last_queued(&self) -> u64 {
+        self.last_queued
+    }
+
+    /// True if no block that was queued up to this number waits to be moved to a slower tier, or is being moved.
+    pub(super) fn are_over(&self, to: TierId, through: u64) -> bool {
+        let written = |edge: &Edge| edge.to == to && edge.to > edge.from;
+        let mut waiting = self.waiting.iter().filter(|(edge, _)| written(edge));
+        let first = |blocks: &WaitingBlocks| blocks.queue.front().map(|(number, _)| *number);
+        let mut running = self.running.values().filter(|one| written(&one.edge));
+        waiting.all(|(_, blocks)| first(blocks).is_none_or(|number| number > through))
+            && running.all(|one| one.queued.is_none_or(|number| number > through))
     }
 
     /// Number of pins that moves hold.
@@ -148,7 +168,7 @@ impl Moves {
     }
 
     fn insert(&mut self, id: TransferId, one: Move) {
-        if one.by_setting {
+        if one.queued.is_some() {
             *self.by_setting.entry(one.edge).or_default() += 1;
         }
         self.running.insert(id, one);
@@ -156,7 +176,7 @@ impl Moves {
 
     fn remove(&mut self, id: TransferId) -> Option<Move> {
         let one = self.running.remove(&id)?;
-        if one.by_setting
+        if one.queued.is_some()
             && let Some(count) = self.by_setting.get_mut(&one.edge)
         {
             *count -= 1;
@@ -173,7 +193,7 @@ impl Moves {
     /// contradiction.
     pub(super) fn check(&self, tiers: &Tiers) -> Result<(), Contradiction> {
         let mut by_setting: BTreeMap<Edge, usize> = BTreeMap::new();
-        for one in self.running.values().filter(|one| one.by_setting) {
+        for one in self.running.values().filter(|one| one.queued.is_some()) {
             *by_setting.entry(one.edge).or_default() += 1;
         }
         let counted = self.by_setting.iter().filter(|(_, count)| **count > 0);
@@ -206,8 +226,8 @@ pub(super) struct MoveSource {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MoveTerms {
     pub(super) deadline: Time,
-    /// A setting orders the move, and its edge limits how many run; not a load.
-    pub(super) by_setting: bool,
+    /// Number in the queue, if a setting orders the move, and not a load: its edge limits how many run.
+    pub(super) queued: Option<u64>,
 }
 
 impl Leader {
@@ -233,16 +253,20 @@ impl Leader {
             } = self.settings.moves[index];
             while self.moves.running(edge) < running_max {
                 let waiting = self.moves.waiting.get_mut(&edge);
-                let Some(block) = waiting.and_then(WaitingBlocks::pop) else {
+                let Some((number, block)) = waiting.and_then(WaitingBlocks::pop) else {
                     break;
                 };
-                self.move_block(now, edge, block, now + deadline, effects);
+                let terms = MoveTerms {
+                    deadline: now + deadline,
+                    queued: Some(number),
+                };
+                self.move_block(now, edge, block, terms, effects);
             }
         }
     }
 
     /// Queues the blocks that gained pages for the slower tiers.
-    fn queue_changes(&mut self) {
+    pub(super) fn queue_changes(&mut self) {
         let edges: Vec<Edge> = self.settings.moves.iter().map(|one| one.edge).collect();
         for (tier, pool) in self.tiers.all_serving() {
             for change in pool.take_changes() {
@@ -278,7 +302,7 @@ impl Leader {
         now: Time,
         edge: Edge,
         block: BlockRef,
-        deadline: Time,
+        terms: MoveTerms,
         effects: &mut Vec<LeaderEffect>,
     ) {
         let Some(source) = self.tiers.serving(edge.from) else {
@@ -310,10 +334,6 @@ impl Leader {
             block,
             start,
             first: phase,
-        };
-        let terms = MoveTerms {
-            deadline,
-            by_setting: true,
         };
         self.order_moves(edge, &source, &planned.reserved, terms, effects);
     }
@@ -355,7 +375,7 @@ impl Leader {
                 edge,
                 pin,
                 source: start,
-                by_setting: terms.by_setting,
+                queued: terms.queued,
             };
             self.moves.insert(id, one);
             let Some(to) = self.tiers.serving_mut(edge.to) else {

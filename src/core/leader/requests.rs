@@ -127,6 +127,7 @@ impl Leader {
             }
             Request::CancelStores { slot } => self.cancel_stores(reply_to, slot, effects),
             Request::Reset { scope, tier } => self.reset(reply_to, scope, tier).map(|()| None),
+            Request::Flush => self.flush(reply_to).map(|()| None),
             Request::Finish { slot } => {
                 let session = self.sessions.open(engine);
                 session.note_finish(id, slot);

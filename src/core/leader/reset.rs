@@ -18,6 +18,7 @@ use kvferry_types::{
     WorkerId,
 };
 
+use super::by_shard::Confirmations;
 use super::moves::Moves;
 use super::roster::Roster;
 use super::tier::Tiers;
@@ -73,29 +74,23 @@ struct OpenReset {
     pages: u32,
     /// Stores of these pages that were in flight at the reset and have not ended.
     ending: BTreeSet<TransferId>,
-    /// Shards that have not confirmed that the pages are removed.
-    missing: BTreeSet<Shard>,
-    /// The worker that received the request for a shard, and whose connection has not been lost since.
-    requested_from: BTreeMap<Shard, WorkerId>,
+    /// The shards' confirmations that the pages are removed.
+    confirmations: Confirmations,
 }
 
 impl OpenReset {
     /// A worker of a shard that has not confirmed the reset and has no request in flight for it.
     fn next_worker(&self, roster: &Roster, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
-        if !self.ending.is_empty() {
-            return None;
+        match self.ending.is_empty() {
+            true => self.confirmations.next_worker(roster, workers),
+            false => None,
         }
-        let mut workers = workers.iter().flatten().copied();
-        workers.find(|worker| {
-            let shard = roster.shard_of(*worker);
-            self.missing.contains(&shard) && !self.requested_from.contains_key(&shard)
-        })
     }
 
     /// True when no work is left.
     fn is_over(&self) -> bool {
         matches!(self.stage, ResetStage::Invalidating)
-            && self.missing.is_empty()
+            && self.confirmations.missing() == 0
             && self.ending.is_empty()
     }
 }
@@ -194,8 +189,7 @@ impl Resets {
             stage: ResetStage::CountingHolders { sweeps, holders: 0 },
             pages: 0,
             ending: BTreeSet::new(),
-            missing: roster.shards().collect(),
-            requested_from: BTreeMap::new(),
+            confirmations: Confirmations::new(roster),
         };
         timers.set(reply_to.deadline, Timer::Reset(id));
         self.open.insert(id, reset);
@@ -285,7 +279,9 @@ impl Resets {
         budget: &mut u32,
     ) -> Option<LeaderEffect> {
         let reset = self.open.get_mut(&id)?;
-        reset.requested_from.insert(roster.shard_of(worker), worker);
+        reset
+            .confirmations
+            .requested(roster.shard_of(worker), worker);
         let named = u32::try_from(reset.scope.named_pages()).unwrap_or(u32::MAX);
         *budget = budget.saturating_sub(named);
         Some(LeaderEffect::Invalidate {
@@ -302,9 +298,7 @@ impl Resets {
     /// requested again.
     pub(super) fn request_again(&mut self, worker: WorkerId) {
         for reset in self.open.values_mut() {
-            reset
-                .requested_from
-                .retain(|_, requested| *requested != worker);
+            reset.confirmations.request_again(worker);
         }
     }
 
@@ -327,11 +321,7 @@ impl Resets {
         let Some(reset) = self.open.get_mut(&id) else {
             return false;
         };
-        let counts = reset.ending.is_empty() && reset.requested_from.contains_key(&shard);
-        if counts {
-            reset.missing.remove(&shard);
-        }
-        counts
+        reset.ending.is_empty() && reset.confirmations.confirmed(shard)
     }
 
     /// Takes a reset out, with its timer; no page is hidden for it any longer.
@@ -539,7 +529,7 @@ impl Leader {
         };
         let late = match reset.stage {
             ResetStage::Invalidating => Refusal::ResetUnconfirmed {
-                shards: reset.missing.len(),
+                shards: reset.confirmations.missing(),
             },
             ResetStage::CountingHolders { .. } | ResetStage::RemovingPages(_) => {
                 Refusal::ResetUnfinished
@@ -569,7 +559,7 @@ mod tests {
         assert_eq!(leader.resets.check(), Ok(()));
         for reset in leader.resets.open.values_mut() {
             reset.stage = ResetStage::Invalidating;
-            reset.missing.clear();
+            reset.confirmations.set_missing([]);
         }
         let why = leader.resets.check().expect_err("no work is left");
         assert_eq!(why.to_string(), "reset 1 is over and not answered");
@@ -594,19 +584,19 @@ mod tests {
             (true, false, true),
         ] {
             let reset = leader.resets.open.get_mut(&id).expect("it is open");
-            reset.requested_from.clear();
+            reset.confirmations.set_missing([shard]);
             reset.ending.clear();
             if requested {
-                reset.requested_from.insert(shard, worker);
+                reset.confirmations.requested(shard, worker);
             }
             if in_flight {
                 reset.ending.insert(TransferId(9));
             }
             let counted = leader.resets.confirmed(id, shard);
-            let missing = leader.resets.open[&id].missing.contains(&shard);
+            let missing = leader.resets.open[&id].confirmations.missing();
             assert_eq!(
                 (counted, missing),
-                (counts, !counts),
+                (counts, usize::from(!counts)),
                 "{requested} {in_flight}"
             );
         }

@@ -314,6 +314,11 @@ impl Roster {
         })
     }
 
+    /// For each shard an attached worker that has its part of a tier below host memory open, if there is one.
+    pub(super) fn reaching_each_shard(&self, tier: TierId) -> Vec<Option<WorkerId>> {
+        self.first_of_each_shard(|seat| seat.reaches.contains(&tier))
+    }
+
     /// True when this worker may read inventories: it has attached, and has said which memory it has.
     pub(super) fn may_read(&self, worker: WorkerId) -> bool {
         let mut all = self.all();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_types::{EngineId, ResetId, SlotId, TierId, Time, TransferId, WorkerId};
+use kvferry_types::{EngineId, FlushId, ResetId, SlotId, TierId, Time, TransferId, WorkerId};
 
 /// Number of a `cancel_stores` request.
 pub(super) type CancelId = u64;
@@ -24,6 +24,8 @@ pub(super) enum Timer {
     Store(StoreKey),
     /// The deadline of a reset.
     Reset(ResetId),
+    /// The deadline of a flush.
+    Flush(FlushId),
     /// The next slice of the resets.
     Resets,
     /// The deadline of a `cancel_stores`.

@@ -126,6 +126,10 @@ pub struct CancelStores {
     pub slot: Option<u64>,
 }
 
+/// Moves to the disk what is stored at the time of the request, and makes it durable there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Flush {}
+
 /// Removes pages. Without a namespace: every page; without hashes: every page of the namespace. Without a tier: from all
 /// tiers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

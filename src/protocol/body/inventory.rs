@@ -66,6 +66,22 @@ pub struct Invalidated {
     pub reset: u64,
 }
 
+/// Makes durable what was written to a tier of the worker's shard before this request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct FlushTier {
+    /// Number of the flush.
+    pub flush: u64,
+    /// Number of the tier: 3 for the disk.
+    pub tier: u8,
+}
+
+/// Answer to [`FlushTier`]: everything that was written before the request is durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct TierFlushed {
+    /// Number of the flush.
+    pub flush: u64,
+}
+
 /// Reads the inventory of the worker's depot from an arena page on. A depot with pages of another size is emptied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ReadInventory {

@@ -9,9 +9,11 @@ mod status;
 mod tier;
 mod worker;
 
-pub use engine::{CancelStores, Finish, Load, Lookup, PartBody, Reset, Store};
+pub use engine::{CancelStores, Finish, Flush, Load, Lookup, PartBody, Reset, Store};
 pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
-pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
+pub use inventory::{
+    FlushTier, Invalidate, Invalidated, Inventory, ReadInventory, RecordBody, TierFlushed,
+};
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{MovesStatus, RankStatus, Status, StatusAnswer, TierStatus};
 pub(crate) use tier::tier_of;

@@ -19,8 +19,11 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         | Refusal::DepotOfTwoShards { .. }
         | Refusal::DepotTooSmall { .. }
         | Refusal::DepotTooLarge { .. }
+        | Refusal::NothingLasts
         | Refusal::Invalid { .. } => ErrorCode::Invalid,
-        Refusal::StillRead { .. } => ErrorCode::Deadline,
+        Refusal::StillRead { .. } | Refusal::FlushUnfinished | Refusal::FlushUnconfirmed { .. } => {
+            ErrorCode::Deadline
+        }
         Refusal::Draining => ErrorCode::Draining,
         Refusal::Leased { .. } => ErrorCode::Leased,
         Refusal::ResetUnconfirmed { .. } | Refusal::ResetUnfinished => ErrorCode::ResetUnconfirmed,

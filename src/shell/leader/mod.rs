@@ -17,11 +17,11 @@ use kvferry_core::{
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
     Attach, AttachDepot, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode,
-    Invalidate, Memory, MemoryAnswer, Message, ReadInventory, Readiness, TransferOrder,
+    FlushTier, Invalidate, Memory, MemoryAnswer, Message, ReadInventory, Readiness, TransferOrder,
 };
 use kvferry_types::{
-    Answer, AttachId, DepotId, EngineId, Epoch, LogLimit, MemoryId, PeerId, PerTier, Request,
-    RequestId, ResetId, TierId, Time, Transfer, TransferId, WorkerId,
+    Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
+    Request, RequestId, ResetId, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
 use errors::to_error;
@@ -122,6 +122,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 Message::Ended(_)
                 | Message::Invalidated(_)
                 | Message::Inventory(_)
+                | Message::TierFlushed(_)
                 | Message::Error(_) => {}
                 _ => host.reply(peer, correlation, Message::Error(error)),
             };
@@ -158,6 +159,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 let id = ResetId(invalidated.reset);
                 self.step(host, LeaderEvent::Invalidated { worker, epoch, id });
             }
+            (Some(PeerRole::Worker(worker)), Message::TierFlushed(flushed)) => {
+                let id = FlushId(flushed.flush);
+                self.step(host, LeaderEvent::TierFlushed { worker, epoch, id });
+            }
             (Some(PeerRole::Worker(worker)), Message::Inventory(inventory)) => {
                 let event = LeaderEvent::Inventory {
                     worker,
@@ -174,7 +179,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     tracing::warn!(%worker, message = error.message, left_out, "worker refuses an order");
                 }
             }
-            (Some(PeerRole::Admin(name, pid)), message @ Message::Reset(_)) => {
+            (
+                Some(PeerRole::Admin(name, pid)),
+                message @ (Message::Reset(_) | Message::Flush(_)),
+            ) => {
                 // For the core, an admin session is an engine without memory.
                 let holder = Holder::new(host, peer, pid);
                 if self.engines.insert(name, holder).is_none() {
@@ -334,6 +342,19 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     let invalidate = Message::Invalidate(order);
                     let left = host.now().until(deadline);
                     self.order(host, &[worker], invalidate, left);
+                }
+                LeaderEffect::FlushTier {
+                    worker,
+                    id,
+                    tier,
+                    deadline,
+                } => {
+                    let flush = Message::FlushTier(FlushTier {
+                        flush: id.0,
+                        tier: tier.number(),
+                    });
+                    let left = host.now().until(deadline);
+                    self.order(host, &[worker], flush, left);
                 }
                 LeaderEffect::ReadInventory {
                     worker,

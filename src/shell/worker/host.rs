@@ -4,7 +4,7 @@ use std::error::Error;
 use std::time::Duration;
 
 use crate::HolderPeers;
-use kvferry_protocol::{ErrorBody, Message, ReadInventory};
+use kvferry_protocol::{ErrorBody, FlushTier, Message, ReadInventory};
 use kvferry_types::{
     DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId,
@@ -133,6 +133,9 @@ pub trait WorkerHost: HolderPeers {
         through: Stored,
         from: u32,
     ) -> Result<Unlisted, Fatal>;
+
+    /// Makes durable what was written to a tier before this call. Replies to `order` afterwards, or with an error.
+    fn flush_tier(&mut self, link: LinkId, order: RequestId, flush: FlushTier);
 
     /// Schedules a call of [`super::WorkerShell::continue_invalidations`] after all events that wait now.
     fn invalidate_later(&mut self) -> Result<(), Fatal>;

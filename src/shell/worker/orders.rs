@@ -54,6 +54,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             Message::ReadInventory(read) => {
                 return self.read_inventory(host, correlation, epoch, read);
             }
+            Message::FlushTier(flush) => {
+                host.flush_tier(self.leader.link, correlation, flush);
+                return Ok(());
+            }
             Message::Invalidate(invalidate) => match invalidate.covers() {
                 Ok((scope, tier)) => WorkerEvent::Invalidate {
                     epoch,

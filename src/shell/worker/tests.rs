@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::*;
 use crate::{HolderPeers, Registering};
 use kvferry_protocol::{
-    Abandon, Attached, Cancel, Envelope, Hello, MemoryAnswer, MessageKind, ReadInventory, Register,
-    Role, Unregister, VERSION, Written,
+    Abandon, Attached, Cancel, Envelope, FlushTier, Hello, MemoryAnswer, MessageKind,
+    ReadInventory, Register, Role, TierFlushed, Unregister, VERSION, Written,
 };
 use kvferry_types::{
     Attention, DepotId, GroupGeometry, GroupId, GroupMemory, MemoryGeometry, Nonce, PageRun,
@@ -172,6 +172,11 @@ impl WorkerHost for Process {
         let part = kvferry_protocol::Inventory::new(&read, None, &[]);
         self.reply_to_leader(link, order, Message::Inventory(part));
         Ok(())
+    }
+
+    fn flush_tier(&mut self, link: LinkId, order: RequestId, flush: FlushTier) {
+        let flush = flush.flush;
+        self.reply_to_leader(link, order, Message::TierFlushed(TierFlushed { flush }));
     }
 
     fn unlist(&mut self, _: TierId, _: PageRun) -> Result<(), Fatal> {

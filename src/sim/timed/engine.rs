@@ -241,9 +241,10 @@ impl TimedEngine {
                 RequestKind::Lookup
             }
             Request::Load { .. } => RequestKind::Load,
-            Request::Store { .. } | Request::Reset { .. } | Request::CancelStores { .. } => {
-                RequestKind::Store
-            }
+            Request::Store { .. }
+            | Request::Reset { .. }
+            | Request::Flush
+            | Request::CancelStores { .. } => RequestKind::Store,
             Request::Finish { slot } => {
                 if let Some(open) = self.open.get(slot)
                     && let Some(first) = open.first_token_at

@@ -340,7 +340,8 @@ impl Timed {
                 | LeaderEffect::AdmitMemory { .. }
                 | LeaderEffect::FenceWorker(..)
                 | LeaderEffect::ReadInventory { .. }
-                | LeaderEffect::Invalidate { .. } => {}
+                | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::FlushTier { .. } => {}
             }
         }
         self.effects = effects;

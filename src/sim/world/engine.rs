@@ -569,7 +569,9 @@ impl EngineProcess {
                         Request::Lookup { .. } => RequestKind::Lookup,
                         Request::Load { .. } | Request::Store { .. } => RequestKind::Pages,
                         Request::Finish { .. } => RequestKind::Finish,
-                        Request::Reset { .. } | Request::CancelStores { .. } => RequestKind::Reset,
+                        Request::Reset { .. } | Request::Flush | Request::CancelStores { .. } => {
+                            RequestKind::Reset
+                        }
                     };
                     let store = matches!(request, Request::Store { .. });
                     self.request(env, id, request, kind);

@@ -251,6 +251,7 @@ impl LeaderHost for Host<'_> {
             }
             LeaderEvent::Inventory { .. }
             | LeaderEvent::Invalidated { .. }
+            | LeaderEvent::TierFlushed { .. }
             | LeaderEvent::Ended { .. }
             | LeaderEvent::Tick => {}
         }
@@ -295,6 +296,7 @@ impl LeaderHost for Host<'_> {
                 }
                 LeaderEffect::Cancel { .. }
                 | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::FlushTier { .. }
                 | LeaderEffect::ReadInventory { .. }
                 | LeaderEffect::FenceWorker(_) => {}
             }

@@ -287,7 +287,7 @@ impl Oracle {
         };
         let left = match request {
             Request::Load { .. } | Request::Store { .. } => left + 2 * self.fence + SLACK,
-            Request::Reset { .. } | Request::CancelStores { .. } => left + SLACK,
+            Request::Reset { .. } | Request::Flush | Request::CancelStores { .. } => left + SLACK,
             Request::Lookup { .. } | Request::Finish { .. } => Duration::ZERO,
         };
         self.open.insert(key, left);

@@ -9,7 +9,9 @@ use super::super::server::{SimServer, connection};
 use super::super::storage::{Hold, SimDepot, Storage};
 use super::super::{SimContext, SimEvent};
 use super::copies::RunningCopies;
-use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
+use kvferry_protocol::{
+    ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory, TierFlushed,
+};
 use kvferry_shell::{Fatal, HolderPeers, Registering, Unlisted, WorkerHost};
 use kvferry_types::{
     DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
@@ -323,6 +325,12 @@ impl WorkerHost for Host<'_> {
             depot.unlist_run(run);
         }
         Ok(())
+    }
+
+    fn flush_tier(&mut self, link: LinkId, order: RequestId, flush: FlushTier) {
+        let flush = flush.flush;
+        let flushed = Message::TierFlushed(TierFlushed { flush });
+        self.reply_to_leader(link, order, flushed);
     }
 
     fn unlist_scope(

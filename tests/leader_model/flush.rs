@@ -1,0 +1,116 @@
+//! Flushes: answered after everything that was stored before is on the disk and durable on every shard.
+
+use kvferry_types::{Answer, FlushAnswer};
+
+use super::moves::{DOWN, RATIO, Tiered};
+use super::*;
+
+fn flush(tiered: &mut Tiered) -> Option<Reply> {
+    tiered.flushes.clear();
+    tiered.request(Request::Flush)
+}
+
+/// The workers that were requested confirm. Returns the answer to the last request.
+fn confirmed(tiered: &mut Tiered) -> Option<Reply> {
+    for (worker, id) in std::mem::take(&mut tiered.flushes) {
+        tiered.step(LeaderEvent::TierFlushed {
+            worker,
+            epoch: EPOCH,
+            id,
+        });
+    }
+    tiered.answer()
+}
+
+fn durable(pages: u32) -> Option<Reply> {
+    Some(Ok(Answer::Flush(FlushAnswer { pages })))
+}
+
+#[test]
+fn a_flush_is_answered_after_the_moves_before_it_and_every_shards_confirmation() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    // Four moves run at one time: the others wait.
+    (0..6).for_each(|name| tiered.stored(2 * name));
+    assert_eq!(flush(&mut tiered), None);
+    for left in [4, 2] {
+        assert_eq!(tiered.flushes, [], "{left} moves have not ended");
+        assert_eq!(tiered.end_all(DOWN), left);
+    }
+    let workers: Vec<_> = tiered.flushes.iter().map(|(worker, _)| *worker).collect();
+    let all: Vec<_> = (0..RANKS).map(|rank| worker(0, rank)).collect();
+    assert_eq!(workers, all);
+    let last = tiered.flushes.pop().expect("a worker");
+    assert_eq!(confirmed(&mut tiered), None, "a shard is missing");
+    tiered.flushes.push(last);
+    assert_eq!(confirmed(&mut tiered), durable(6 * RATIO));
+}
+
+#[test]
+fn a_flush_does_not_wait_for_what_is_stored_after_it() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    tiered.stored(0);
+    let before = tiered.take(DOWN);
+    assert_eq!(flush(&mut tiered), None);
+    tiered.stored(1);
+    let after = tiered.take(DOWN);
+    assert_eq!(tiered.flushes, []);
+    before.iter().for_each(|one| tiered.end(one, RATIO, false));
+    let flushes = std::mem::take(&mut tiered.flushes);
+    assert_eq!(flushes.len(), usize::from(RANKS));
+    after.iter().for_each(|one| tiered.end(one, RATIO, false));
+    assert_eq!(tiered.flushes, [], "requested once");
+}
+
+#[test]
+fn a_worker_that_comes_back_receives_the_flush_again() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    tiered.stored(0);
+    assert_eq!(tiered.end_all(DOWN), 1);
+    assert_eq!(flush(&mut tiered), None);
+    let (first, id) = tiered.flushes[0];
+    tiered.flushes.remove(0);
+    assert_eq!(confirmed(&mut tiered), None);
+    tiered.step(LeaderEvent::WorkerLost(first));
+    // An answer of the connection that is gone does not count.
+    let (worker, epoch) = (first, EPOCH);
+    tiered.step(LeaderEvent::TierFlushed { worker, epoch, id });
+    assert_eq!(tiered.answer(), None);
+    let request = tiered.last_request();
+    tiered.attach(first.rank.0, 64, 0);
+    assert_eq!(tiered.flushes, [(first, id)]);
+    confirmed(&mut tiered);
+    assert_eq!(tiered.answered(request), durable(RATIO));
+}
+
+#[test]
+fn a_late_flush_is_refused_with_what_it_waits_for() {
+    for (moved, refusal) in [
+        (false, Refusal::FlushUnfinished),
+        (
+            true,
+            Refusal::FlushUnconfirmed {
+                shards: RANKS.into(),
+            },
+        ),
+    ] {
+        let mut tiered = Tiered::new(64, &[DOWN]);
+        tiered.stored(0);
+        if moved {
+            tiered.end_all(DOWN);
+        }
+        assert_eq!(flush(&mut tiered), None);
+        tiered.now = tiered.now + Duration::from_secs(6);
+        tiered.step(LeaderEvent::Tick);
+        assert_eq!(tiered.answer(), Some(Err(refusal)));
+    }
+}
+
+#[test]
+fn a_flush_without_a_disk_tier_is_refused() {
+    let mut world = World::new();
+    world.request(1, Request::Flush);
+    let mut answers = world.requests.values();
+    let refused = answers.find(|(request, _)| *request == Request::Flush);
+    let refused = refused.and_then(|(_, answer)| answer.clone());
+    assert_eq!(refused, Some(Err(Refusal::NothingLasts)));
+}
