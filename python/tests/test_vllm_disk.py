@@ -1,4 +1,4 @@
-"""Tests that a real vLLM is served from the disk after a restart of everything, with the same results to the last bit."""
+"""Tests that a real vLLM is served from the disk after a restart of everything, with the same results."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -4,18 +4,14 @@
 //! size, at the best number of threads that was found. Both sides take turns, and each begins with the same files.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::cli::print_line;
 use crate::error::CommandError;
 use kvferry_memory::Depot;
-use kvferry_tiers::disk::buffer::AlignedBuffer;
 use kvferry_tiers::disk::{
     DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, DiskTier, SetKey,
 };
@@ -24,18 +20,13 @@ use kvferry_types::{
     Stored, TierId, Time, Transfer, TransferId,
 };
 
+use super::plain_disk::PlainFiles;
 use super::spread;
 
 /// Pages of a block.
 const RATIO: u32 = 32;
-/// Bytes of one plain read or write.
-const PART_BYTES: usize = 4 << 20;
-/// Numbers of threads among which the floor chooses.
-const DEPTHS: [usize; 4] = [2, 4, 8, 16];
 /// Longest wait for one copy.
 const COPY_LIMIT: Duration = Duration::from_secs(300);
-/// `O_DIRECT` of x86-64 Linux comes from rustix.
-const DIRECT: i32 = rustix::fs::OFlags::DIRECT.bits() as i32;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
@@ -68,8 +59,7 @@ struct Bench {
     page_bytes: u64,
     blocks: u32,
     transfers: u64,
-    /// Plain descriptors of the segments, with the bytes of their pages.
-    segments: Vec<File>,
+    plain: PlainFiles,
 }
 
 impl Arguments {
@@ -92,23 +82,16 @@ impl Arguments {
     fn measure(&self, directory: &Path, page_bytes: u64) -> Result<(), CommandError> {
         let mut bench = Bench::new(self, directory, page_bytes)?;
         bench.move_all(true, RATIO)?;
-        let mut best = (0, f64::MAX);
-        for depth in DEPTHS {
-            let seconds = bench.floor(false, depth)?;
-            if seconds < best.1 {
-                best = (depth, seconds);
-            }
-        }
-        let depth = best.0;
+        let depth = bench.plain.best_depth()?;
         let mut seconds: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
         for round in 0..self.rounds {
             let mut note = |what, took| seconds.entry(what).or_default().push(took);
-            note("floor write", bench.floor(true, depth)?);
+            note("floor write", bench.plain.run(true, depth)?);
             note("write", bench.move_all(true, RATIO)?);
             // The second read of the same bytes may come from a cache of the disk or of a host: each side is first in turn.
             for side in 0..2 {
                 match (round + side) % 2 {
-                    0 => note("floor read", bench.floor(false, depth)?),
+                    0 => note("floor read", bench.plain.run(false, depth)?),
                     _ => note("read", bench.move_all(false, RATIO)?),
                 }
             }
@@ -188,7 +171,7 @@ impl Bench {
                 tracing::debug!("a copy ended after the measurement");
             }
         });
-        let bench = Self {
+        let mut bench = Self {
             tier,
             set,
             depot: Arc::new(depot),
@@ -197,32 +180,13 @@ impl Bench {
             page_bytes,
             blocks,
             transfers: 0,
-            segments: Vec::new(),
+            plain: PlainFiles::default(),
         };
-        bench.with_segments(&directory.join("shard-0").join(key.name()))
-    }
-
-    /// Creates all segments, and opens them a second time for the floor.
-    fn with_segments(mut self, set: &Path) -> Result<Self, CommandError> {
-        self.move_all(true, RATIO)?;
-        let mut names: Vec<PathBuf> = std::fs::read_dir(set)
-            .and_then(|entries| {
-                entries
-                    .map(|entry| entry.map(|entry| entry.path()))
-                    .collect()
-            })
-            .map_err(CommandError::failed)?;
-        names.retain(|path| path.to_string_lossy().contains("segment-"));
-        names.sort();
-        for path in names {
-            let file = File::options()
-                .read(true)
-                .write(true)
-                .custom_flags(DIRECT)
-                .open(path);
-            self.segments.push(file.map_err(CommandError::failed)?);
-        }
-        Ok(self)
+        // Creates all segments.
+        bench.move_all(true, RATIO)?;
+        let files = directory.join("shard-0").join(key.name());
+        bench.plain = PlainFiles::open(&files, bench.set.geometry(), pages)?;
+        Ok(bench)
     }
 
     /// Moves all blocks, or the first `pages` pages of each. Returns the seconds until the last one has ended; for writes
@@ -296,51 +260,5 @@ impl Bench {
             self.tier.flush().map_err(CommandError::failed)?;
         }
         Ok(begun.elapsed().as_secs_f64())
-    }
-
-    /// Writes or reads the pages of all segments, with nothing else. The pages are not valid after a write.
-    fn floor(&self, write: bool, depth: usize) -> Result<f64, CommandError> {
-        let geometry = self.set.geometry();
-        let mut parts = Vec::new();
-        let mut left = u64::from(self.blocks * RATIO) * geometry.stride;
-        for segment in 0..self.segments.len() {
-            let pages = u64::from(geometry.segment_pages) * geometry.stride;
-            let bytes = pages.min(left);
-            left -= bytes;
-            let at = |part: u64| geometry.table_bytes() + part * PART_BYTES as u64;
-            let count = bytes / PART_BYTES as u64;
-            parts.extend((0..count).map(|part| (segment, at(part))));
-        }
-        let next = AtomicUsize::new(0);
-        let (failed, segments) = (Mutex::new(None), &self.segments);
-        let begun = Instant::now();
-        std::thread::scope(|scope| {
-            for _ in 0..depth {
-                scope.spawn(|| {
-                    let mut buffer = AlignedBuffer::new(PART_BYTES);
-                    while let Some((segment, at)) = parts.get(next.fetch_add(1, Ordering::Relaxed))
-                    {
-                        let file = &segments[*segment];
-                        let done = match write {
-                            true => file.write_all_at(buffer.bytes(), *at),
-                            false => file.read_exact_at(buffer.bytes_mut(), *at),
-                        };
-                        if let (Err(error), Ok(mut failed)) = (done, failed.lock()) {
-                            failed.get_or_insert(error);
-                        }
-                    }
-                });
-            }
-        });
-        if write {
-            for file in &self.segments {
-                file.sync_data().map_err(CommandError::failed)?;
-            }
-        }
-        match failed.into_inner() {
-            Ok(None) => Ok(begun.elapsed().as_secs_f64()),
-            Ok(Some(error)) => Err(CommandError::failed(error)),
-            Err(_) => Err(CommandError::Failed("a thread panicked".to_owned())),
-        }
     }
 }

@@ -5,10 +5,13 @@ mod bench_engine;
 mod copy;
 mod copy_fixture;
 mod disk;
+mod disk_load;
+mod disk_recovery;
 mod dispatch_latency;
 mod end_to_end;
 mod gpu;
 mod lanes;
+mod plain_disk;
 pub mod rig;
 
 use clap::Subcommand;
@@ -21,6 +24,10 @@ pub(super) enum Command {
     Copy(copy::Arguments),
     /// Blocks between host memory and a disk, beside plain reads and writes of the same files.
     Disk(disk::Arguments),
+    /// Loads of an engine from the disk, beside plain reads of the same files.
+    DiskLoad(disk_load::Arguments),
+    /// The start of a disk tier with many blocks, with its index and from the headers alone.
+    DiskRecovery(disk_recovery::Arguments),
     /// Copies between a GPU and pinned host memory, beside one copy of as many bytes.
     Gpu(gpu::Arguments),
     /// The time that loads wait in a worker while stores are queued, beside the same loads without stores.
@@ -34,6 +41,8 @@ impl Command {
         match self {
             Self::Copy(arguments) => arguments.run(),
             Self::Disk(arguments) => arguments.run(),
+            Self::DiskLoad(arguments) => arguments.run(),
+            Self::DiskRecovery(arguments) => arguments.run(),
             Self::Gpu(arguments) => arguments.run(),
             Self::Lanes(arguments) => arguments.run(),
             Self::Move(arguments) => arguments.run(),

@@ -14,7 +14,7 @@ use super::codec::{Reader, Writer, read, replace};
 use super::region::BlockHeader;
 
 /// Name of the file.
-pub(in super::super) const INDEX_NAME: &str = "index";
+pub const INDEX_NAME: &str = "index";
 const MAGIC: &[u8; 8] = b"KVFINDEX";
 
 /// All headers of a set.
