@@ -46,7 +46,7 @@ def test_results_are_equal_after_a_restart_of_everything(tmp_path: Path, disk: d
         daemon = Daemon(socket_dir, **disk, **settings)
         daemon.start()
         try:
-            engine = Engine(config(socket_dir))
+            engine = Engine(config(socket_dir, extra={"shared_after_reset": True}))
             try:
                 daemon.pid()
                 work(engine, daemon)

@@ -3,8 +3,11 @@
 mod copies;
 mod crashes;
 mod damage;
+mod fence;
 mod fsck;
 mod fsck_files;
+#[path = "../../../../tests/support/loop_disk.rs"]
+mod loop_disk;
 mod scrub;
 mod sim_files;
 mod world;
