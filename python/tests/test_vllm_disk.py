@@ -70,7 +70,7 @@ def test_results_are_equal_after_a_restart_of_everything(tmp_path: Path, disk: d
     def warm(engine: Engine, daemon: Daemon) -> None:
         eventually("the disk is read", lambda: daemon.counter("recovered_pages") >= pages())
         loads_everything(engine, cold)
-        assert daemon.flush() == pages()
+        assert daemon.flush() >= pages(), "pages of generated tokens come on top"
 
     # At the end in order, pages that are only in host memory are moved to the disk first.
     run(compute, Daemon.stop)

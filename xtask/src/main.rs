@@ -28,6 +28,8 @@ const HELP: &str = "cargo xtask TASK
              tests/planted the tests find, each built in a copy of the tree: [PART OF A NAME] of these
   chaos      kill and stop real processes at random under a replay that compares every byte:
              [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
+  disk       the tests that need disks with faults of their own, as root on a machine with loop devices and
+             the block controller of cgroups (version 1)
   gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu;
              [--pack FILE.tar.gz] packs all of it for such a machine without cargo and network
   vllm       the Python tests, with a real vLLM on the CPU, which is installed into the cache folder
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         "test" => test(),
         "sim" => sim(),
         "planted" => planted(),
+        "disk" => disk(),
         "gpu" => gpu::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
@@ -152,6 +155,13 @@ fn planted() -> Result<(), String> {
     ];
     cargo_with(&[("KVFERRY_PLANTED", &only)], &task)?;
     planted::run(root(), "")
+}
+
+/// Runs the tests on loop devices, one after another: each sets up a device of its own.
+fn disk() -> Result<(), String> {
+    let packages = ["-p", "kvferry-tiers", "-p", "kvferry-actors"];
+    let tests = ["--", "--ignored", "--nocapture", "--test-threads", "1"];
+    cargo(&[&["test", "--locked"], &packages[..], &tests[..], &["on_a_"]].concat())
 }
 
 fn check() -> Result<(), String> {
