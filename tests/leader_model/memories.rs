@@ -200,3 +200,88 @@ fn a_disk_that_a_rank_loses_closes_alone_and_opens_with_the_pages_that_it_has_th
     assert_eq!(key, Some(40), "the smallest one determines the pages");
     assert_eq!(tiered.ready(TierId::Host), in_host_memory);
 }
+
+/// Of two workers of a shard, one has the disk open. When its process ends, nobody has, until the other one states pages.
+#[test]
+fn a_disk_closes_with_the_process_that_had_it_open_although_another_replica_is_complete() {
+    let ratio = Ratio::new(RATIO).expect("in bounds");
+    let mut settings = LeaderSettings::new(EPOCH, 1, ratio, AnchorKey::new([3; 32]));
+    settings.tiers = vec![TierId::Host, TierId::Disk];
+    settings.replicas = 2;
+    let mut leader = Leader::new(settings);
+    let mut step = |event: LeaderEvent| {
+        let (mut events, mut parts) = (vec![event], 0);
+        while let Some(event) = events.pop() {
+            let mut effects = Vec::new();
+            leader.step(Time(0), event, &mut effects);
+            leader.check().expect("the second count agrees");
+            for effect in effects {
+                if let LeaderEffect::ReadInventory {
+                    worker,
+                    depot,
+                    read_id,
+                    from,
+                    ..
+                } = effect
+                {
+                    parts += u32::from(depot == DepotId(20));
+                    events.push(LeaderEvent::Inventory {
+                        worker,
+                        depot,
+                        read_id,
+                        from,
+                        next: None,
+                        records: Vec::new(),
+                    });
+                }
+            }
+        }
+        let pages = leader.tier_key(TierId::Disk).map(|key| key.pages);
+        (
+            pages,
+            parts,
+            leader.tier_key(TierId::Host).map(|key| key.pages),
+        )
+    };
+    let memory = |replica: u8, disk| WorkerMemory {
+        engine: engine_id(replica + 1),
+        geometry: geometry().into(),
+        arena_pages: [(TierId::Host, HOST), (TierId::Disk, disk)]
+            .into_iter()
+            .collect(),
+    };
+    for (replica, disk) in [(0, 64), (1, 0)] {
+        let depots = [(TierId::Host, 10), (TierId::Disk, 20)].map(|(tier, id)| {
+            let named = kvferry_core::AttachedDepot {
+                depot: DepotId(id),
+                epoch: Epoch(0),
+            };
+            (tier, named)
+        });
+        let attach = AttachRequest {
+            worker: worker(replica, 0),
+            ranks: 1,
+            shards: 1,
+            attach: AttachId(1),
+            depots: depots.into_iter().collect(),
+        };
+        for event in LeaderEvent::arrival(attach, memory(replica, disk)) {
+            step(event);
+        }
+    }
+    assert_eq!(step(LeaderEvent::Tick), (Some(64), 0, Some(HOST)));
+    // A connection that breaks is not the end of the process.
+    step(LeaderEvent::WorkerLost(worker(0, 0)));
+    assert_eq!(step(LeaderEvent::Tick), (Some(64), 0, Some(HOST)));
+    step(LeaderEvent::WorkerDead(worker(0, 0)));
+    let (pages, _, host) = step(LeaderEvent::Tick);
+    assert!(pages.is_none_or(|pages| pages == 0), "{pages:?}");
+    assert_eq!(host, Some(HOST), "host memory serves as before");
+    let stated = MemoryStatement {
+        worker: worker(1, 0),
+        number: MemoryId(9),
+        memory: Some(memory(1, 64)),
+    };
+    let (pages, parts, _) = step(LeaderEvent::Memory(stated));
+    assert_eq!((pages, parts), (Some(64), 1), "its list is read again");
+}

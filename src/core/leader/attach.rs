@@ -178,6 +178,8 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         self.roster.dead(worker);
+        // A disk that the process had open has no pages until another one has it open.
+        self.close_unfit_tiers();
         self.request_again(worker);
         self.settle_reads(worker);
         self.reader_lost(now, worker, effects);
