@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 
 use super::context::expected;
+use super::disk::SetKey;
 use super::leader::LeaderProcess;
 use super::oracle::FillingPages;
-use super::storage::Storage;
+use super::setup::CELL_BYTES;
+use super::storage::{Content, Storage};
 use super::{NodeId, SimWorld};
 use kvferry_core::{BlockView, CANCELS_MAX, Contradiction, Leader, TierKey};
 use kvferry_types::{PerTier, Shard, TierId, TransferId};
@@ -74,7 +76,7 @@ impl SimWorld {
             leader.check()?;
         }
         let mut pages = Pages::default();
-        for tier in self.env.depots.tiers() {
+        for tier in self.env.setup.tiers.iter().copied() {
             self.check_tier(leader, tier, contents, &mut pages)?;
         }
         Ok(pages)
@@ -88,8 +90,8 @@ impl SimWorld {
         pages: &mut Pages,
     ) -> Result<(), Contradiction> {
         if let (Some(key), Some(pool)) = (leader.tier_key(tier), leader.pool_of(tier)) {
-            let ranks = self.env.setup.ranks;
-            self.env.oracle.roster.check(tier, key, pool, ranks)?;
+            let sizes = (self.env.setup.ranks, self.env.setup.sharding.shards());
+            self.env.oracle.roster.check(tier, key, pool, sizes)?;
         }
         // A closing pool serves nothing. Its last copies still touch its pages, and no others.
         let Some(pool) = leader.pool_of(tier).or(leader.closing_pool(tier)) else {
@@ -168,6 +170,11 @@ impl SimWorld {
         };
         for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints)
         {
+            if tier == TierId::Disk {
+                self.check_disks((key, page), |shard| {
+                    expected(namespace, (shape, group), *fingerprint, shard)
+                })?;
+            }
             let depots = self.env.depots.get(tier).into_iter().flatten();
             let depots = depots.zip(&key.depots);
             for (shard, (depot, known)) in (0..).map(Shard).zip(depots) {
@@ -194,6 +201,43 @@ impl SimWorld {
                 return Err(
                     format!("page {page} of {tier} came back: it was forgotten at {at}").into(),
                 );
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the open sets of the disks serve a page with the expected content, or have lost it by a fault. What a disk
+    /// lost is found by its checksum.
+    fn check_disks(
+        &self,
+        (key, page): (&TierKey, u32),
+        must: impl Fn(Shard) -> Content,
+    ) -> Result<(), Contradiction> {
+        let set = SetKey {
+            layout: key.layout_fingerprint,
+            cells: u32::try_from(key.page_bytes / CELL_BYTES).unwrap_or(0),
+        };
+        let disks = self.env.disks.iter().zip(&key.depots);
+        let disks = (0..).map(Shard).zip(disks);
+        let disks =
+            disks.filter(|(_, (disk, known))| disk.id() == **known && disk.open_key() == Some(set));
+        for (shard, (disk, _)) in disks {
+            let must = must(shard);
+            match disk.served(page) {
+                Some(holds) if holds == must => {}
+                Some(holds) => {
+                    return Err(format!(
+                        "page {page} of the disk of {shard} matches its checksum, and holds {holds:x}, not {must:x}"
+                    )
+                    .into());
+                }
+                None if disk.is_excused(page) => {}
+                None => {
+                    return Err(format!(
+                        "page {page} can be served, and the disk of {shard} has not got it, without a fault"
+                    )
+                    .into());
+                }
             }
         }
         Ok(())
@@ -262,7 +306,7 @@ impl SimWorld {
         self.checks = 0;
         let mut wrong = self.check_leader(true).err().map(|found| found.to_string());
         let leader = self.leader.state.as_ref();
-        let tiers = self.env.depots.tiers();
+        let tiers = self.env.setup.tiers.iter().copied();
         let pools = tiers.filter_map(|tier| leader?.core().pool_of(tier));
         for pool in pools {
             let states = pool.page_states();

@@ -6,6 +6,7 @@ use std::time::Duration;
 use fastrand::Rng;
 use siphasher::sip128::SipHasher24;
 
+use super::disk::SimDisk;
 use super::faults::{Fault, FaultCounts};
 use super::net::{ConnectionEnd, ConnectionId, Net};
 use super::oracle::Oracle;
@@ -15,7 +16,7 @@ use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, EMPTY, NOWHERE, SimDepot, Storage, TORN};
 use super::{Counts, SimEvent};
-use kvferry_core::{AnchorKey, Domain, Model, Refusal};
+use kvferry_core::{AnchorKey, Domain, Leader, Model, Refusal};
 use kvferry_protocol::HEADER_BYTES;
 use kvferry_types::{
     Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupId, MemoryGeometry, PerTier,
@@ -44,7 +45,9 @@ pub(super) struct SimContext {
     pub(super) net: Net,
     pub(super) faults: FaultCounts,
     pub(super) counts: Counts,
-    /// The depots of each tier, by shard.
+    /// The disks, by shard; empty without a disk tier.
+    pub(super) disks: Vec<SimDisk>,
+    /// The depots of the other tiers, by shard.
     pub(super) depots: PerTier<Vec<SimDepot>>,
     depots_made: u128,
     /// Pages that fail their checksum when they are read, by tier and shard.
@@ -106,6 +109,7 @@ impl SimContext {
             rng,
             faults: FaultCounts::default(),
             counts: Counts::default(),
+            disks: Vec::new(),
             depots: PerTier::default(),
             depots_made: 0,
             bad_pages: BTreeSet::new(),
@@ -126,14 +130,30 @@ impl SimContext {
         };
         for tier in env.setup.tiers.clone() {
             let shards = 0..env.setup.sharding.shards();
+            if tier == TierId::Disk {
+                env.disks = shards.map(|_| env.make_disk()).collect();
+                continue;
+            }
             let depots = shards.map(|_| env.make_depot(tier)).collect();
             env.depots.insert(tier, depots);
         }
         env
     }
 
-    /// Makes an empty depot, with room for at least one block of the largest pages.
+    /// Makes an empty depot.
     fn make_depot(&mut self, tier: TierId) -> SimDepot {
+        let cells = self.draw_cells(tier);
+        SimDepot::new(DepotId(self.depots_made), cells)
+    }
+
+    /// Makes an empty disk.
+    fn make_disk(&mut self) -> SimDisk {
+        let cells = self.draw_cells(TierId::Disk);
+        SimDisk::new(DepotId(self.depots_made), cells)
+    }
+
+    /// Draws the size of a new depot, with room for at least one block of the largest pages.
+    fn draw_cells(&mut self, tier: TierId) -> u32 {
         self.depots_made += 1;
         let setup = &self.setup;
         let largest = setup.shapes.iter().map(|shape| shape.cells).max();
@@ -145,18 +165,28 @@ impl SimContext {
         if setup.depots_differ {
             cells = self.rng.u32(cells / 2..=cells);
         }
-        SimDepot::new(DepotId(self.depots_made), cells.max(least))
+        cells.max(least)
     }
 
     /// Replaces the depot of a shard in a tier by a new, empty one.
     pub(super) fn lose_depot(&mut self, tier: TierId, shard: usize) {
         self.bad_pages
             .retain(|(of, bad, _)| (*of, *bad) != (tier, shard));
+        self.decided = true;
+        if tier == TierId::Disk {
+            self.disks[shard] = self.make_disk();
+            return;
+        }
         let depot = self.make_depot(tier);
         if let Some(depots) = self.depots.get_mut(tier) {
             depots[shard] = depot;
         }
-        self.decided = true;
+    }
+
+    /// The disk of a rank's shard.
+    pub(super) fn disk_of(&mut self, rank: Rank) -> Option<&mut SimDisk> {
+        let shard = self.depot_of(rank);
+        self.disks.get_mut(shard)
     }
 
     /// The depot of a shard in a tier.
@@ -212,6 +242,13 @@ impl SimContext {
             layout,
             model: 0,
         }
+    }
+
+    /// Adds what a leader counted, when it dies or the run ends.
+    pub(super) fn count_decisions(&mut self, leader: &Leader) {
+        let counts = leader.counts();
+        self.counts.recovered_pages += counts.recovered_pages;
+        self.counts.declined_tokens += counts.declined_tokens;
     }
 
     pub(super) fn arrivals_end(&self) -> bool {
@@ -361,6 +398,10 @@ impl SimContext {
                 .memories
                 .get(&engine)
                 .map_or(EMPTY, |ranks| device(ranks, rank, page)),
+            TierId::Disk => {
+                let disk = self.disks.get(self.depot_of(rank));
+                disk.map_or(NOWHERE, |disk| disk.read(page))
+            }
             tier => {
                 let depots = self.depots.get(tier);
                 depots.map_or(NOWHERE, |depots| {
@@ -396,6 +437,13 @@ impl SimContext {
                     }
                 }
             }
+            TierId::Disk => {
+                self.decided = true;
+                let disk = self.disk_of(rank);
+                if let Some(Err(wrong)) = disk.map(|disk| disk.write(page, content)) {
+                    self.violated(format!("{}: {wrong}", copy.id));
+                }
+            }
             tier => {
                 let shard = self.depot_of(rank);
                 self.decided = true;
@@ -420,6 +468,10 @@ impl SimContext {
         let mut sources = copy.pairs.iter().flat_map(|pair| pair.src.iter_pages());
         self.faults.injected(Fault::BadSource);
         if let Some(page) = sources.nth(index) {
+            if tier == TierId::Disk {
+                self.disks[shard].spoil(page);
+                return;
+            }
             self.bad_pages.insert((tier, shard, page));
             // A load from host memory verifies nothing: only the checksum is wrong there.
             if let Some(depot) = self.depot(tier, shard).filter(|_| tier != TierId::Host) {

@@ -53,10 +53,17 @@ counts! {
     hit_pages;
     /// Those of them that are pages of several kinds of groups, in units of the hashes.
     group_hit_pages;
-    /// Pages that leaders recovered from the depots, counted when the leader dies.
+    /// Pages that leaders recovered from the depots, counted when the leader dies or the run ends.
     recovered_pages;
-    /// Tokens that leaders did not offer because they are computed sooner than loaded, counted when the leader dies.
+    /// Tokens that leaders did not offer because they are computed sooner than loaded, counted when the leader dies or
+    /// the run ends.
     declined_tokens;
+    /// Pages that workers found when they opened a disk.
+    disk_pages_found;
+    /// Pages that a disk listed when it was opened, and whose content was lost.
+    disk_pages_lost;
+    /// Disks that were full and used all of their room again.
+    disks_grown;
     /// Leaders that started.
     leaders;
     /// Requests of leaders to end a worker's process.

@@ -70,6 +70,19 @@ faults! {
     BadSource, "bad page in a tier";
     /// All copies of one rank fail for a while. Effect: a store failed on that rank alone.
     RankFailure, "one rank failing";
+    /// A disk does not read a page. Effect: the move ended there.
+    DiskReadError, "disk read error";
+    /// A disk does not write a page. Effect: the move failed.
+    DiskWriteError, "disk write error";
+    /// A disk has no room for another segment. Effect: a worker states fewer pages.
+    DiskFull, "disk full";
+    /// A disk goes away for a while, and part of what it had not made durable with it. Effect: an open set was closed.
+    DiskAway, "disk away";
+    /// A worker does not reach its disk for a while. Effect: it tried to open it.
+    DiskMissing, "worker without its disk";
+    /// All processes of the host die, its memory is lost, and part of what its disks had not made durable. Effect: something
+    /// of a disk was lost.
+    PowerLoss, "power loss";
 }
 
 /// How often each kind of fault was injected, and how often it had an effect.

@@ -205,10 +205,7 @@ impl LeaderHost for Host<'_> {
                 env.oracle.went(self.epoch, *engine, due);
             }
             LeaderEvent::WorkerLost(worker) => env.oracle.roster.gone(*worker),
-            LeaderEvent::WorkerDead(worker) => {
-                env.oracle.roster.gone(*worker);
-                env.oracle.roster.cleared(*worker);
-            }
+            LeaderEvent::WorkerDead(worker) => env.oracle.roster.died(*worker),
             LeaderEvent::Attach(attached) => {
                 env.oracle.roster.cleared(attached.worker);
                 self.attaching.insert(attached.worker, attached.clone());
@@ -313,7 +310,7 @@ impl Host<'_> {
             None => {
                 let shard = self.env.setup.sharding.of(worker.rank);
                 let roster = &mut self.env.oracle.roster;
-                roster.attached(worker, shard, &attached.depots);
+                roster.attached((worker, attached.attach), shard, &attached.depots);
             }
             Some(refusal) => self.refused(core, worker, refusal),
         }
@@ -334,7 +331,7 @@ impl Host<'_> {
     }
 
     fn refused(&mut self, core: &Leader, worker: WorkerId, refusal: &Refusal) {
-        self.env.oracle.roster.gone(worker);
+        self.env.oracle.roster.refused(worker);
         if self.before.is_some() && core.tier_key(TierId::Host) != self.before.as_ref() {
             self.env.violated(format!(
                 "a pool ended though {worker} was refused: {refusal}"

@@ -9,7 +9,7 @@ use super::leader::LeaderProcess;
 use super::worker::WorkerProcess;
 use super::{ANCHOR_KEY, NodeId, SimEvent, SimProcess, SimWorld, nemesis};
 use kvferry_core::{AnchorKey, LeaderSettings};
-use kvferry_types::{Epoch, Ratio};
+use kvferry_types::{Epoch, Ratio, TierId};
 
 impl SimWorld {
     pub(super) fn begin_process(&mut self, who: NodeId) {
@@ -62,10 +62,10 @@ impl SimWorld {
                 };
                 if env.setup.standalone && incarnation > 1 {
                     let shard = env.depot_of(id.rank);
-                    env.setup
-                        .tiers
-                        .clone()
-                        .into_iter()
+                    // A disk outlives the worker.
+                    let tiers = env.setup.tiers.clone().into_iter();
+                    tiers
+                        .filter(|tier| *tier != TierId::Disk)
                         .for_each(|tier| env.lose_depot(tier, shard));
                     env.faults.injected(Fault::DepotLoss);
                 }
@@ -115,9 +115,7 @@ impl SimWorld {
         match who {
             NodeId::Leader => {
                 if let Some(leader) = self.leader.state.take() {
-                    let counts = leader.core().counts();
-                    env.counts.recovered_pages += counts.recovered_pages;
-                    env.counts.declined_tokens += counts.declined_tokens;
+                    env.count_decisions(leader.core());
                 }
                 self.seen = (None, false);
                 env.oracle.leader_died(self.epoch);
@@ -134,6 +132,10 @@ impl SimWorld {
                     env.faults.took_effect(Fault::CopyStuck);
                 }
                 env.oracle.touched.died(id, incarnation);
+                let drained = env.now() + Duration::from_micros(env.rng.u64(0..2000));
+                if let Some(disk) = env.disk_of(id.rank) {
+                    disk.died((id, incarnation), drained);
+                }
                 for to in [NodeId::Leader, NodeId::Engine(id.replica)] {
                     let at = env.queue.now() + Duration::from_micros(env.rng.u64(20..3000));
                     let died = SimEvent::Died {

@@ -13,6 +13,8 @@ mod checker;
 mod client;
 mod context;
 mod counts;
+mod disk;
+mod disk_faults;
 mod engine;
 mod faults;
 mod groups;
@@ -48,6 +50,7 @@ use kvferry_types::{Epoch, Replica, Time, TransferId, WorkerId};
 
 use context::SimContext;
 pub use counts::Counts;
+pub use disk_faults::DiskSetup;
 use engine::EngineProcess;
 pub use faults::{Fault, FaultCounts};
 use leader::LeaderProcess;
@@ -57,7 +60,7 @@ pub use saboteur::Lie;
 pub use setup::{Chances, Setup, Shape};
 pub use storage::{CONTENT_MIN, Content, EMPTY, Hold, NOWHERE, SimDepot, Storage, TORN};
 pub use summary::{RUNS_MIN, Summary};
-use worker::WorkerProcess;
+use worker::{DiskStep, WorkerProcess};
 
 /// Anchor key of the depots. Every leader gets the same one, so that a new leader finds the stored pages.
 const ANCHOR_KEY: [u8; 32] = [0x5a; 32];
@@ -130,8 +133,18 @@ enum SimEvent {
         worker: WorkerId,
         incarnation: u32,
     },
+    /// A worker's disk makes a step.
+    Disk {
+        worker: WorkerId,
+        incarnation: u32,
+        step: DiskStep,
+    },
     /// A fault of a process is injected.
     Nemesis,
+    /// A fault of a disk is injected.
+    DiskNemesis,
+    /// The host loses its power while a disk is flushed.
+    PowerLoss,
 }
 
 /// The result of a run.
@@ -178,6 +191,9 @@ pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> SimOutcome {
     }
     if world.env.violation.is_none() {
         world.quiet();
+    }
+    if let Some(leader) = &world.leader.state {
+        world.env.count_decisions(leader.core());
     }
     let SimContext {
         mut counts,
@@ -232,6 +248,7 @@ impl SimWorld {
         }
         let first = self.env.setup.fault_every;
         self.env.queue.push(Time(0) + first, SimEvent::Nemesis);
+        self.begin_disk_faults();
     }
 
     fn everyone(&self) -> impl Iterator<Item = NodeId> + use<> {
@@ -296,6 +313,18 @@ impl SimWorld {
                     worker,
                     incarnation,
                     opening,
+                };
+                self.to(NodeId::Worker(worker), Some(incarnation), event);
+            }
+            SimEvent::Disk {
+                worker,
+                incarnation,
+                step,
+            } => {
+                let event = SimEvent::Disk {
+                    worker,
+                    incarnation,
+                    step,
                 };
                 self.to(NodeId::Worker(worker), Some(incarnation), event);
             }
@@ -368,6 +397,8 @@ impl SimWorld {
             } => self.leave(replica, incarnation),
             SimEvent::LeaderDies => self.leader_dies(),
             SimEvent::Nemesis => self.nemesis(),
+            SimEvent::DiskNemesis => self.disk_nemesis(),
+            SimEvent::PowerLoss => self.lose_power(),
         }
     }
 
@@ -589,6 +620,7 @@ impl SimWorld {
             Ok(SimEvent::Divide { .. }) => worker.divide(env),
             Ok(SimEvent::Invalidate { .. }) => worker.continue_invalidations(env),
             Ok(SimEvent::Opened { opening, .. }) => worker.opened(env, opening),
+            Ok(SimEvent::Disk { step, .. }) => worker.disk_step(env, step),
             Ok(other) => env.violated(format!("a worker was given {other:?}")),
         }
         let next = worker.next_timeout();

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::disk::SimDisk;
 use super::faults::Fault;
 use super::setup::{Chances, TROUBLES, pick};
 use super::{LIVENESS_BOUND, NodeId, QUIET_STEPS_MAX, SimEvent, SimWorld};
@@ -91,6 +92,14 @@ impl SimWorld {
         };
         if busy {
             self.env.faults.took_effect(fault);
+        }
+        if let NodeId::Worker(id) = who
+            && !self.env.disks.is_empty()
+            && self.env.rng.u8(0..4) == 0
+            && let Some(worker) = self.workers.get_mut(&id)
+            && let Some(worker) = worker.state.as_mut()
+        {
+            worker.end(&mut self.env);
         }
         if self.incarnation(who).is_some() {
             self.crash(who);
@@ -283,6 +292,7 @@ impl SimWorld {
         self.env.net.chances = Chances::default();
         self.env.net.partitions.clear();
         self.env.failing = None;
+        self.env.disks.iter_mut().for_each(SimDisk::heal);
         let everyone: Vec<NodeId> = self.everyone().collect();
         for who in everyone {
             let pause = match who {

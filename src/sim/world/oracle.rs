@@ -427,6 +427,11 @@ impl Oracle {
         }
     }
 
+    /// Notes that a disk was opened: pages that were removed because they failed their checksum may be listed again.
+    pub(super) fn opened_disk(&mut self) {
+        self.bad.remove(&TierId::Disk);
+    }
+
     /// Notes an ordered copy: its deadline and, for a store, its pages. Returns an error text if it reads a page that has
     /// failed its checksum and was not written since.
     pub(super) fn ordered(

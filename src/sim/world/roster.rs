@@ -5,42 +5,68 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvferry_core::{
     ARENA_PAGES_MAX, AttachedDepot, Contradiction, Model, Pool, TierKey, WorkerMemory,
 };
-use kvferry_types::{DepotId, EngineId, PerTier, Replica, Shard, TierId, WorkerId};
+use kvferry_types::{AttachId, DepotId, EngineId, PerTier, Replica, Shard, TierId, WorkerId};
+
+/// Lost workers of which any part may count, at most: with more, the pages of the others are not told apart.
+const LOST_MAX: usize = 6;
 
 /// The admitted workers of one leader.
 #[derive(Debug, Default)]
 pub(super) struct AdmittedWorkers {
     memories: BTreeMap<WorkerId, WorkerMemory>,
+    /// Memory of workers whose connection broke, until they attach again or die: their processes may have a disk open.
+    lost: BTreeMap<WorkerId, WorkerMemory>,
     depots: BTreeMap<(TierId, Shard), DepotId>,
+    shards: BTreeMap<WorkerId, Shard>,
+    attaches: BTreeMap<WorkerId, AttachId>,
     /// Workers that have attached or died since the leader started: they run no copy of an older leader.
     clear: BTreeSet<WorkerId>,
 }
 
 impl AdmittedWorkers {
-    /// Notes an admitted worker.
+    /// Notes an admitted worker. It has no memory before it states one; a repeated request changes nothing.
     pub(super) fn attached(
         &mut self,
-        worker: WorkerId,
+        (worker, attach): (WorkerId, AttachId),
         shard: Shard,
         depots: &PerTier<AttachedDepot>,
     ) {
         for (tier, named) in depots.iter() {
             self.depots.insert((tier, shard), named.depot);
         }
-        self.gone(worker);
+        self.shards.insert(worker, shard);
+        if self.attaches.insert(worker, attach) != Some(attach) {
+            self.refused(worker);
+        }
     }
 
     /// Notes the memory of an admitted worker.
     pub(super) fn memory(&mut self, worker: WorkerId, memory: Option<WorkerMemory>) {
-        self.gone(worker);
+        self.refused(worker);
         if let Some(memory) = memory {
             self.memories.insert(worker, memory);
         }
     }
 
-    /// Notes that a worker's connection broke, its process died, or it was refused.
+    /// Notes that a worker's connection broke. Its process may still have a disk open.
     pub(super) fn gone(&mut self, worker: WorkerId) {
+        self.attaches.remove(&worker);
+        if let Some(memory) = self.memories.remove(&worker) {
+            self.lost.insert(worker, memory);
+        }
+    }
+
+    /// Notes that a worker's process died.
+    pub(super) fn died(&mut self, worker: WorkerId) {
+        self.attaches.remove(&worker);
+        self.refused(worker);
+        self.cleared(worker);
+    }
+
+    /// Notes that a worker, or its memory, was refused.
+    pub(super) fn refused(&mut self, worker: WorkerId) {
         self.memories.remove(&worker);
+        self.lost.remove(&worker);
     }
 
     /// Notes that a worker attached, admitted or not, or that its process died: its copies of older leaders have ended.
@@ -79,7 +105,7 @@ impl AdmittedWorkers {
         tier: TierId,
         key: &TierKey,
         pool: &Pool,
-        ranks: u16,
+        (ranks, shards): (u16, u16),
     ) -> Result<(), Contradiction> {
         if self.has_other_depots(tier, key) {
             let depots = &self.depots;
@@ -100,16 +126,49 @@ impl AdmittedWorkers {
             let geometry = &first.geometry;
             return Err(format!("a pool of {key:?} serves, the engines have {geometry:?}").into());
         }
-        let rooms = self.memories.values().filter(|memory| same(memory));
-        let room = rooms.map(|memory| memory.pages_of(tier)).min().unwrap_or(0);
-        let room = room.min(ARENA_PAGES_MAX);
-        if (key.pages, pool.capacity_pages()) != (room, room) {
+        let memories = self.memories.iter().filter(|(_, memory)| same(memory));
+        let memories: Vec<_> = memories.collect();
+        let lost = self.lost.iter().filter(|(_, memory)| same(memory));
+        let lost: Vec<_> = lost.filter(|_| tier != TierId::Host).collect();
+        // The leader compares its pools with the workers when one attaches, states its memory or dies, and not when a
+        // connection breaks.
+        let some = |kept: u32| {
+            let lost = lost.iter().enumerate();
+            let lost = lost.filter(move |(place, _)| kept >> place & 1 == 1);
+            lost.map(|(_, one)| *one)
+        };
+        let mut subsets = 0..1_u32 << lost.len().min(LOST_MAX);
+        let fits = subsets.any(|kept| {
+            let rooms = memories.iter().copied().chain(some(kept));
+            let rooms =
+                rooms.map(|(worker, memory)| (self.shards.get(worker), memory.pages_of(tier)));
+            let room = room(tier, shards, &rooms.collect::<Vec<_>>()).min(ARENA_PAGES_MAX);
+            (key.pages, pool.capacity_pages()) == (room, room)
+        });
+        if !fits {
             let pages = pool.capacity_pages();
             return Err(format!(
-                "the pool has {pages} pages, the smallest depot has room for {room}"
+                "the pool of {tier} has {pages} pages, which is not the room of the smallest depot of {memories:?}"
             )
             .into());
         }
         Ok(())
     }
+}
+
+/// The pages of a tier that these workers state, each with its shard.
+fn room(tier: TierId, shards: u16, rooms: &[(Option<&Shard>, u32)]) -> u32 {
+    let room = match tier {
+        TierId::Host => rooms.iter().map(|(_, pages)| *pages).min(),
+        // A worker that has not got the disk open has no pages of it.
+        _ => {
+            let of_shard = |shard: u16| {
+                let of_shard = rooms.iter().filter(|(of, _)| *of == Some(&Shard(shard)));
+                let open = of_shard.map(|(_, pages)| *pages).filter(|pages| *pages > 0);
+                open.min().unwrap_or(0)
+            };
+            (0..shards).map(of_shard).min()
+        }
+    };
+    room.unwrap_or(0)
 }

@@ -27,4 +27,10 @@ lies! {
     KeepRecord,
     /// A worker's host adds the pages of a store to the inventory before the store copies them.
     RecordEarly,
+    /// A disk overwrites a page before it is durable that the page is not listed.
+    LateRemoval,
+    /// A page of a disk is served without a look at its checksum.
+    UncheckedSource,
+    /// A reset is answered before its mark is durable on the disk.
+    LoseMark,
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
+use super::disk_faults::DiskSetup;
 use super::groups::{CELLS_MAX, SimGroup, draw_model, units};
 use kvferry_core::{Admission, EvictionPolicy, MoveEdge, TierPolicy};
 use kvferry_types::{Edge, Epoch, PerTier, Sharding, TierId};
@@ -39,6 +40,8 @@ const GROUPS: u64 = 0x6772_6f75_7073;
 const TAILS: u64 = 0x7461_696c_7321;
 /// Like [`LARGE`], for the rates of edges.
 const RATES: u64 = 0x7261_7465_7321;
+/// Like [`LARGE`], for the faults of disks.
+const DISKS: u64 = 0x6469_736b_7321;
 /// Bytes of one cell of memory.
 pub(super) const CELL_BYTES: u64 = 1024;
 
@@ -74,6 +77,8 @@ pub struct Setup {
     pub moves: Vec<MoveEdge>,
     /// Rate at which the leader takes engines to compute, for the cost gate; `None` for no gate.
     pub prefill_tokens_per_s: Option<NonZeroU64>,
+    /// The times and faults of disks.
+    pub disk: DiskSetup,
     /// Pages of lower tiers that turn out to be bad when they are read, per million.
     pub bad_page: u32,
     /// Size of the depots of tiers below host memory, in percent of those of host memory.
@@ -201,6 +206,7 @@ impl Setup {
         let mut tails = Rng::with_seed(rng.clone().u64(..) ^ TAILS);
         let mut limits = Rng::with_seed(rng.clone().u64(..) ^ LIMITS);
         let mut rates = Rng::with_seed(rng.clone().u64(..) ^ RATES);
+        let mut disks = Rng::with_seed(rng.clone().u64(..) ^ DISKS);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
             ranks,
@@ -227,6 +233,7 @@ impl Setup {
             policies: PerTier::default(),
             moves: Vec::new(),
             prefill_tokens_per_s: None,
+            disk: DiskSetup::default(),
             bad_page: 0,
             depots_differ: false,
             processes_unseen: false,
@@ -312,6 +319,10 @@ impl Setup {
             setup.open_requests_limits.push(next);
         }
         setup.limit_rates(&mut rates);
+        if setup.tiers.contains(&TierId::Disk) && disks.bool() {
+            setup.use_disks(&mut disks);
+        }
+        setup.disk = DiskSetup::draw(&mut disks, setup.request_timeout);
         setup
     }
 
@@ -335,6 +346,37 @@ impl Setup {
                 self.bytes_per_s.insert(edge, rate);
             }
         }
+    }
+
+    /// Makes a world that uses its disks much: host memory has no room for all that few engines request again and again,
+    /// and nothing else disturbs them often.
+    fn use_disks(&mut self, rng: &mut Rng) {
+        self.arena_pages = self.ratio.max(4) + rng.u32(8..24);
+        self.lower_tier_percent = 800;
+        self.longest = rng.u32(4..=self.longest.clamp(4, 16));
+        self.families = rng.u64(2..=4);
+        self.namespaces = 1;
+        self.cached_pages = 0;
+        self.replicas = self.replicas.min(2);
+        self.page_time = Duration::from_micros(rng.u64(5..100));
+        self.request_timeout = self.request_timeout.max(Duration::from_millis(60));
+        self.hold_for = self.hold_for.max(self.request_timeout);
+        self.fault_every = self
+            .fault_every
+            .max(Duration::from_millis(rng.u64(100..600)));
+        self.other_shape = self.other_shape.min(50_000);
+        self.leader_dies_in_copy = self.leader_dies_in_copy.min(2_000);
+        self.policies = PerTier::default();
+        for one in &mut self.moves {
+            one.running_max = one.running_max.max(4);
+            one.deadline = self.request_timeout * 2;
+        }
+        // Computing takes between a tenth and ten times as long as a load from a disk.
+        let tokens = 4 * u64::from(self.shapes[0].cells);
+        let page_us = u64::try_from(self.page_time.as_micros()).unwrap_or(u64::MAX);
+        let rate = tokens * 1_000_000 / page_us.max(1);
+        let percent = *pick(rng, &[0, 3, 10, 30, 100, 300]);
+        self.prefill_tokens_per_s = NonZeroU64::new(rate * percent / 100);
     }
 
     /// Most open requests of one engine at the leader of this epoch.

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::super::disk::DiskFailure;
 use super::super::faults::Fault;
 use super::super::oracle::{PageAccesses, TouchedPages};
 use super::super::saboteur::Lie;
 use super::super::setup::{CELL_BYTES, Shape};
-use super::super::storage::TORN;
+use super::super::storage::{Content, TORN};
 use super::super::{SimContext, SimEvent};
-use kvferry_types::{EndedCopy, TierId, Transfer, TransferId, WorkerId};
+use kvferry_types::{EndedCopy, Rank, TierId, Transfer, TransferId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
@@ -25,6 +26,12 @@ struct RunningCopy {
     pace: Duration,
     /// The process was paused while this copy ran.
     held: bool,
+    /// Checksums of the source pages, as the disk listed them when the copy began; `None` for a source without.
+    sums: Option<Vec<Option<Content>>>,
+    /// Contents that were written.
+    written: Vec<Content>,
+    /// The disk did not carry out a read or write.
+    failure: Option<DiskFailure>,
     /// Set when the last byte is written or the copy has stopped: whether the copy is complete. The core is notified
     /// one step later.
     over: Option<bool>,
@@ -39,6 +46,8 @@ enum Fate {
     FailsWithRank(usize),
     /// This page of the source fails its checksum, as a copy finds when it reads the page.
     BadSource(usize),
+    /// The disk does not read or write this page.
+    DiskError(usize),
     /// Takes the request timeout for each page, so that it may miss its deadline.
     Slow,
     /// Stops for ever after half of its pages, rounded down.
@@ -86,10 +95,17 @@ impl RunningCopies {
             .collect();
         let fate = self.fate(env, (&copy, shape), pages.len());
         env.counts.copies += 1;
+        let of_disk = copy.edge.touches(TierId::Disk);
         let pace = match fate {
             Fate::Slow => env.setup.request_timeout,
+            _ if of_disk => env.setup.page_time.mul_f64(env.setup.disk.pace),
             _ => env.setup.page_time,
         };
+        let sums = (copy.edge.from == TierId::Disk).then(|| {
+            let disk = env.disk_of(self.worker.rank);
+            let sum = |(page, _): &(u32, u32)| disk.as_ref()?.sum(*page);
+            pages.iter().map(sum).collect()
+        });
         self.touch(env, (&copy, shape), &pages, PageAccesses::begin);
         let transfer = copy.id;
         let running = RunningCopy {
@@ -101,6 +117,9 @@ impl RunningCopies {
             fate,
             pace,
             held: false,
+            sums,
+            written: Vec::new(),
+            failure: None,
             over: None,
         };
         let complete = pace * u32::try_from(running.pages.len()).unwrap_or(u32::MAX);
@@ -113,6 +132,16 @@ impl RunningCopies {
     fn fate(&self, env: &mut SimContext, (copy, shape): (&Transfer, Shape), pages: usize) -> Fate {
         let chances = env.net.chances;
         env.spoil_page(copy, shape, self.worker.rank, pages);
+        if copy.edge.touches(TierId::Disk) {
+            let (chance, fault) = match copy.edge.from {
+                TierId::Disk => (env.setup.disk.read_error, Fault::DiskReadError),
+                _ => (env.setup.disk.write_error, Fault::DiskWriteError),
+            };
+            if env.rng.u32(0..1_000_000) < chance && !env.closing {
+                env.faults.injected(fault);
+                return Fate::DiskError(env.rng.usize(0..pages));
+            }
+        }
         let dice = env.rng.u32(0..1_000_000);
         if env
             .failing
@@ -159,12 +188,20 @@ impl RunningCopies {
         env.check_touched();
     }
 
-    /// Marks the next page of a copy as half written.
-    fn tear(&self, env: &mut SimContext, transfer: TransferId) {
-        let Some(running) = self.running.get(&transfer) else {
+    /// Marks the next page of a copy as half written. Before that, a disk makes durable that the page is not listed.
+    fn tear(&mut self, env: &mut SimContext, transfer: TransferId) {
+        let Some(running) = self.running.get_mut(&transfer) else {
             return;
         };
         if let Some((_, destination)) = running.pages.get(running.done) {
+            let (now, lies) = (env.now(), env.lies(Lie::LateRemoval));
+            if running.copy.edge.to == TierId::Disk
+                && let Some(disk) = env.disk_of(self.worker.rank)
+                && let Err(failure) = disk.prepare(*destination, now, lies)
+            {
+                running.failure = Some(failure);
+                return;
+            }
             env.write(
                 &running.copy,
                 running.shape,
@@ -197,7 +234,11 @@ impl RunningCopies {
     }
 
     /// Copies one more page, or ends the copy. Returns the end of a copy one step after its last byte.
-    pub(super) fn step(&mut self, env: &mut SimContext, transfer: TransferId) -> Option<EndedCopy> {
+    pub(super) fn step(
+        &mut self,
+        env: &mut SimContext,
+        transfer: TransferId,
+    ) -> Option<(EndedCopy, Option<DiskFailure>)> {
         let now = env.now();
         let rank = self.worker.rank;
         let running = self.running.get_mut(&transfer)?;
@@ -208,10 +249,11 @@ impl RunningCopies {
         if stuck {
             return None;
         }
-        if env.is_bad(&running.copy, rank, running.done) {
-            running.fate = Fate::BadSource(running.done);
+        if running.done < running.pages.len() {
+            running.ask_disk(env, rank);
         }
-        let fails = matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) | Fate::BadSource(at) if at == running.done);
+        let fails = running.failure.is_some()
+            || matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) | Fate::BadSource(at) if at == running.done);
         let stops = running.stop && running.done.is_multiple_of(env.setup.granule);
         let over = stops || fails || running.done == running.pages.len();
         if !over {
@@ -223,6 +265,7 @@ impl RunningCopies {
             let shape = running.shape;
             let content = env.read(&running.copy, shape, rank, source);
             env.write(&running.copy, shape, rank, destination, content);
+            running.written.push(content);
             running.done += 1;
             let pace = running.pace;
             self.tear(env, transfer);
@@ -233,6 +276,13 @@ impl RunningCopies {
         match running.fate {
             Fate::Fails(_) if !complete => env.faults.took_effect(Fault::CopyError),
             Fate::BadSource(_) if !complete => env.faults.took_effect(Fault::BadSource),
+            Fate::DiskError(_) if running.failure.is_some() => {
+                env.faults
+                    .took_effect(match running.copy.edge.from == TierId::Disk {
+                        true => Fault::DiskReadError,
+                        false => Fault::DiskWriteError,
+                    });
+            }
             Fate::Slow if !complete || now > running.copy.deadline => {
                 env.faults.took_effect(Fault::CopyLate)
             }
@@ -250,7 +300,7 @@ impl RunningCopies {
         env: &mut SimContext,
         transfer: TransferId,
         complete: bool,
-    ) -> Option<EndedCopy> {
+    ) -> Option<(EndedCopy, Option<DiskFailure>)> {
         let running = self.running.remove(&transfer)?;
         let copy = (&running.copy, running.shape);
         self.touch(env, copy, &running.pages, PageAccesses::end);
@@ -260,13 +310,44 @@ impl RunningCopies {
             None => env.counts.pages_up += pages,
             Some(_) => {}
         }
-        Some(EndedCopy {
+        if complete
+            && edge.to == TierId::Disk
+            && let Some(disk) = env.disk_of(self.worker.rank)
+        {
+            disk.written(transfer, running.written);
+        }
+        let unread = edge.from == TierId::Disk && running.fate == Fate::DiskError(running.done);
+        let bad =
+            running.fate == Fate::BadSource(running.done) || unread && env.setup.disk.unread_is_bad;
+        let ended = EndedCopy {
             transfer,
             complete: complete || env.lies(Lie::SwallowError),
             complete_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * u64::from(running.shape.cells) * CELL_BYTES,
             copy_us: 1,
-            bad_source: !complete && running.fate == Fate::BadSource(running.done),
-        })
+            bad_source: !complete && bad,
+        };
+        Some((ended, running.failure))
+    }
+}
+
+impl RunningCopy {
+    /// Finds out what the next page meets: a source that fails its checksum, or a disk that fails.
+    fn ask_disk(&mut self, env: &mut SimContext, rank: Rank) {
+        let (now, edge) = (env.now(), self.copy.edge);
+        let (source, _) = self.pages[self.done];
+        let content = env.read(&self.copy, self.shape, rank, source);
+        let unchecked = env.lies(Lie::UncheckedSource);
+        let bad = match &self.sums {
+            Some(sums) => sums[self.done] != Some(content) && !unchecked,
+            None => env.is_bad(&self.copy, rank, self.done),
+        };
+        let disk = env.disk_of(rank).filter(|_| edge.touches(TierId::Disk));
+        let away = disk.is_some_and(|disk| !disk.works(now));
+        if away || self.fate == Fate::DiskError(self.done) {
+            self.failure.get_or_insert(DiskFailure::Io);
+        } else if bad {
+            self.fate = Fate::BadSource(self.done);
+        }
     }
 }

