@@ -226,6 +226,10 @@ impl LeaderHost for Host<'_> {
                     request,
                 };
                 let now = self.env.now();
+                let shape = self.env.memory(*engine).shape;
+                let plain = self.env.setup.groups(shape).is_empty();
+                let gate = &mut self.env.oracle.gate;
+                gate.arrived((*engine, *id), request, plain);
                 self.env
                     .oracle
                     .arrived(now, self.epoch, *engine, *id, &question);
@@ -238,6 +242,7 @@ impl LeaderHost for Host<'_> {
                 for ended in copies {
                     let key = |tier| core.tier_key(tier).cloned();
                     env.oracle.ended(*worker, ended, key);
+                    env.oracle.gate.ended(ended);
                 }
             }
             LeaderEvent::Unsent { worker, copies } => {
@@ -283,10 +288,18 @@ impl LeaderHost for Host<'_> {
                 }
                 LeaderEffect::Answer { engine, id, answer } => {
                     self.env.answered(self.epoch, *engine, *id, answer);
+                    let on = self.env.setup.prefill_tokens_per_s.is_some();
+                    let gate = &mut self.env.oracle.gate;
+                    let wrong = answer.as_ref().ok();
+                    let wrong = wrong.and_then(|answer| gate.answered((*engine, *id), answer, on));
+                    if let Some(wrong) = wrong {
+                        self.env.violated(wrong);
+                    }
                 }
                 LeaderEffect::Transfer { transfer: copy, .. } => {
                     let key = |tier| core.tier_key(tier).cloned();
                     let now = self.env.queue.now();
+                    self.env.oracle.gate.ordered(copy);
                     if let Some(wrong) = self.env.oracle.ordered(now, copy, key) {
                         self.env.violated(wrong);
                     }

@@ -17,6 +17,7 @@ mod disk;
 mod disk_faults;
 mod engine;
 mod faults;
+mod gate;
 mod groups;
 mod leader;
 mod lifecycle;

@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use super::gate::GateModel;
 use super::roster::AdmittedWorkers;
 use kvferry_core::{Refusal, TierKey};
 use kvferry_types::{
@@ -249,6 +250,8 @@ pub(super) struct Oracle {
     away: BTreeMap<EngineId, Time>,
     /// The engine that connected again in this step, after the leader may have forgotten it.
     reopened: Option<EngineId>,
+    /// What lookups offered and declined.
+    pub(super) gate: GateModel,
     fence: Duration,
 }
 
@@ -355,6 +358,7 @@ impl Oracle {
         self.told.clear();
         self.filling.clear();
         self.away.clear();
+        self.gate = GateModel::default();
         self.roster = AdmittedWorkers::default();
         self.open.retain(|(of, ..), _| *of > epoch);
         self.taken.retain(|(of, ..), _| *of > epoch);

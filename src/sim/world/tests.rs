@@ -51,7 +51,7 @@ type Share = fn(&Counts) -> (&'static str, u64);
 /// resets are never confirmed, or when the ends of copies are never reported and their workers restart, so the counts
 /// are checked, too. Few worlds recover pages, move pages up or decline them, so that these counts depend on the seeds most
 /// of all.
-const WORK: [(Share, u64, u64); 14] = [
+const WORK: [(Share, u64, u64); 15] = [
     (
         |of| ("prompts served, per cent", of.served * 100 / of.prompts),
         90,
@@ -69,6 +69,11 @@ const WORK: [(Share, u64, u64); 14] = [
     (
         |of| ("pages recovered", of.recovered_pages),
         2_100,
+        u64::MAX,
+    ),
+    (
+        |of| ("tokens kept out by the cost gate", of.declined_tokens),
+        2_000,
         u64::MAX,
     ),
     (|of| ("pages moved down", of.pages_down), 7_500, u64::MAX),

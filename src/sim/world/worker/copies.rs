@@ -10,7 +10,7 @@ use super::super::saboteur::Lie;
 use super::super::setup::{CELL_BYTES, Shape};
 use super::super::storage::{Content, TORN};
 use super::super::{SimContext, SimEvent};
-use kvferry_types::{EndedCopy, Rank, TierId, Transfer, TransferId, WorkerId};
+use kvferry_types::{EndedCopy, Rank, TierId, Time, Transfer, TransferId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
@@ -26,6 +26,7 @@ struct RunningCopy {
     pace: Duration,
     /// The process was paused while this copy ran.
     held: bool,
+    begun: Time,
     /// Checksums of the source pages, as the disk listed them when the copy began; `None` for a source without.
     sums: Option<Vec<Option<Content>>>,
     /// Contents that were written.
@@ -117,6 +118,7 @@ impl RunningCopies {
             fate,
             pace,
             held: false,
+            begun: env.now(),
             sums,
             written: Vec::new(),
             failure: None,
@@ -319,12 +321,13 @@ impl RunningCopies {
         let unread = edge.from == TierId::Disk && running.fate == Fate::DiskError(running.done);
         let bad =
             running.fate == Fate::BadSource(running.done) || unread && env.setup.disk.unread_is_bad;
+        let copy_us = env.now() - running.begun;
         let ended = EndedCopy {
             transfer,
             complete: complete || env.lies(Lie::SwallowError),
             complete_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * u64::from(running.shape.cells) * CELL_BYTES,
-            copy_us: 1,
+            copy_us: u64::try_from(copy_us.as_micros()).unwrap_or(u64::MAX),
             bad_source: !complete && bad,
         };
         Some((ended, running.failure))
