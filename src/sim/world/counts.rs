@@ -39,6 +39,8 @@ counts! {
     given_up;
     /// Resets whose confirmation reached the engine.
     resets;
+    /// Flushes whose answer reached the engine.
+    flushes;
     /// Copies that started.
     copies;
     /// Pages that were moved to a slower tier.

@@ -15,7 +15,7 @@ use super::{NodeId, SimContext, SimEvent};
 use kvferry_protocol::{Abandon, Message, Register, Role, Written};
 use kvferry_types::{
     Answer, EngineId, Fingerprint, GroupId, PRIORITIES, PRIORITY_DEFAULT, Part, Rank, Replica,
-    Request, RequestId, ResetAnswer, ResetScope, SlotId, Time, WorkerId,
+    Request, RequestId, ResetAnswer, ResetScope, SlotId, TierId, Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, WorkKind};
 
@@ -273,6 +273,7 @@ impl EngineProcess {
                 if let Some(Answer::Reset(ResetAnswer { .. })) = answer {
                     env.counts.resets += 1;
                 }
+                env.counts.flushes += u64::from(matches!(answer, Some(Answer::Flush(_))));
                 self.scheduler.answered(id, answer, &mut self.actions);
             }
         }
@@ -481,6 +482,7 @@ impl EngineProcess {
             match env.rng.u8(..) {
                 0..4 => self.reset(env),
                 4..10 => self.cancel_stores(env),
+                10..16 if env.setup.tiers.contains(&TierId::Disk) => self.flush(env),
                 _ => {}
             }
             self.act(env);
@@ -512,6 +514,12 @@ impl EngineProcess {
         let id = self.draw_id();
         let reset = Request::Reset { scope, tier };
         self.request(env, id, reset, RequestKind::Reset);
+    }
+
+    /// Has the disk flushed.
+    fn flush(&mut self, env: &mut SimContext) {
+        let id = self.draw_id();
+        self.request(env, id, Request::Flush, RequestKind::Reset);
     }
 
     /// Cancels the stores of all slots, or of one slot that may already be finished.

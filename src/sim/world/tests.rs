@@ -51,7 +51,7 @@ type Share = fn(&Counts) -> (&'static str, u64);
 /// resets are never confirmed, or when the ends of copies are never reported and their workers restart, so the counts
 /// are checked, too. Few worlds recover pages, move pages up or decline them, so that these counts depend on the seeds most
 /// of all.
-const WORK: [(Share, u64, u64); 15] = [
+const WORK: [(Share, u64, u64); 16] = [
     (
         |of| ("prompts served, per cent", of.served * 100 / of.prompts),
         90,
@@ -94,6 +94,7 @@ const WORK: [(Share, u64, u64); 15] = [
         u64::MAX,
     ),
     (|of| ("disks that grew again", of.disks_grown), 8, u64::MAX),
+    (|of| ("flushes of disks", of.flushes), 100, u64::MAX),
     (|of| ("workers fenced", of.fenced), 0, 450),
     (
         |of| {

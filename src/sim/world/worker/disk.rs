@@ -13,7 +13,8 @@ use kvferry_core::Model;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, ReadInventory};
 use kvferry_shell::Unlisted;
 use kvferry_types::{
-    EndedCopy, Epoch, MemoryGeometry, PageRun, Record, Scope, Stored, TransferId, WorkerId,
+    EndedCopy, Epoch, LinkId, MemoryGeometry, PageRun, Record, RequestId, Scope, Stored,
+    TransferId, WorkerId,
 };
 
 /// Failed copies in a row after which the disk is closed.
@@ -32,6 +33,8 @@ pub(in super::super) enum DiskStep {
     Sync,
     /// Carry out the reset that waits.
     Reset,
+    /// Carry out the flushes that wait.
+    Flush,
     /// Try to use more of a disk that was full.
     Grow,
     /// Report copies that could not start.
@@ -47,7 +50,12 @@ pub(super) struct DiskReport {
     pub(super) changed: bool,
     /// The reset has ended.
     pub(super) reset: bool,
+    /// Flushes that have ended, and whether everything is durable.
+    pub(super) flushed: Vec<(FlushOrder, bool)>,
 }
+
+/// A leader's request to flush: its connection, the request, and the number of the flush.
+pub(super) type FlushOrder = (LinkId, RequestId, u64);
 
 #[derive(Debug, Default)]
 enum ResetState {
@@ -76,6 +84,7 @@ pub(super) struct DiskSide {
     flushing: bool,
     growing: bool,
     reset: ResetState,
+    flushes: Vec<FlushOrder>,
     reading: (Epoch, u64),
 }
 
@@ -95,6 +104,7 @@ impl DiskSide {
             flushing: false,
             growing: false,
             reset: ResetState::None,
+            flushes: Vec::new(),
             reading: (Epoch(0), 0),
         }
     }
@@ -325,6 +335,14 @@ impl DiskSide {
         Unlisted::Later
     }
 
+    /// Begins a flush that a leader has requested.
+    pub(super) fn flush(&mut self, env: &mut SimContext, order: FlushOrder) {
+        if self.flushes.is_empty() {
+            self.later(env, Duration::from_micros(50), DiskStep::Flush);
+        }
+        self.flushes.push(order);
+    }
+
     /// Ends the process cleanly: flushes the set.
     pub(super) fn end(&mut self, env: &mut SimContext) {
         let now = env.now();
@@ -384,6 +402,18 @@ impl DiskSide {
                     self.reset = ResetState::Ended(scope, through, result);
                     report.reset = true;
                 }
+            }
+            DiskStep::Flush => {
+                let durable = works && self.open.is_some();
+                let disk = self.disk(env).filter(|_| durable);
+                if let Some(disk) = disk {
+                    disk.write_headers();
+                    disk.sync();
+                } else if self.open.is_some() {
+                    report.changed = self.fail(env);
+                }
+                let flushes = std::mem::take(&mut self.flushes).into_iter();
+                report.flushed = flushes.map(|order| (order, durable)).collect();
             }
             DiskStep::Grow => {
                 self.growing = false;

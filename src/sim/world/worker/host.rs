@@ -10,9 +10,7 @@ use super::super::storage::{Hold, SimDepot, Storage};
 use super::super::{SimContext, SimEvent};
 use super::copies::RunningCopies;
 use super::disk::DiskSide;
-use kvferry_protocol::{
-    ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory, TierFlushed,
-};
+use kvferry_protocol::{ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, Registering, Unlisted, WorkerHost};
 use kvferry_types::{
     DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
@@ -372,9 +370,7 @@ impl WorkerHost for Host<'_> {
     }
 
     fn flush_tier(&mut self, link: LinkId, order: RequestId, flush: FlushTier) {
-        let flush = flush.flush;
-        let flushed = Message::TierFlushed(TierFlushed { flush });
-        self.reply_to_leader(link, order, flushed);
+        self.parts.disk.flush(self.env, (link, order, flush.flush));
     }
 
     fn unlist_scope(

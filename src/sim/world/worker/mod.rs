@@ -9,8 +9,8 @@ use super::net::{ConnectionEnd, ConnectionId, Received};
 use super::server::{self, SimServer, peer};
 use super::{NodeId, SimContext};
 use kvferry_core::{Worker, WorkerSettings};
-use kvferry_protocol::{ErrorBody, Message, Role};
-use kvferry_shell::{Fatal, WorkerFailure, WorkerShell};
+use kvferry_protocol::{ErrorBody, ErrorCode, Message, Role, TierFlushed};
+use kvferry_shell::{Fatal, WorkerFailure, WorkerHost, WorkerShell};
 use kvferry_types::{EngineId, Epoch, Time, TransferId, WorkerId};
 
 pub(super) use disk::DiskStep;
@@ -190,6 +190,19 @@ impl WorkerProcess {
         }
         if report.changed {
             self.run(env, |shell, host| shell.tiers_changed(host));
+        }
+        for ((link, order, flush), durable) in report.flushed {
+            let answer = match durable {
+                true => Message::TierFlushed(TierFlushed { flush }),
+                false => {
+                    let text = "the disk is not open, or fails";
+                    Message::Error(ErrorBody::new(ErrorCode::Internal, text))
+                }
+            };
+            self.run(env, |_, host| {
+                host.reply_to_leader(link, order, answer);
+                Ok(())
+            });
         }
         if report.reset {
             self.run(env, |shell, host| shell.continue_invalidations(host));
