@@ -292,6 +292,7 @@ fn copied(
         bytes: 0,
         copy_us: 0,
         bad_source: false,
+        faulty_page: None,
     };
     let group = transfer.device.map_or(GroupId(0), |device| device.group);
     let Some(layout) = memory.layout.of(group) else {

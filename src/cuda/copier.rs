@@ -403,6 +403,7 @@ impl Job {
             bytes: self.bytes,
             copy_us: u64::try_from(busy.as_micros()).unwrap_or(u64::MAX),
             bad_source: false,
+            faulty_page: None,
         }
     }
 

@@ -368,6 +368,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                         bytes: 16_384,
                         copy_us: 12,
                         bad_source: false,
+                        faulty_page: None,
                     },
                     EndedCopy {
                         transfer: TransferId(41),
@@ -376,6 +377,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                         bytes: 0,
                         copy_us: 0,
                         bad_source: false,
+                        faulty_page: None,
                     },
                 ],
             }),

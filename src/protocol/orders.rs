@@ -102,6 +102,7 @@ impl TransferOrder {
             bytes: 0,
             copy_us: 0,
             bad_source: false,
+            faulty_page: None,
         });
         ended.collect()
     }

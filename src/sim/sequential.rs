@@ -273,6 +273,7 @@ impl Sequential {
                         bytes: 0,
                         copy_us: 0,
                         bad_source: false,
+                        faulty_page: None,
                     };
                     let to_disk = copy.edge.to == TierId::Disk;
                     if to_disk {

@@ -47,5 +47,7 @@ pub use registration::{
 pub use request::{PRIORITIES, PRIORITY_DEFAULT, Part, Request, ResetScope};
 pub use sharding::Sharding;
 pub use time::Time;
-pub use transfer::{DeviceEnd, Direction, Edge, EndedCopy, TierId, Transfer};
+pub use transfer::{
+    DeviceEnd, Direction, Edge, EndedCopy, QUARANTINED_PAGES_MAX, TierId, Transfer,
+};
 pub use units::{ByteSize, ParseByteSizeError};

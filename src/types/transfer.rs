@@ -145,7 +145,15 @@ pub struct EndedCopy {
     /// The page after the complete ones failed its checksum in the tier that was read: the source is bad, not the copy.
     #[serde(default)]
     pub bad_source: bool,
+    /// Index, in the order of the pairs, of a page whose place in a tier below host memory failed: it returned other bytes
+    /// than were written, or an error. The place must not be used again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub faulty_page: Option<u32>,
 }
+
+/// Places of failed pages that a tier keeps out of use, at most. A disk that fails at so many places is about to fail
+/// altogether, and the list must not grow with it.
+pub const QUARANTINED_PAGES_MAX: usize = 1024;
 
 #[cfg(test)]
 mod tests {

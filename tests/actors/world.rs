@@ -383,6 +383,7 @@ impl Puppet {
             bytes: 64,
             copy_us: 1,
             bad_source: false,
+            faulty_page: None,
         });
         let ended = Ended {
             rank: self.rank,

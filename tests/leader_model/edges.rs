@@ -498,6 +498,7 @@ fn end_everywhere(reader: &mut Reader, transfer: TransferId, complete: bool) -> 
             bytes: 0,
             copy_us: 0,
             bad_source: false,
+            faulty_page: None,
         };
         effects.extend(reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),
@@ -686,6 +687,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             bytes: 0,
             copy_us: 0,
             bad_source: false,
+            faulty_page: None,
         };
         reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),

@@ -40,6 +40,7 @@ fn took(tiered: &mut Tiered, transfer: &Transfer, ms: u64) {
             bytes: pages * transfer.page_bytes,
             copy_us: ms * 1_000 * pages / u64::from(RATIO),
             bad_source: false,
+            faulty_page: None,
         };
         tiered.step(LeaderEvent::Ended {
             worker: worker(0, rank),

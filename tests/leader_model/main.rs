@@ -393,6 +393,7 @@ impl World {
             bytes: 64,
             copy_us: 1,
             bad_source: false,
+            faulty_page: None,
         };
         self.event(LeaderEvent::Ended {
             worker: worker(engine, rank),

@@ -279,6 +279,7 @@ impl Tiered {
             bytes: 64,
             copy_us: 1,
             bad_source: bad,
+            faulty_page: None,
         };
         self.step(LeaderEvent::Ended {
             worker: worker(0, rank),
@@ -518,6 +519,7 @@ fn no_move_begins_in_the_step_of_an_order_that_was_not_sent() {
         bytes: 0,
         copy_us: 0,
         bad_source: false,
+        faulty_page: None,
     };
     for rank in 0..RANKS {
         tiered.step(LeaderEvent::Unsent {

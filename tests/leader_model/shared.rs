@@ -149,6 +149,7 @@ impl Shared {
             bytes: 64,
             copy_us: 1,
             bad_source: false,
+            faulty_page: None,
         };
         let effects = self.step(LeaderEvent::Ended {
             worker: place(rank),

@@ -207,6 +207,7 @@ impl Site {
             bytes: 64,
             copy_us: 1,
             bad_source: false,
+            faulty_page: None,
         };
         self.step(LeaderEvent::Ended {
             worker: worker(replica, rank),

@@ -452,6 +452,7 @@ impl State {
             bytes: 0,
             copy_us: 0,
             bad_source: false,
+            faulty_page: None,
         };
         self.step(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
     }

@@ -453,6 +453,7 @@ impl Model for Leases {
                     bytes: 0,
                     copy_us: 0,
                     bad_source: false,
+                    faulty_page: None,
                 };
                 state.step(LeaderEvent::Ended {
                     worker: worker(rank),

@@ -106,7 +106,7 @@ impl Host {
             let sized = depot.page_bytes().ok().flatten() == Some(copy.page_bytes);
             let disk = self.disk.as_mut().filter(|_| sized);
             if !disk.is_some_and(|disk| disk.copy(copy, Arc::clone(depot))) {
-                tracing::info!(transfer = %id, "the disk is not open: not moved");
+                tracing::info!(transfer = %id, "the disk is not open, or takes no writes: not moved");
                 ended.push(EndedCopy {
                     transfer: id,
                     complete: false,
@@ -114,6 +114,7 @@ impl Host {
                     bytes: 0,
                     copy_us: 0,
                     bad_source: false,
+                    faulty_page: None,
                 });
             }
         }

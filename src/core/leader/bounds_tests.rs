@@ -99,6 +99,7 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
             bytes: 0,
             copy_us: 0,
             bad_source: false,
+            faulty_page: None,
         }),
         _ => None,
     });
@@ -572,6 +573,7 @@ fn the_hashes_of_stores_under_way_are_bounded() {
         bytes: 0,
         copy_us: 0,
         bad_source: false,
+        faulty_page: None,
     };
     let (epoch, copies) = (Epoch(1), vec![ended]);
     let ended = LeaderEvent::Ended {

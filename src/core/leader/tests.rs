@@ -467,6 +467,7 @@ fn end(leader: &mut Leader, transfers: impl Iterator<Item = TransferId>) -> Vec<
         bytes: 0,
         copy_us: 0,
         bad_source: false,
+        faulty_page: None,
     });
     let ended = LeaderEvent::Ended {
         worker: WorkerId {
@@ -719,6 +720,7 @@ fn fail(leader: &mut Leader, transfer: TransferId) {
         bytes: 0,
         copy_us: 0,
         bad_source: false,
+        faulty_page: None,
     };
     let event = LeaderEvent::Ended {
         worker: WORKER,

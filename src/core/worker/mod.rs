@@ -458,6 +458,11 @@ impl Worker {
         if ended.bad_source {
             effects.extend(unlist_bad_page(&transfer, ended.complete_pages));
         }
+        if let Some(page) = ended.faulty_page
+            && transfer.edge.from > transfer.edge.to
+        {
+            effects.extend(unlist_bad_page(&transfer, page));
+        }
         if transfer.edge.to != TierId::Device {
             ended.complete &= !stopped && now <= transfer.deadline;
         }

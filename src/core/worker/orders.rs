@@ -274,6 +274,7 @@ pub(super) fn refused(transfer: TransferId) -> EndedCopy {
         bytes: 0,
         copy_us: 0,
         bad_source: false,
+        faulty_page: None,
     }
 }
 

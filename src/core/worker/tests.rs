@@ -211,6 +211,7 @@ fn complete(transfer: u64) -> EndedCopy {
         bytes: 1,
         copy_us: 1,
         bad_source: false,
+        faulty_page: None,
     }
 }
 

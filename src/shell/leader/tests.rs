@@ -527,6 +527,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         bytes: 8192,
         copy_us: 1,
         bad_source: false,
+        faulty_page: None,
     });
     let copies = copies.collect();
     world.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));

@@ -166,6 +166,7 @@ impl TimedCopies {
             bytes: 0,
             copy_us: microseconds(task.started_at, now),
             bad_source: false,
+            faulty_page: None,
         })
     }
 
@@ -195,6 +196,7 @@ impl TimedCopies {
                 bytes: task.bytes,
                 copy_us: microseconds(task.started_at, at),
                 bad_source: false,
+                faulty_page: None,
             };
             ended.push((rank, copy));
         }

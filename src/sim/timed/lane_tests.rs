@@ -189,6 +189,7 @@ impl Bench {
                 bytes: log.bytes,
                 copy_us: 0,
                 bad_source: false,
+                faulty_page: None,
             };
             self.step(WorkerEvent::CopiesEnded(vec![ended]));
         }

@@ -24,7 +24,8 @@ const DIR_MODE: Mode = Mode::from_raw_mode(0o700);
 
 /// A directory.
 pub trait Files: Send + Sync + std::fmt::Debug {
-    /// Opens a file for reading and writing; `None` if there is none of this name.
+    /// Opens a file for reading and writing, or for reading alone where the disk takes no writes; `None` if there is none
+    /// of this name.
     fn open(&self, name: &str) -> io::Result<Option<Arc<dyn DiskFile>>>;
     /// Creates an empty file. Fails if there is one of this name.
     fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
@@ -46,6 +47,8 @@ pub trait Files: Send + Sync + std::fmt::Debug {
     fn remove_directory(&self, name: &str) -> io::Result<()>;
     /// Makes creations, renamings and removals durable.
     fn sync(&self) -> io::Result<()>;
+    /// Identity of the directory among all that exist.
+    fn id(&self) -> io::Result<(u64, u64)>;
     /// Takes the directory's lock, until the last handle of it is closed. Returns false while another process has it.
     fn try_lock(&self) -> io::Result<bool>;
 }
@@ -129,7 +132,7 @@ impl RealDirectory {
     /// that others may read or write.
     pub fn open(path: &Path) -> io::Result<Self> {
         match rustix::fs::mkdir(path, DIR_MODE) {
-            Ok(()) | Err(Errno::EXIST) => {}
+            Ok(()) | Err(Errno::EXIST | Errno::ROFS) => {}
             Err(error) => return Err(error.into()),
         }
         let directory = Self::open_existing(path)?;
@@ -162,8 +165,8 @@ impl RealDirectory {
         Ok(Self(fd))
     }
 
-    fn open_file(&self, name: &str, create: OFlags) -> io::Result<RealFile> {
-        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK | create;
+    fn open_file(&self, name: &str, access: OFlags) -> io::Result<RealFile> {
+        let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK | access;
         let open = |flags| rustix::fs::openat(&self.0, name, flags, FILE_MODE);
         // Some file systems, and tmpfs before Linux 6.6, refuse direct I/O.
         let fd = match open(flags | OFlags::DIRECT) {
@@ -180,7 +183,11 @@ impl RealDirectory {
 
 impl Files for RealDirectory {
     fn open(&self, name: &str) -> io::Result<Option<Arc<dyn DiskFile>>> {
-        match self.open_file(name, OFlags::empty()) {
+        let opened = match self.open_file(name, OFlags::RDWR) {
+            Err(error) if super::is_read_only(&error) => self.open_file(name, OFlags::RDONLY),
+            opened => opened,
+        };
+        match opened {
             Ok(file) => Ok(Some(Arc::new(file))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -188,7 +195,7 @@ impl Files for RealDirectory {
     }
 
     fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
-        let file = self.open_file(name, OFlags::CREATE | OFlags::EXCL)?;
+        let file = self.open_file(name, OFlags::RDWR | OFlags::CREATE | OFlags::EXCL)?;
         Ok(Arc::new(file))
     }
 
@@ -255,6 +262,11 @@ impl Files for RealDirectory {
 
     fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::fsync(&self.0)?)
+    }
+
+    fn id(&self) -> io::Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(&self.0)?;
+        Ok((stat.st_dev, stat.st_ino))
     }
 
     fn try_lock(&self) -> io::Result<bool> {

@@ -2,6 +2,8 @@
 
 pub mod buffer;
 mod copy;
+mod directories;
+mod faults;
 pub mod files;
 pub mod format;
 pub mod fsck;
@@ -18,11 +20,13 @@ mod verify;
 use std::time::Duration;
 
 pub use copy::{DISK_DEPTH, DISK_DEPTH_MAX, DiskCopier, DiskCopy, DiskCopyEnd, DiskIo};
+pub use directories::{DISKS_MAX, DiskDirectories, DiskError};
+pub use faults::{is_full, is_read_only};
 pub use format::SetKey;
 pub use recover::Recovered;
 pub use set::DiskSet;
 pub use table::NotListed;
-pub use tier::{DISKS_MAX, DiskDirectories, DiskError, DiskTier};
+pub use tier::DiskTier;
 
 /// Longest time between the listing of a page and the flush that makes it durable.
 pub const FLUSH_AFTER: Duration = Duration::from_secs(1);

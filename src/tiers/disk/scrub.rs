@@ -36,6 +36,10 @@ pub struct ScrubPass {
 /// What one step did.
 #[derive(Debug, Default)]
 pub struct ScrubStep {
+    /// Pages that were read.
+    pub pages: u64,
+    /// Pages that the disk did not read.
+    pub unreadable_pages: u64,
     /// Pages that were removed.
     pub removed: Vec<PageRun>,
     /// Why the disk did not read a page.
@@ -113,6 +117,7 @@ impl Scrub {
             match fault {
                 PageFault::Unreadable(error) => {
                     self.pass.unreadable_pages += 1;
+                    step.unreadable_pages += 1;
                     step.error.get_or_insert(error);
                 }
                 PageFault::Checksum => {
@@ -127,6 +132,7 @@ impl Scrub {
             }
         }
         let bytes = count as u64 * set.geometry().stride;
+        step.pages = count as u64;
         self.pass.pages += count as u64;
         self.pass.bytes += bytes;
         self.due = now + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s as f64);

@@ -9,6 +9,7 @@ use std::time::Duration;
 use kvferry_types::{PageRecord, PageRun, Record, Stored, TransferId};
 
 use super::buffer::AlignedBuffer;
+use super::faults::FaultyPages;
 use super::files::{DiskFile, Files};
 use super::format::{
     Geometry, HeaderPage, INDEX_NAME, PageSum, Region, RegionId, SET_NAME, SetFile, SetKeys,
@@ -55,6 +56,8 @@ pub struct DiskSet {
     /// Checksums of pages that were written and not listed yet.
     written: Mutex<BTreeMap<TransferId, Vec<PageSum>>>,
     region_locks: Vec<Mutex<()>>,
+    /// Pages whose place failed.
+    pub(super) faulty: FaultyPages,
     /// Held for reading from the sequence number of a write to its end, so that a flush knows which writes have ended.
     writes: RwLock<()>,
 }
@@ -83,6 +86,7 @@ impl DiskSet {
             table: Mutex::new(table),
             written: Mutex::default(),
             region_locks: (0..REGION_LOCKS).map(|_| Mutex::default()).collect(),
+            faulty: FaultyPages::default(),
             writes: RwLock::default(),
         }
     }
@@ -109,6 +113,16 @@ impl DiskSet {
         let least = u32::try_from(least).unwrap_or(u32::MAX);
         self.usable.fetch_min(least, Ordering::Relaxed);
         self.capacity_pages() < before
+    }
+
+    /// Bytes that the files of all sets use, on all disks.
+    pub fn used_bytes(&self) -> u64 {
+        self.room.used_bytes().iter().sum()
+    }
+
+    /// Number of pages whose place failed since the set was opened. Nothing is written there.
+    pub fn faulty_pages(&self) -> usize {
+        self.faulty.len()
     }
 
     /// True while the disk has less room than the cap.
@@ -169,6 +183,8 @@ impl DiskSet {
         let count = u32::try_from(block.pages.len()).ok()? - u32::from(index);
         let run = PageRun { start: page, count };
         table.unlist(run);
+        drop(table);
+        self.faulty.note(page);
         Some(run)
     }
 
@@ -218,7 +234,9 @@ impl DiskSet {
             // A file without room for all of its pages would count as one that has it.
             drop(created);
             self.room.take_back(disk, bytes);
-            directory.remove(&name)?;
+            if let Err(second) = directory.remove(&name) {
+                tracing::warn!(%second, name, "a segment without room for its pages is not removed");
+            }
             return Err(error);
         }
         *place = Some(Arc::clone(&created));

@@ -2,186 +2,22 @@
 //! open.
 
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use kvferry_types::{DepotId, Scope, Stored};
 
-use super::files::{Files, RealDirectory};
-use super::format::{DiskIdentity, FormatError, Geometry, Mark, Marks, SetKey};
+use super::buffer::AlignedBuffer;
+use super::directories::{DiskDirectories, DiskError, failed};
+use super::files::{Files, UNIT_BYTES};
+use super::format::{DiskIdentity, Geometry, Mark, Marks, SetKey};
 use super::recover::{Recovered, SetOf, open_set};
 use super::room::Room;
 use super::set::DiskSet;
 
-/// Most disks of a tier.
-pub const DISKS_MAX: usize = 64;
-/// How long the identity of a new directory waits for another process that writes it.
-const IDENTITY_LIMIT: Duration = Duration::from_secs(10);
 /// Pages of a set that a reset visits without a pause for other threads.
 const RESET_SLICE_PAGES: u32 = 65_536;
-const LOCK_PAUSE: Duration = Duration::from_millis(5);
-
-/// Why a disk tier cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum DiskError {
-    /// A call of the file system failed.
-    #[error("g3_dir {}: cannot {action}: {source}", directory.display())]
-    Io {
-        /// The directory of the setting.
-        directory: PathBuf,
-        /// The operation that failed.
-        action: &'static str,
-        /// The error of the system call.
-        source: io::Error,
-    },
-    /// The directory holds something else, or another version.
-    #[error("g3_dir {}: {error}", directory.display())]
-    Format {
-        /// The directory of the setting.
-        directory: PathBuf,
-        /// What is wrong with it.
-        error: FormatError,
-    },
-    /// The directory belongs to another tier, or to another number of disks.
-    #[error(
-        "g3_dir {} is disk {} of {} of its tier, and is named as disk {expected} of {disks}: name the directories of one \
-         tier, all of them and in their order, or give empty ones",
-        directory.display(), found.disk, found.disks
-    )]
-    Identity {
-        /// The directory of the setting.
-        directory: PathBuf,
-        /// What the directory says.
-        found: DiskIdentity,
-        /// Its place in the setting.
-        expected: u16,
-        /// Number of directories in the setting.
-        disks: u16,
-    },
-    /// No directory, or too many.
-    #[error("g3_dir names {0} directories: name 1 to {DISKS_MAX}")]
-    Disks(usize),
-}
-
-/// The directories of a disk tier, which all shards share.
-#[derive(Debug, Clone)]
-pub struct DiskDirectories {
-    paths: Vec<PathBuf>,
-    disks: Vec<Arc<dyn Files>>,
-    tier: u128,
-}
-
-impl DiskDirectories {
-    /// Opens the directories, in the order of the setting. Directories that do not exist are created, and empty ones
-    /// become those of a new tier.
-    ///
-    /// # Errors
-    ///
-    /// A directory that cannot be used, belongs to another user, or is that of another tier.
-    pub fn open(paths: &[PathBuf]) -> Result<Self, DiskError> {
-        let mut disks: Vec<Arc<dyn Files>> = Vec::new();
-        for path in paths {
-            let directory = RealDirectory::open(path).map_err(failed(path, "open it"))?;
-            disks.push(Arc::new(directory));
-        }
-        Self::of(paths, disks)
-    }
-
-    /// Opens directories of another kind. `paths` are their names in errors.
-    pub(super) fn of(paths: &[PathBuf], disks: Vec<Arc<dyn Files>>) -> Result<Self, DiskError> {
-        let count = u16::try_from(disks.len()).unwrap_or(u16::MAX);
-        if disks.is_empty() || disks.len() > DISKS_MAX {
-            return Err(DiskError::Disks(disks.len()));
-        }
-        let mut tier = None;
-        for ((number, path), disk) in (0_u16..).zip(paths).zip(&disks) {
-            let found = identity(path, disk.as_ref(), (number, count), tier)?;
-            let same = tier.is_none_or(|tier| tier == found.tier);
-            if (found.disk, found.disks) != (number, count) || !same {
-                return Err(DiskError::Identity {
-                    directory: path.clone(),
-                    found,
-                    expected: number,
-                    disks: count,
-                });
-            }
-            tier = Some(found.tier);
-        }
-        Ok(Self {
-            paths: paths.to_vec(),
-            disks,
-            tier: tier.unwrap_or_default(),
-        })
-    }
-
-    /// Id of the depot of a shard: random, and the same for every process.
-    pub fn depot(&self, shard: u16) -> DepotId {
-        DepotId(self.tier ^ (u128::from(shard) + 1))
-    }
-}
-
-pub(super) fn failed<'a>(
-    directory: &'a Path,
-    action: &'static str,
-) -> impl FnOnce(io::Error) -> DiskError + 'a {
-    move |source| DiskError::Io {
-        directory: directory.to_owned(),
-        action,
-        source,
-    }
-}
-
-/// Reads the identity of a directory, or gives it one. Of several processes that start at one time, one writes it.
-fn identity(
-    path: &Path,
-    disk: &dyn Files,
-    (number, disks): (u16, u16),
-    tier: Option<u128>,
-) -> Result<DiskIdentity, DiskError> {
-    let begun = Instant::now();
-    loop {
-        let read = DiskIdentity::read(disk).map_err(failed(path, "read its identity"))?;
-        match read {
-            Some(Ok(found)) => return Ok(found),
-            Some(Err(error)) => {
-                return Err(DiskError::Format {
-                    directory: path.to_owned(),
-                    error,
-                });
-            }
-            None => {}
-        }
-        if disk.try_lock().map_err(failed(path, "lock it"))? {
-            break;
-        }
-        if begun.elapsed() > IDENTITY_LIMIT {
-            let text = "another process has it locked and writes no identity";
-            return Err(failed(path, "set it up")(io::Error::other(text)));
-        }
-        std::thread::sleep(LOCK_PAUSE);
-    }
-    let names = disk.names().map_err(failed(path, "list it"))?;
-    if names
-        .iter()
-        .any(|name| !name.starts_with("disk") && name != "lost+found")
-    {
-        let text = "it holds other files: give an empty directory";
-        return Err(failed(path, "set it up")(io::Error::other(text)));
-    }
-    let mut id = [0; 16];
-    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
-        .map_err(|errno| failed(path, "set it up")(errno.into()))?;
-    let identity = DiskIdentity {
-        tier: tier.unwrap_or(u128::from_le_bytes(id)),
-        disk: number,
-        disks,
-    };
-    identity
-        .write(disk)
-        .map_err(failed(path, "write its identity"))?;
-    Ok(identity)
-}
+/// A file that shows whether a disk takes writes.
+pub(super) const PROBE_NAME: &str = "probe";
 
 /// The disk tier of one shard, which no other process uses. All calls may block on a disk.
 #[derive(Debug)]
@@ -379,6 +215,44 @@ impl DiskTier {
             Marks::default().write(first.as_ref())?;
         }
         state.marks = Marks::default();
+        Ok(())
+    }
+
+    /// Writes and removes a small file on each disk, durably, in the room that is kept for the marks of resets.
+    ///
+    /// # Errors
+    ///
+    /// The error of the file system: the disk takes no writes.
+    pub fn probe_writes(&self) -> io::Result<()> {
+        // The marks are not replaced meanwhile.
+        let _state = self.state();
+        let mut unit = AlignedBuffer::new(UNIT_BYTES as usize);
+        unit.bytes_mut().fill(0);
+        for disk in &self.disks {
+            if disk.open(PROBE_NAME)?.is_some() {
+                disk.remove(PROBE_NAME)?;
+            }
+            let file = disk.create(PROBE_NAME)?;
+            file.write_synced(unit.bytes(), 0)?;
+            drop(file);
+            disk.remove(PROBE_NAME)?;
+            disk.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Reads a small file of each disk.
+    ///
+    /// # Errors
+    ///
+    /// The error of the file system: the disk cannot be read.
+    pub fn probe_reads(&self) -> io::Result<()> {
+        for disk in &self.directories.disks {
+            let found = DiskIdentity::read(disk.as_ref())?;
+            if !matches!(found, Some(Ok(_))) {
+                return Err(io::Error::other("the identity of the disk is gone"));
+            }
+        }
         Ok(())
     }
 

@@ -532,6 +532,7 @@ fn complete(transfer: TransferId) -> EndedCopy {
         bytes: 0,
         copy_us: 0,
         bad_source: false,
+        faulty_page: None,
     }
 }
 

@@ -290,6 +290,7 @@ fn obey(order: Message) -> Option<Message> {
                 bytes: 0,
                 copy_us: 0,
                 bad_source: false,
+                faulty_page: None,
             });
             let copies = copies.collect();
             Some(Message::Ended(Ended { rank: 0, copies }))

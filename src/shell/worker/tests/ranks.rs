@@ -50,6 +50,7 @@ impl World {
             bytes: 0,
             copy_us: 0,
             bad_source: false,
+            faulty_page: None,
         };
         self.run(|shell, process| shell.copies_ended(process, vec![ended]));
     }

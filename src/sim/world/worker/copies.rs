@@ -329,6 +329,7 @@ impl RunningCopies {
             bytes: running.done as u64 * u64::from(running.shape.cells) * CELL_BYTES,
             copy_us: u64::try_from(copy_us.as_micros()).unwrap_or(u64::MAX),
             bad_source: !complete && bad,
+            faulty_page: None,
         };
         Some((ended, running.failure))
     }

@@ -1,5 +1,8 @@
 //! One copy between host memory and a disk, in parts.
 
+mod faulty;
+mod sources;
+
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -8,9 +11,11 @@ use std::time::Instant;
 use kvferry_memory::{Depot, page_stride_bytes};
 use kvferry_types::{EndedCopy, PageRun, Record, Transfer};
 
+use super::super::faults::is_of_a_place;
 use super::super::files::DiskFile;
 use super::super::format::{BlockHeader, HeaderPage, PageSum};
 use super::super::set::DiskSet;
+use sources::{Source, sources};
 
 /// Bytes of one read or write, unless a page is larger: with less, disks do not reach their bandwidth.
 pub(super) const PART_BYTES: u64 = 4 << 20;
@@ -34,6 +39,8 @@ pub struct DiskCopy {
 pub struct DiskCopyEnd {
     /// The report.
     pub ended: EndedCopy,
+    /// Pages were written to the disk, not read from it.
+    pub write: bool,
     /// Why the disk did not carry out a read or write.
     pub error: Option<io::Error>,
 }
@@ -66,13 +73,6 @@ impl Operation {
     }
 }
 
-/// A page of a read, as the set listed it when the copy began.
-#[derive(Debug)]
-struct Source {
-    block: Arc<BlockHeader>,
-    index: u16,
-}
-
 #[derive(Debug, Default)]
 struct Progress {
     /// Parts that have not ended and were not left out.
@@ -85,6 +85,8 @@ struct Progress {
     sums: Vec<PageSum>,
     /// Index of the first page that failed its checksum.
     bad: Option<usize>,
+    /// Index of the first page whose place failed.
+    faulty: Option<usize>,
     error: Option<io::Error>,
     /// No further part begins.
     stopped: bool,
@@ -121,9 +123,19 @@ impl Job {
         };
         // A page that is not listed is a bad source, and no page behind it is read.
         let bad = sources.iter().position(Option::is_none);
+        let disk_pages = pages.iter().map(|(_, disk)| *disk);
+        // Nothing is written to a place that failed, nor read from one, unless the page there was verified since.
+        let faulty = match write {
+            true => copy.set.faulty.first_of(disk_pages),
+            false => bad.filter(|index| copy.set.faulty.contains(pages[*index].1)),
+        };
         let part_pages = (PART_BYTES / copy.set.geometry().stride).max(1);
         let mut parts: Vec<Part> = Vec::new();
-        for (first, (_, disk)) in pages.iter().take(bad.unwrap_or(usize::MAX)).enumerate() {
+        let most = match write && faulty.is_some() {
+            true => 0,
+            false => bad.unwrap_or(usize::MAX),
+        };
+        for (first, (_, disk)) in pages.iter().take(most).enumerate() {
             match parts.last_mut() {
                 Some(last)
                     if u64::from(last.pages) < part_pages
@@ -141,6 +153,7 @@ impl Job {
         let progress = Progress {
             open: parts.len(),
             bad,
+            faulty,
             copied: vec![false; pages.len()],
             sums: vec![PageSum::default(); if write { pages.len() } else { 0 }],
             ..Progress::default()
@@ -225,18 +238,43 @@ impl Job {
         operations.collect()
     }
 
+    /// Ends a part whose operations could not begin. Returns the end of the copy if it was the last one.
+    pub(super) fn end_unbegun(&self, part: Part, error: io::Error) -> Option<DiskCopyEnd> {
+        self.end_part(part, Err(error))
+    }
+
     /// Ends a part whose operations have all ended. Returns the end of the copy if it was the last one.
     pub(super) fn end(
         &self,
         part: Part,
-        buffer: &[u8],
+        buffer: &mut [u8],
         result: io::Result<()>,
     ) -> Option<DiskCopyEnd> {
-        let copied = match result {
-            Ok(()) if self.write => Ok(part.pages as usize),
-            Ok(()) => self.scatter(part, buffer),
-            Err(error) => Err(error),
+        let (done, error) = match result {
+            Ok(()) => (part.pages, None),
+            Err(error) if is_of_a_place(&error) && !self.progress().stopped => {
+                self.page_by_page(part, buffer)
+            }
+            Err(error) => (0, Some(error)),
         };
+        let whole = Part {
+            pages: done,
+            ..part
+        };
+        let copied = match self.write {
+            true => Ok(done as usize),
+            false => self.scatter(whole, buffer),
+        };
+        if let Some(error) = error {
+            if let Ok(pages) = copied {
+                self.progress().copied[part.first..part.first + pages].fill(true);
+            }
+            return self.end_part(part, Err(error));
+        }
+        self.end_part(part, copied)
+    }
+
+    fn end_part(&self, part: Part, copied: io::Result<usize>) -> Option<DiskCopyEnd> {
         let mut progress = self.progress();
         progress.open -= 1;
         progress.running -= 1;
@@ -293,7 +331,12 @@ impl Job {
                 bytes: bytes * transfer.page_bytes,
                 copy_us: u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX),
                 bad_source: !complete && progress.bad == Some(whole),
+                faulty_page: progress
+                    .faulty
+                    .filter(|_| !complete)
+                    .and_then(|index| u32::try_from(index).ok()),
             },
+            write: self.write,
             error: progress.error.take(),
         })
     }
@@ -366,6 +409,7 @@ impl Job {
                 self.copy.set.keys.end_sum(&place, sum) == listed.sum
             });
             if !matches {
+                self.place_failed(index, part.disk + count as u32);
                 let mut progress = self.progress();
                 progress.bad = Some(progress.bad.map_or(index, |bad| bad.min(index)));
                 return Ok(count);
@@ -390,24 +434,4 @@ fn block_of(record: &Record) -> BlockHeader {
         phase: record.phase,
         pages: Vec::new(),
     }
-}
-
-/// What the set lists of each page that is read.
-fn sources(set: &DiskSet, pages: &[(u32, u32)]) -> Vec<Option<Source>> {
-    let table = set.table();
-    let mut last: Option<(u32, Arc<BlockHeader>)> = None;
-    let sources = pages.iter().map(|(_, page)| {
-        let (block, index) = table.find(*page)?;
-        let start = page - u32::from(index);
-        let shared = match &last {
-            Some((of, shared)) if *of == start => Arc::clone(shared),
-            _ => Arc::new(block.clone()),
-        };
-        last = Some((start, Arc::clone(&shared)));
-        Some(Source {
-            block: shared,
-            index,
-        })
-    });
-    sources.collect()
 }

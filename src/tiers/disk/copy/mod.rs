@@ -214,10 +214,13 @@ fn run(shared: &Arc<Shared>) {
                     buffer = AlignedBuffer::new(bytes);
                 }
                 let part_buffer = &mut buffer.bytes_mut()[..bytes];
-                let operations = job.operations(part, part_buffer);
-                let result = operations
-                    .and_then(|operations| carry_out(job.write, &operations, part_buffer));
-                shared.report(job.end(part, part_buffer, result));
+                shared.report(match job.operations(part, part_buffer) {
+                    Ok(operations) => {
+                        let result = carry_out(job.write, &operations, part_buffer);
+                        job.end(part, part_buffer, result)
+                    }
+                    Err(error) => job.end_unbegun(part, error),
+                });
             }
         }
     }

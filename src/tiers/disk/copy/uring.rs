@@ -8,6 +8,7 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use io_uring::{IoUring, opcode, types};
 
@@ -37,6 +38,9 @@ pub(super) struct Ring {
     slots: Vec<Slot>,
     in_flight: usize,
 }
+
+/// Pause after a wait for completions that failed.
+const WAIT_PAUSE: Duration = Duration::from_micros(100);
 
 /// Operations of a part that a request can name: a part of 4 MiB has at most 1,024 extents.
 const OPERATION_BITS: u32 = 16;
@@ -82,8 +86,10 @@ impl Ring {
                 }
             }
             if let Err(error) = self.ring.submit_and_wait(1) {
-                // Interrupted, or the completion queue is full: what has ended is taken below.
+                // Interrupted, or the completion queue is full: what has ended is taken below. A ring that cannot wait at
+                // all must not occupy a core meanwhile.
                 tracing::debug!(%error, "waiting for a disk");
+                std::thread::sleep(WAIT_PAUSE);
             }
             self.take_ended(shared);
         }
@@ -96,7 +102,7 @@ impl Ring {
         let free = self.slots.iter().position(|slot| slot.part.is_none());
         let Some(index) = free else {
             let error = io::Error::other("no slot for a part");
-            return shared.report(job.end(part, &[], Err(error)));
+            return shared.report(job.end_unbegun(part, error));
         };
         let slot = &mut self.slots[index];
         let bytes = job.buffer_bytes(part);
@@ -107,7 +113,7 @@ impl Ring {
         let operations = match operations {
             Ok(operations) => operations,
             Err(error) => {
-                return shared.report(job.end(part, &[], Err(error)));
+                return shared.report(job.end_unbegun(part, error));
             }
         };
         slot.part = Some(PartInFlight {
@@ -179,7 +185,7 @@ impl Ring {
                 continue;
             };
             self.in_flight -= 1;
-            let buffer = &slot.buffer.bytes()[..part.bytes];
+            let buffer = &mut slot.buffer.bytes_mut()[..part.bytes];
             shared.report(part.job.end(part.part, buffer, part.result));
         }
     }

@@ -20,10 +20,11 @@ use std::sync::Arc;
 
 pub use finding::{Finding, FindingKind, Place};
 
+use super::directories::{DISKS_MAX, DiskError, failed};
 use super::files::{EntryKind, Files, RealDirectory};
 use super::format::{DiskIdentity, FormatError, IDENTITY_NAME, MARKS_NAME, Marks, SetFile, SetKey};
 use super::room::{remove_set, set_bytes};
-use super::tier::{DISKS_MAX, DiskError, failed};
+use super::tier::PROBE_NAME;
 use set::SetCheck;
 
 /// Findings that a report lists; it counts all of them.
@@ -423,7 +424,7 @@ impl Checker<'_> {
         tier: Option<u128>,
     ) -> Result<(), FsckError> {
         let known = |name: &str| match name {
-            "lock" | MARKS_NAME | "marks.new" => Some(EntryKind::File),
+            "lock" | MARKS_NAME | "marks.new" | PROBE_NAME => Some(EntryKind::File),
             name => SetKey::is_name(name).then_some(EntryKind::Directory),
         };
         let mut sets = BTreeSet::new();

@@ -17,19 +17,19 @@ use super::super::{DiskCopier, DiskCopy, DiskCopyEnd, DiskIo};
 use super::sim_files::SimDisk;
 use super::world::World;
 
-const PAGE_BYTES: u64 = 3_000_000;
-const PAGES: u32 = 8;
+pub(super) const PAGE_BYTES: u64 = 3_000_000;
+pub(super) const PAGES: u32 = 8;
 const WAIT: Duration = Duration::from_secs(60);
 
-struct Copies {
-    world: World,
+pub(super) struct Copies {
+    pub(super) world: World,
     depot: Arc<Depot>,
     copier: DiskCopier,
     ends: Receiver<DiskCopyEnd>,
 }
 
 impl Copies {
-    fn new(disks: usize) -> Self {
+    pub(super) fn new(disks: usize) -> Self {
         Self::by(disks, DiskIo::Threads)
     }
 
@@ -56,7 +56,7 @@ impl Copies {
         }
     }
 
-    fn set(&self) -> Arc<DiskSet> {
+    pub(super) fn set(&self) -> Arc<DiskSet> {
         self.world.set()
     }
 
@@ -72,7 +72,7 @@ impl Copies {
             .expect("in range");
     }
 
-    fn first_and_last(&self, page: u32) -> (u8, u8) {
+    pub(super) fn first_and_last(&self, page: u32) -> (u8, u8) {
         let mut bytes = [0; 2];
         let buffer = self.depot.buffer();
         buffer
@@ -123,7 +123,7 @@ impl Copies {
     }
 
     /// Writes host pages `0..PAGES`, filled with their numbers, to disk pages from `to` on.
-    fn write(&self, id: u64, to: u32) -> DiskCopyEnd {
+    pub(super) fn write(&self, id: u64, to: u32) -> DiskCopyEnd {
         (0..PAGES).for_each(|page| self.fill(page, page as u8 + 1));
         let transfer = self.transfer(id, WRITE, PageList::run(0, PAGES), PageList::run(to, PAGES));
         self.set().unlist(kvferry_types::PageRun {
@@ -141,7 +141,7 @@ impl Copies {
     }
 
     /// Reads disk pages from `from` on into host pages `PAGES..`.
-    fn read(&self, id: u64, from: u32) -> DiskCopyEnd {
+    pub(super) fn read(&self, id: u64, from: u32) -> DiskCopyEnd {
         (PAGES..2 * PAGES).for_each(|page| self.fill(page, 0xff));
         let transfer = self.transfer(
             id,
@@ -265,7 +265,7 @@ fn a_stopped_write_ends_when_what_is_in_flight_has_ended() {
 }
 
 /// Copies in files of a directory.
-fn in_files(directory: &std::path::Path, disks: usize, io: DiskIo) -> Copies {
+pub(super) fn in_files(directory: &std::path::Path, disks: usize, io: DiskIo) -> Copies {
     let mut copies = Copies::by(1, io);
     let paths: Vec<_> = (0..disks)
         .map(|disk| directory.join(format!("disk-{disk}")))

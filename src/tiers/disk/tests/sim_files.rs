@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
@@ -77,12 +78,53 @@ struct Disk {
     written: u64,
     /// Fails every write with this error.
     failing: Option<io::ErrorKind>,
+    /// Fails every change, as a file system does that is mounted read-only.
+    read_only: bool,
+    /// Fails everything: the disk was pulled out.
+    gone: bool,
+    /// Places that are not read, or not written, by file.
+    bad: Vec<BadPlace>,
     /// Bytes that files may still be allocated; `None` for any number.
     room: Option<u64>,
     /// Reads and writes of files wait.
     silent: bool,
     /// Writes that wait.
     waiting: usize,
+}
+
+/// Bytes of a file that the disk does not read, or does not write.
+#[derive(Debug)]
+struct BadPlace {
+    inode: usize,
+    bytes: Range<u64>,
+    write: bool,
+}
+
+const EIO: i32 = 5;
+
+impl Disk {
+    /// The error of a read or write of these bytes.
+    fn error_at(&self, inode: usize, bytes: &Range<u64>, write: bool) -> io::Result<()> {
+        let hit = |bad: &BadPlace| {
+            let overlaps = bad.bytes.start < bytes.end && bytes.start < bad.bytes.end;
+            bad.inode == inode && bad.write == write && overlaps
+        };
+        match self.gone || self.bad.iter().any(hit) {
+            true => Err(io::Error::from_raw_os_error(EIO)),
+            false => Ok(()),
+        }
+    }
+
+    fn inode_named(&self, name: &str) -> usize {
+        let found = self
+            .directories
+            .iter()
+            .find_map(|directory| match directory.now().get(name) {
+                Some(Entry::File(inode)) => Some(*inode),
+                _ => None,
+            });
+        found.expect("a file of this name")
+    }
 }
 
 /// A disk.
@@ -113,6 +155,14 @@ impl SimDisk {
         Arc::new(SimFiles(self.clone(), 0))
     }
 
+    /// Its root, unless it is gone.
+    pub(in super::super) fn mounted(&self) -> io::Result<Arc<dyn Files>> {
+        match self.lock().gone {
+            true => Err(io::ErrorKind::NotFound.into()),
+            false => Ok(self.root()),
+        }
+    }
+
     /// The process dies before the change that follows this many others.
     pub(in super::super) fn die_after(&self, changes: Option<u64>) {
         self.lock().budget = changes;
@@ -131,6 +181,32 @@ impl SimDisk {
     /// Every write fails with this error, or none does.
     pub(in super::super) fn fail_writes(&self, kind: Option<io::ErrorKind>) {
         self.lock().failing = kind;
+    }
+
+    /// The disk is mounted read-only, or writable again.
+    pub(in super::super) fn set_read_only(&self, read_only: bool) {
+        self.lock().read_only = read_only;
+    }
+
+    /// The disk is pulled out, or is back with its contents.
+    pub(in super::super) fn set_gone(&self, gone: bool) {
+        self.lock().gone = gone;
+    }
+
+    /// Does not read, or does not write, these bytes of a file that has this name, somewhere.
+    pub(in super::super) fn fail_place(&self, name: &str, bytes: Range<u64>, write: bool) {
+        let mut disk = self.lock();
+        let inode = disk.inode_named(name);
+        disk.bad.push(BadPlace {
+            inode,
+            bytes,
+            write,
+        });
+    }
+
+    /// All places are read and written again.
+    pub(in super::super) fn mend(&self) {
+        self.lock().bad.clear();
     }
 
     /// The disk has room for files of this many bytes, besides those that it has.
@@ -202,14 +278,8 @@ impl SimDisk {
     /// Changes one bit of a file that has this name, somewhere.
     pub(in super::super) fn flip_bit(&self, name: &str, at: u64, bit: u8) {
         let mut disk = self.lock();
-        let found = disk
-            .directories
-            .iter()
-            .find_map(|directory| match directory.now().get(name) {
-                Some(Entry::File(inode)) => Some(*inode),
-                _ => None,
-            });
-        let inode = &mut disk.inodes[found.expect("a file of this name")];
+        let found = disk.inode_named(name);
+        let inode = &mut disk.inodes[found];
         let versions = inode
             .units
             .entry(at / UNIT_BYTES)
@@ -228,6 +298,12 @@ impl SimDisk {
             Some(0) => return Err(io::Error::other("the process is dead")),
             Some(left) => *left -= 1,
             None => {}
+        }
+        if disk.gone {
+            return Err(io::Error::from_raw_os_error(EIO));
+        }
+        if disk.read_only {
+            return Err(io::ErrorKind::ReadOnlyFilesystem.into());
         }
         disk.changes += 1;
         Ok(disk)
@@ -323,6 +399,10 @@ impl Files for SimFiles {
         Ok(())
     }
 
+    fn id(&self) -> io::Result<(u64, u64)> {
+        Ok((0, self.1 as u64))
+    }
+
     fn try_lock(&self) -> io::Result<bool> {
         Ok(true)
     }
@@ -343,6 +423,7 @@ impl DiskFile for SimFile {
         }
         self.0.spoken(false);
         let disk = self.0.lock();
+        disk.error_at(self.1, &(at..at + out.len() as u64), false)?;
         let inode = &disk.inodes[self.1];
         for (number, part) in (at / UNIT_BYTES..).zip(out.chunks_mut(UNIT_BYTES as usize)) {
             let unit = inode
@@ -364,6 +445,7 @@ impl DiskFile for SimFile {
         if let Some(kind) = disk.failing {
             return Err(kind.into());
         }
+        disk.error_at(self.1, &(at..at + bytes.len() as u64), true)?;
         disk.written += bytes.len() as u64;
         let inode = &mut disk.inodes[self.1];
         for (number, part) in (at / UNIT_BYTES..).zip(bytes.chunks(UNIT_BYTES as usize)) {

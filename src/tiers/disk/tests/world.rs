@@ -12,8 +12,8 @@ use kvferry_types::{
 use super::super::buffer::AlignedBuffer;
 use super::super::format::{BlockHeader, HeaderPage, PageSum, SetKey};
 use super::super::set::DiskSet;
-use super::super::tier::{DiskDirectories, DiskTier};
-use super::super::{DiskError, Recovered};
+use super::super::tier::DiskTier;
+use super::super::{DiskDirectories, DiskError, Recovered};
 use super::sim_files::SimDisk;
 
 pub(super) const PAGE_BYTES: u64 = 5000;
@@ -71,10 +71,20 @@ impl World {
         (0..self.disks.len()).map(name).collect()
     }
 
+    /// Opens the directories.
+    pub(super) fn directories(&self) -> Result<DiskDirectories, DiskError> {
+        let roots = self.disks.iter().map(SimDisk::root).collect();
+        let (paths, disks) = (self.paths(), self.disks.clone());
+        let named = paths.clone();
+        DiskDirectories::of(&paths, roots, move |path| {
+            let number = named.iter().position(|named| named == path);
+            disks[number.expect("a path of the tier")].mounted()
+        })
+    }
+
     /// Starts the process of a shard, which opens a set. That of another shard has ended.
     pub(super) fn start_shard(&mut self, shard: u16, key: SetKey) -> Result<Recovered, String> {
-        let roots = self.disks.iter().map(SimDisk::root).collect();
-        let directories = DiskDirectories::of(&self.paths(), roots).map_err(text)?;
+        let directories = self.directories().map_err(text)?;
         let tier = DiskTier::take(&directories, shard, self.cap).map_err(text)?;
         let tier = tier.ok_or("locked")?;
         let opened = tier.open(key, &|_, _| {});

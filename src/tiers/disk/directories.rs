@@ -1,0 +1,253 @@
+//! The directories of a disk tier, and whether they are still there.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_types::DepotId;
+
+use super::files::{Files, RealDirectory};
+use super::format::{DiskIdentity, FormatError};
+
+/// Most disks of a tier.
+pub const DISKS_MAX: usize = 64;
+/// How long the identity of a new directory waits for another process that writes it.
+const IDENTITY_LIMIT: Duration = Duration::from_secs(10);
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
+
+/// Why a disk tier cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// A call of the file system failed.
+    #[error("g3_dir {}: cannot {action}: {source}", directory.display())]
+    Io {
+        /// The directory of the setting.
+        directory: PathBuf,
+        /// The operation that failed.
+        action: &'static str,
+        /// The error of the system call.
+        source: io::Error,
+    },
+    /// The directory holds something else, or another version.
+    #[error("g3_dir {}: {error}", directory.display())]
+    Format {
+        /// The directory of the setting.
+        directory: PathBuf,
+        /// What is wrong with it.
+        error: FormatError,
+    },
+    /// The directory belongs to another tier, or to another number of disks.
+    #[error(
+        "g3_dir {} is disk {} of {} of its tier, and is named as disk {expected} of {disks}: name the directories of one \
+         tier, all of them and in their order, or give empty ones",
+        directory.display(), found.disk, found.disks
+    )]
+    Identity {
+        /// The directory of the setting.
+        directory: PathBuf,
+        /// What the directory says.
+        found: DiskIdentity,
+        /// Its place in the setting.
+        expected: u16,
+        /// Number of directories in the setting.
+        disks: u16,
+    },
+    /// Nothing of the tier lies at the path any longer.
+    #[error("g3_dir {}: the disk of the tier is missing: mount it again", .0.display())]
+    Missing(PathBuf),
+    /// No directory, or too many.
+    #[error("g3_dir names {0} directories: name 1 to {DISKS_MAX}")]
+    Disks(usize),
+}
+
+/// The directories of a disk tier, which all shards share.
+#[derive(Debug, Clone)]
+pub struct DiskDirectories {
+    pub(super) paths: Vec<PathBuf>,
+    /// The open directories; none after [`Self::close`].
+    pub(super) disks: Vec<Arc<dyn Files>>,
+    opened_by: Open,
+    pub(super) tier: u128,
+}
+
+/// Opens the directory that has a path.
+#[derive(Clone)]
+struct Open(Arc<dyn Fn(&Path) -> io::Result<Arc<dyn Files>> + Send + Sync>);
+
+impl std::fmt::Debug for Open {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Open")
+    }
+}
+
+impl DiskDirectories {
+    /// Opens the directories, in the order of the setting. Directories that do not exist are created, and empty ones
+    /// become those of a new tier.
+    ///
+    /// # Errors
+    ///
+    /// A directory that cannot be used, belongs to another user, or is that of another tier.
+    pub fn open(paths: &[PathBuf]) -> Result<Self, DiskError> {
+        let mut disks: Vec<Arc<dyn Files>> = Vec::new();
+        for path in paths {
+            let directory = RealDirectory::open(path).map_err(failed(path, "open it"))?;
+            disks.push(Arc::new(directory));
+        }
+        Self::of(paths, disks, |path| {
+            Ok(Arc::new(RealDirectory::open_existing(path)?))
+        })
+    }
+
+    /// Opens directories of another kind. `paths` are their names in errors; `open` opens the one that has a path later.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::open`].
+    pub fn of(
+        paths: &[PathBuf],
+        disks: Vec<Arc<dyn Files>>,
+        open: impl Fn(&Path) -> io::Result<Arc<dyn Files>> + Send + Sync + 'static,
+    ) -> Result<Self, DiskError> {
+        let count = u16::try_from(disks.len()).unwrap_or(u16::MAX);
+        if disks.is_empty() || disks.len() > DISKS_MAX {
+            return Err(DiskError::Disks(disks.len()));
+        }
+        let mut tier = None;
+        for ((number, path), disk) in (0_u16..).zip(paths).zip(&disks) {
+            let found = identity(path, disk.as_ref(), (number, count), tier)?;
+            let same = tier.is_none_or(|tier| tier == found.tier);
+            if (found.disk, found.disks) != (number, count) || !same {
+                return Err(DiskError::Identity {
+                    directory: path.clone(),
+                    found,
+                    expected: number,
+                    disks: count,
+                });
+            }
+            tier = Some(found.tier);
+        }
+        Ok(Self {
+            paths: paths.to_vec(),
+            disks,
+            opened_by: Open(Arc::new(open)),
+            tier: tier.unwrap_or_default(),
+        })
+    }
+
+    /// The directories that have the paths now: other ones than these where a disk was mounted again. Creates nothing.
+    ///
+    /// # Errors
+    ///
+    /// A directory that is missing, or has another identity, or none: a disk that is not mounted leaves an empty
+    /// directory behind, which must not be used in its place.
+    pub fn reopened(&self) -> Result<Self, DiskError> {
+        let mut disks: Vec<Arc<dyn Files>> = Vec::new();
+        for (number, path) in (0_u16..).zip(&self.paths) {
+            let disk = (self.opened_by.0)(path).map_err(failed(path, "open it"))?;
+            let found = DiskIdentity::read(disk.as_ref());
+            match found.map_err(failed(path, "read its identity"))? {
+                Some(Ok(found)) if (found.tier, found.disk) == (self.tier, number) => {}
+                Some(Err(error)) => {
+                    let directory = path.clone();
+                    return Err(DiskError::Format { directory, error });
+                }
+                _ => return Err(DiskError::Missing(path.clone())),
+            }
+            disks.push(disk);
+        }
+        Ok(Self {
+            disks,
+            ..self.clone()
+        })
+    }
+
+    /// Closes the directories, so that their disks can be unmounted.
+    pub fn close(&mut self) {
+        self.disks.clear();
+    }
+
+    /// Checks that each path still leads to the directory that is open.
+    ///
+    /// # Errors
+    ///
+    /// A directory that was removed, or whose disk is not mounted any longer.
+    pub fn check_present(&self) -> Result<(), DiskError> {
+        for (path, disk) in self.paths.iter().zip(&self.disks) {
+            let now = (self.opened_by.0)(path).and_then(|found| found.id());
+            if now.map_err(failed(path, "open it"))?
+                != disk.id().map_err(failed(path, "read it"))?
+            {
+                return Err(DiskError::Missing(path.clone()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Id of the depot of a shard: random, and the same for every process.
+    pub fn depot(&self, shard: u16) -> DepotId {
+        DepotId(self.tier ^ (u128::from(shard) + 1))
+    }
+}
+
+pub(super) fn failed<'a>(
+    directory: &'a Path,
+    action: &'static str,
+) -> impl FnOnce(io::Error) -> DiskError + 'a {
+    move |source| DiskError::Io {
+        directory: directory.to_owned(),
+        action,
+        source,
+    }
+}
+
+/// Reads the identity of a directory, or gives it one. Of several processes that start at one time, one writes it.
+fn identity(
+    path: &Path,
+    disk: &dyn Files,
+    (number, disks): (u16, u16),
+    tier: Option<u128>,
+) -> Result<DiskIdentity, DiskError> {
+    let begun = Instant::now();
+    loop {
+        let read = DiskIdentity::read(disk).map_err(failed(path, "read its identity"))?;
+        match read {
+            Some(Ok(found)) => return Ok(found),
+            Some(Err(error)) => {
+                return Err(DiskError::Format {
+                    directory: path.to_owned(),
+                    error,
+                });
+            }
+            None => {}
+        }
+        if disk.try_lock().map_err(failed(path, "lock it"))? {
+            break;
+        }
+        if begun.elapsed() > IDENTITY_LIMIT {
+            let text = "another process has it locked and writes no identity";
+            return Err(failed(path, "set it up")(io::Error::other(text)));
+        }
+        std::thread::sleep(LOCK_PAUSE);
+    }
+    let names = disk.names().map_err(failed(path, "list it"))?;
+    if names
+        .iter()
+        .any(|name| !name.starts_with("disk") && name != "lost+found")
+    {
+        let text = "it holds other files: give an empty directory";
+        return Err(failed(path, "set it up")(io::Error::other(text)));
+    }
+    let mut id = [0; 16];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
+        .map_err(|errno| failed(path, "set it up")(errno.into()))?;
+    let identity = DiskIdentity {
+        tier: tier.unwrap_or(u128::from_le_bytes(id)),
+        disk: number,
+        disks,
+    };
+    identity
+        .write(disk)
+        .map_err(failed(path, "write its identity"))?;
+    Ok(identity)
+}
