@@ -57,7 +57,9 @@ impl Pool {
             )
             .into());
         }
+        spans.extend(self.spans_out());
         check_cover(&mut spans, self.capacity_pages())?;
+        self.check_faults()?;
         self.check_order()?;
         self.check_page_index()?;
         let states = self.page_states();

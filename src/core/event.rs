@@ -90,6 +90,15 @@ pub enum LeaderEvent {
         /// One item for each copy.
         copies: Vec<EndedCopy>,
     },
+    /// A worker reports whether the depot that it has open in a tier takes writes. Moves into a tier that does not wait.
+    Writable {
+        /// The worker.
+        worker: WorkerId,
+        /// The tier.
+        tier: TierId,
+        /// False while the depot is only read.
+        writable: bool,
+    },
     /// Time passed. Due at [`crate::Leader::next_timeout`].
     Tick,
 }

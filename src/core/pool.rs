@@ -5,6 +5,7 @@
 //! ready when the *set* of shards whose part is not written yet is empty and none of them failed: with a set, a repeated
 //! report counts once.
 
+mod faults;
 mod forget;
 mod pins;
 mod place;
@@ -126,6 +127,7 @@ pub struct Pool {
     counts: PoolCounts,
     pins: u64,
     pub(super) changes: Changes,
+    faults: faults::FaultyPlaces,
 }
 
 impl Pool {
@@ -143,6 +145,7 @@ impl Pool {
             counts: PoolCounts::default(),
             pins: 0,
             changes: Changes::default(),
+            faults: faults::FaultyPlaces::default(),
         }
     }
 
@@ -350,7 +353,7 @@ impl Pool {
             let ready = u32::from(held.ready);
             let (start, empty) = (held.start + ready, ready == 0);
             self.unindex_pages(block, ready..ready + pages);
-            self.arena.release(start, pages);
+            self.release(start, pages);
             self.blocks.remove_pages(block, pages);
             if empty {
                 self.remove_empty(block);
@@ -369,6 +372,7 @@ impl Pool {
     pub fn page_states(&self) -> PageStates {
         let mut states = PageStates {
             free: self.arena.free_pages(),
+            quarantined: self.pages_out(),
             ..PageStates::default()
         };
         for reservation in self.reservations.values() {

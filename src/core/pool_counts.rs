@@ -56,7 +56,7 @@ pub struct PageStates {
     pub filling: u32,
     /// Readable.
     pub ready: u32,
-    /// The deadline has passed, and copies may still be writing them.
+    /// The deadline has passed, and copies may still be writing them; or their place failed, and is not used again.
     pub quarantined: u32,
 }
 

@@ -7,6 +7,7 @@ mod accounts;
 mod cancel;
 mod cases;
 mod edges;
+mod faults;
 mod flush;
 mod gate;
 mod groups;

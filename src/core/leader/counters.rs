@@ -47,8 +47,10 @@ pub struct LeaderCounts {
     pub written_through_pages: u64,
     /// Blocks that were not moved to a slower tier, or not fetched from one, because too many waited.
     pub moves_left_out: u64,
-    /// Pages of a source that failed their checksum; they are not served again.
+    /// Pages of a source that failed their checksum or were not read; they are not served again.
     pub bad_sources: u64,
+    /// Places of failed pages below host memory that were taken out of use.
+    pub quarantined_places: u64,
     /// Slices in which resets were carried out.
     pub reset_slices: u64,
     /// Most pages that one slice examined.
@@ -169,8 +171,13 @@ pub const COUNTERS: &[Counter] = &[
     ),
     counter(
         "bad_sources",
-        "Pages that failed their checksum when they were read; they are not served again",
+        "Pages that failed their checksum, or that the disk did not read; they are not served again from there",
         |l, _| l.bad_sources,
+    ),
+    counter(
+        "quarantined_places",
+        "Places of pages that failed on a disk and were taken out of use, until the disk is opened anew",
+        |l, _| l.quarantined_places,
     ),
     counter(
         "reset_slices",

@@ -288,6 +288,11 @@ impl Leader {
                 may_move = false;
                 self.copies_ended(worker, &copies, effects);
             }
+            LeaderEvent::Writable {
+                worker,
+                tier,
+                writable,
+            } => self.roster.set_writable(worker, tier, writable),
             LeaderEvent::Tick => {}
         }
         self.fire_timers(now, effects);
@@ -333,6 +338,11 @@ impl Leader {
     /// Number of moves of [`Self::copies_under_way`], and of blocks that wait for one.
     pub fn moves_under_way(&self) -> (usize, usize) {
         (self.moves.pins(), self.moves.waiting())
+    }
+
+    /// False while moves into a tier wait, because the disk of a shard takes no writes.
+    pub fn is_writable(&self, tier: TierId) -> bool {
+        self.roster.is_writable(tier)
     }
 
     /// Counters of all pools of a tier since the start.

@@ -75,6 +75,8 @@ struct Move {
     pin: Pin,
     /// First source page.
     source: u32,
+    /// Number of pages.
+    pages: u32,
     /// Number in the queue, of a move that a setting ordered, and not a load.
     queued: Option<u64>,
 }
@@ -251,6 +253,10 @@ impl Leader {
                 running_max,
                 deadline,
             } = self.settings.moves[index];
+            // Blocks wait while a disk is only read, and are written once it takes writes again.
+            if !self.roster.is_writable(edge.to) {
+                continue;
+            }
             while self.moves.running(edge) < running_max {
                 let waiting = self.moves.waiting.get_mut(&edge);
                 let Some((number, block)) = waiting.and_then(WaitingBlocks::pop) else {
@@ -375,6 +381,7 @@ impl Leader {
                 edge,
                 pin,
                 source: start,
+                pages: run.count,
                 queued: terms.queued,
             };
             self.moves.insert(id, one);
@@ -423,6 +430,34 @@ impl Leader {
         {
             pool.cut(one.pin.block(), one.source + page);
         }
+    }
+
+    /// The place of a page of a move failed on the disk of one worker: the page is not served from there again, and the
+    /// place is not used again on any rank.
+    pub(super) fn place_failed(&mut self, id: TransferId, edge: Edge, page: u32) {
+        let noted = match edge.from > edge.to {
+            true => {
+                let Some(one) = self.moves.running.get(&id) else {
+                    return;
+                };
+                let (block, place) = (one.pin.block(), one.source.saturating_add(page));
+                let found = page < one.pages && edge.from > TierId::Host;
+                let pool = self.tiers.pool_mut(edge.from).filter(|_| found);
+                pool.is_some_and(|pool| {
+                    let noted = pool.quarantine_place(place);
+                    if self.transfers.awaits(id) {
+                        pool.cut(block, place);
+                    }
+                    noted
+                })
+            }
+            false => {
+                let pool = self.tiers.pool_mut(edge.to);
+                let pool = pool.filter(|_| edge.to > TierId::Host);
+                pool.is_some_and(|pool| pool.quarantine_filled(id, page))
+            }
+        };
+        self.counts.quarantined_places += u64::from(noted);
     }
 
     /// A transfer has ended on every worker. If it was a move, releases its source, and cuts it at a page that failed its

@@ -43,6 +43,8 @@ struct Seat {
     /// The tiers of which the worker's last memory has pages. They stay when the engine leaves: a worker goes on to reach
     /// the disk that it has open.
     reaches: Vec<TierId>,
+    /// The tiers that the worker's process reads, and into which it takes no writes.
+    read_only: Vec<TierId>,
 }
 
 /// Answer to an attach request, or to a statement of the memory: the highest number of an order that the worker may have
@@ -165,7 +167,27 @@ impl Roster {
         self.lost(worker);
         if let Some(seat) = self.seat(worker) {
             seat.clear = true;
+            seat.read_only.clear();
         }
+    }
+
+    /// Notes whether a worker's process takes writes into a tier.
+    pub(super) fn set_writable(&mut self, worker: WorkerId, tier: TierId, writable: bool) {
+        if let Some(seat) = self.seat(worker) {
+            seat.read_only.retain(|known| *known != tier);
+            if !writable {
+                seat.read_only.push(tier);
+            }
+        }
+    }
+
+    /// False while a worker that reaches a tier takes no writes into it.
+    pub(super) fn is_writable(&self, tier: TierId) -> bool {
+        let mut reaching = self.all().filter(|(_, seat)| {
+            let reaches = seat.reaches.contains(&tier);
+            seat.attached && reaches
+        });
+        reaching.all(|(_, seat)| !seat.read_only.contains(&tier))
     }
 
     /// True when no order of another leader can be in flight on any worker.

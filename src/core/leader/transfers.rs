@@ -71,6 +71,8 @@ enum WorkerEnd {
         complete_pages: u32,
         /// The next page failed its checksum in the source.
         bad_source: bool,
+        /// A page whose place in the tier below host memory failed.
+        faulty_page: Option<u32>,
     },
 }
 
@@ -79,6 +81,7 @@ impl WorkerEnd {
     const NOTHING: Self = Self::Failed {
         complete_pages: 0,
         bad_source: false,
+        faulty_page: None,
     };
 
     fn of(copy: &EndedCopy) -> Self {
@@ -87,6 +90,7 @@ impl WorkerEnd {
             false => Self::Failed {
                 complete_pages: copy.complete_pages,
                 bad_source: copy.bad_source,
+                faulty_page: copy.faulty_page,
             },
         }
     }
@@ -156,12 +160,16 @@ impl Transfers {
         if let WorkerEnd::Failed {
             complete_pages,
             bad_source,
+            faulty_page,
         } = end
         {
             transfer.failed += 1;
-            if bad_source {
+            let reads = transfer.edge.from > transfer.edge.to;
+            let bad = bad_source.then_some(complete_pages);
+            let faulty = faulty_page.filter(|_| reads);
+            for page in bad.into_iter().chain(faulty) {
                 let first = transfer.bad_page.unwrap_or(u32::MAX);
-                transfer.bad_page = Some(first.min(complete_pages));
+                transfer.bad_page = Some(first.min(page));
             }
             transfer.complete_pages = complete_pages.min(transfer.complete_pages);
         }
@@ -259,6 +267,11 @@ impl Transfers {
         self.pages.get(&edge).copied().unwrap_or(0)
     }
 
+    /// True while a worker owes the end of a transfer.
+    pub(super) fn awaits(&self, id: TransferId) -> bool {
+        self.in_flight.contains_key(&id)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.in_flight.is_empty()
     }
@@ -343,6 +356,13 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) -> Option<Edge> {
         let (edge, outcome) = self.transfers.ended(worker, id, end, &mut self.timers)?;
+        if let WorkerEnd::Failed {
+            faulty_page: Some(page),
+            ..
+        } = end
+        {
+            self.place_failed(id, edge, page);
+        }
         if edge.to != TierId::Device {
             let shard = self.roster.shard_of(worker);
             self.filled(id, (edge.to, shard), end == WorkerEnd::Complete, effects);
@@ -350,6 +370,7 @@ impl Leader {
         if let WorkerEnd::Failed {
             complete_pages,
             bad_source: true,
+            ..
         } = end
             && outcome.is_none()
         {

@@ -51,7 +51,7 @@ impl Pool {
         block.ready = kept;
         if freed > 0 {
             self.blocks.remove_pages(index, freed);
-            self.arena.release(start, freed);
+            self.release(start, freed);
         }
         if kept == 0 {
             self.blocks.remove(index);
@@ -82,7 +82,7 @@ impl Pool {
             self.note_removed(block.index, keep, ready - keep);
             self.unindex_pages(block.index, keep..ready);
             self.blocks.remove_pages(block.index, ready - keep);
-            self.arena.release(start + keep, ready - keep);
+            self.release(start + keep, ready - keep);
             self.blocks.get_mut(block.index).ready = u16::try_from(keep).unwrap_or(0);
             self.blocks.update_order(block.index);
         } else {

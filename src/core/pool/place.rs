@@ -235,7 +235,7 @@ impl Pool {
         self.unindex_pages(index, first..first + count);
         self.blocks.note_evicted(index, run.start, count);
         self.blocks.remove_pages(index, count);
-        self.arena.release(run.start, count);
+        self.release(run.start, count);
         self.counts.evicted += 1;
         self.counts.evicted_pages += u64::from(count);
         let block = self.blocks.get_mut(index);

@@ -255,6 +255,7 @@ impl LeaderHost for Host<'_> {
             | LeaderEvent::Invalidated { .. }
             | LeaderEvent::TierFlushed { .. }
             | LeaderEvent::Ended { .. }
+            | LeaderEvent::Writable { .. }
             | LeaderEvent::Tick => {}
         }
         self.before = core.tier_key(TierId::Host).cloned();
