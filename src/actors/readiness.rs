@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use kvferry_protocol::{Message, Readiness};
+use kvferry_protocol::{DiskHealth, DiskStatus, Message, Readiness};
 use kvferry_transport::Client;
 
 /// Time limit of one report, and so the longest time for which a worker that gives up remains.
@@ -18,6 +18,7 @@ struct State {
     bytes: u64,
     pinned_bytes: Option<u64>,
     problem: String,
+    disk: Option<Box<DiskStatus>>,
     gives_up: bool,
 }
 
@@ -71,6 +72,17 @@ impl ReadinessReporter {
         });
     }
 
+    /// Reports the state of the disk. That of a disk with a problem is reported also when nothing has changed: the leader
+    /// decides by it, and an earlier report may be lost.
+    pub(super) fn disk(&self, disk: DiskStatus) {
+        self.0.send_if_modified(|state| {
+            let changes = state.disk.as_deref() != Some(&disk);
+            let repeat = disk.health != DiskHealth::Ok;
+            state.disk = Some(Box::new(disk));
+            changes || repeat
+        });
+    }
+
     /// Reports why this worker ends. The worker must end when this reporter has called `ended`.
     pub(super) fn report_end(&self, why: String) {
         self.0.send_modify(|state| {
@@ -87,7 +99,10 @@ async fn run(
     while reported.changed().await.is_ok() {
         let state = reported.borrow_and_update().clone();
         let problem = state.problem.clone();
-        let body = Readiness::new(state.ready_bytes, state.bytes, state.pinned_bytes, problem);
+        let body = Readiness {
+            disk: state.disk.clone(),
+            ..Readiness::new(state.ready_bytes, state.bytes, state.pinned_bytes, problem)
+        };
         // A separate receiver: states that arrive during the wait stay unread in `reported`, and are reported
         // afterwards.
         let mut last_words = reported.clone();

@@ -365,6 +365,9 @@ fn disk_reported(
             }
         }
         DiskReport::Grown => shell.tiers_changed(host)?,
+        DiskReport::ReadOnly(why) => disk.only_read(why),
+        DiskReport::Writable => disk.writable(),
+        DiskReport::Status => {}
         DiskReport::Ended(end) => {
             let shorter = disk.ended(&end);
             shell.copies_ended(host, vec![end.ended])?;
@@ -384,6 +387,9 @@ fn disk_reported(
             disk.reset_ended(scope, through, result);
             shell.continue_invalidations(host)?;
         }
+    }
+    if let Some(disk) = &host.disk {
+        host.readiness.disk(disk.status());
     }
     Ok(())
 }

@@ -1,11 +1,12 @@
 //! Example messages of every kind: the source of the golden vectors.
 
 use crate::body::{
-    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
-    FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load,
-    Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness,
-    RecordBody, Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store,
-    TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
+    Ended, ErrorBody, FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated,
+    Inventory, Load, Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus,
+    ReadInventory, Readiness, RecordBody, Register, Registered, Reset, StatedMemory, Status,
+    StatusAnswer, Store, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
+    Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -427,6 +428,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 bytes: 8 << 30,
                 pinned_bytes: None,
                 problem: "not enough memory".to_owned(),
+                disk: None,
             }),
         ),
         (
@@ -436,6 +438,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 bytes: 8 << 30,
                 pinned_bytes: Some(1 << 30),
                 problem: String::new(),
+                disk: Some(Box::new(disk_status())),
             }),
         ),
         ("readiness_answer", Message::ReadinessAnswer(Empty {})),
@@ -592,6 +595,21 @@ fn device_registration() -> Registration {
     }
 }
 
+fn disk_status() -> DiskStatus {
+    DiskStatus {
+        health: DiskHealth::ReadOnly,
+        reason: "cannot write: Read-only file system (os error 30)".to_owned(),
+        used_bytes: 1 << 30,
+        cap_bytes: 4 << 30,
+        written_bytes: 7 << 30,
+        day_written_bytes: 2 << 30,
+        scrubbed_pages: 1000,
+        bad_pages: 3,
+        unreadable_pages: 2,
+        quarantined_pages: 1,
+    }
+}
+
 fn status_answer() -> StatusAnswer {
     StatusAnswer {
         version: "0.1.0".to_owned(),
@@ -610,6 +628,7 @@ fn status_answer() -> StatusAnswer {
             host_bytes: 8 << 30,
             host_pinned_bytes: None,
             problem: String::new(),
+            disk: Some(Box::new(disk_status())),
         }],
         slots: 1,
         pins: 2,
@@ -623,7 +642,9 @@ fn status_answer() -> StatusAnswer {
             used_pages: 6,
             blocks: 2,
             hit_pages: 4,
+            lookup_pages: 9,
             evicted_pages: 1,
+            quarantined_pages: 1,
             page_states: [("ready".to_owned(), 6)].into(),
         }],
         moves: Some(Box::new(MovesStatus {

@@ -22,11 +22,12 @@ mod role;
 mod transfer;
 
 pub use body::{
-    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody,
-    FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load,
-    Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus, ReadInventory, Readiness,
-    RecordBody, Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store,
-    TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
+    Ended, ErrorBody, FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated,
+    Inventory, Load, Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus,
+    ReadInventory, Readiness, RecordBody, Register, Registered, Reset, StatedMemory, Status,
+    StatusAnswer, Store, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
+    Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -41,8 +41,19 @@ impl LoopDisk {
             folder,
             throttle: None,
         };
-        run("mount", &[&disk.device, &mounted.to_string_lossy()]);
+        disk.mount();
         disk
+    }
+
+    /// Mounts the file system.
+    pub fn mount(&self) {
+        run("mount", &[&self.device, &self.path().to_string_lossy()]);
+    }
+
+    /// Unmounts the file system, also while files are open.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn unmount(&self) {
+        run("umount", &["--lazy", &self.path().to_string_lossy()]);
     }
 
     /// The directory of the file system.
@@ -51,6 +62,7 @@ impl LoopDisk {
     }
 
     /// Limits the writes of a process to this many bytes a second, by the block controller of cgroups, version 1.
+    #[allow(dead_code, reason = "not every test needs it")]
     pub fn slow_writes_of(&mut self, pid: u32, bytes_per_s: u64) {
         let group = Path::new("/sys/fs/cgroup/blkio").join(format!("kvferry-test-{pid}"));
         std::fs::create_dir(&group).expect("the block controller of cgroups, version 1");
@@ -63,7 +75,8 @@ impl LoopDisk {
         self.throttle = Some(group);
     }
 
-    /// Mounts the file system again with other options: `ro`, `rw`.
+    /// Mounts the file system again with other options: `ro`, `rw`, or `abort` as after an
+    /// error of the disk.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn remount(&self, options: &str) {
         let options = format!("remount,{options}");

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use kvferry_protocol::{MovesStatus, StatusAnswer, TierStatus};
+use kvferry_protocol::{DiskStatus, MovesStatus, StatusAnswer, TierStatus};
 use kvferry_types::ByteSize;
 
 use super::{name, stage};
@@ -24,6 +24,11 @@ pub(super) fn table(status: &StatusAnswer) -> String {
     rows.push(("host memory", memory(status)));
     rows.extend(blocks(status).map(|text| ("", text)));
     rows.extend(status.tiers.iter().skip(1).map(|tier| ("disk", disk(tier))));
+    let disks = status.ranks.iter().filter_map(|rank| {
+        let disk = rank.disk.as_deref()?;
+        Some(("", format!("{}: {}", name(rank), of_worker(disk))))
+    });
+    rows.extend(disks);
     rows.extend(status.moves.iter().map(|moves| ("", moved(moves))));
     rows.push(("hits", hits(status)));
     rows.push(("copied", copied(status)));
@@ -134,17 +139,54 @@ fn blocks(status: &StatusAnswer) -> Option<String> {
 /// A tier below host memory.
 fn disk(tier: &TierStatus) -> String {
     let name = format!("G{}", tier.tier);
-    match percent(tier.used_pages, tier.pages) {
-        None => format!("{name}: serves no pages"),
-        Some(percent) => format!(
-            "{name}: {percent} filled, {} of {} pages in {}; {} pages hit, {} evicted",
-            grouped(tier.used_pages),
-            grouped(tier.pages),
-            count(tier.blocks, "block", "blocks"),
-            grouped(tier.hit_pages),
-            grouped(tier.evicted_pages),
-        ),
+    let Some(filled) = percent(tier.used_pages, tier.pages) else {
+        return format!("{name}: serves no pages");
+    };
+    let rate = percent(tier.hit_pages, tier.lookup_pages);
+    let rate = rate.map(|rate| format!(" ({rate} of what no faster tier had)"));
+    let mut text = format!(
+        "{name}: {filled} filled, {} of {} pages in {}; {} pages hit{}, {} evicted",
+        grouped(tier.used_pages),
+        grouped(tier.pages),
+        count(tier.blocks, "block", "blocks"),
+        grouped(tier.hit_pages),
+        rate.unwrap_or_default(),
+        grouped(tier.evicted_pages),
+    );
+    if tier.quarantined_pages > 0 {
+        let pages = count(tier.quarantined_pages, "page", "pages");
+        write!(text, ", {pages} quarantined").ok();
     }
+    text
+}
+
+/// The disk of one worker.
+fn of_worker(disk: &DiskStatus) -> String {
+    let mut text = disk.health.name().to_owned();
+    if !disk.reason.is_empty() {
+        write!(text, " ({})", disk.reason).ok();
+    }
+    let (used, cap) = (size(disk.used_bytes), ByteSize(disk.cap_bytes));
+    let (day, all) = (size(disk.day_written_bytes), size(disk.written_bytes));
+    write!(
+        text,
+        "; {used} of {cap}, {day} written in 24 h ({all} in all)"
+    )
+    .ok();
+    if disk.scrubbed_pages > 0 {
+        let scrubbed = count(disk.scrubbed_pages, "page", "pages");
+        write!(text, ", {scrubbed} scrubbed").ok();
+    }
+    for (pages, what) in [
+        (disk.bad_pages, "bad"),
+        (disk.unreadable_pages, "unreadable"),
+        (disk.quarantined_pages, "quarantined"),
+    ] {
+        if pages > 0 {
+            write!(text, ", {} {what}", grouped(pages)).ok();
+        }
+    }
+    text
 }
 
 fn moved(moves: &MovesStatus) -> String {
@@ -221,7 +263,7 @@ fn problems(status: &StatusAnswer) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use kvferry_protocol::RankStatus;
+    use kvferry_protocol::{DiskHealth, RankStatus};
 
     use super::*;
 
@@ -289,7 +331,9 @@ problems     12 late copies, 1 page without room";
             used_pages: 3000,
             blocks: 1,
             hit_pages: 1234,
+            lookup_pages: 4936,
             evicted_pages: 5,
+            quarantined_pages: 2,
             ..TierStatus::default()
         };
         let moves = MovesStatus {
@@ -300,14 +344,41 @@ problems     12 late copies, 1 page without room";
             left_out: 0,
             bad_sources: 1,
         };
+        let disks = [
+            DiskStatus {
+                health: DiskHealth::Ok,
+                used_bytes: 1 << 30,
+                cap_bytes: 4 << 30,
+                written_bytes: 7 << 30,
+                day_written_bytes: 2 << 30,
+                ..DiskStatus::default()
+            },
+            DiskStatus {
+                cap_bytes: 4 << 30,
+                scrubbed_pages: 1000,
+                bad_pages: 3,
+                quarantined_pages: 2,
+                ..DiskStatus::new(DiskHealth::ReadOnly, "cannot write".to_owned())
+            },
+        ];
+        let ranks = (0..).zip(disks).map(|(number, disk)| RankStatus {
+            rank: number,
+            disk: Some(Box::new(disk)),
+            ..rank(true)
+        });
         let mut status = StatusAnswer {
+            ranks: ranks.collect(),
             tiers: vec![TierStatus::default(), disk],
             moves: Some(Box::new(moves)),
             ..status()
         };
         let text = table(&status);
         let expected = "
-disk         G3: 75.0 % filled, 3,000 of 4,000 pages in 1 block; 1,234 pages hit, 5 evicted
+disk         G3: 75.0 % filled, 3,000 of 4,000 pages in 1 block; 1,234 pages hit (25.0 % of what no faster tier had), \
+5 evicted, 2 pages quarantined
+             rank 0: ok; 1.0 GiB of 4 GiB, 2.0 GiB written in 24 h (7.0 GiB in all)
+             rank 1: read-only (cannot write); 0 B of 4 GiB, 0 B written in 24 h (0 B in all), 1,000 pages scrubbed, \
+3 bad, 2 quarantined
              50 moves of 1,600 pages, 2 in flight, 1 block waiting, 1 bad page
 ";
         assert!(text.contains(expected), "{text}");

@@ -15,7 +15,9 @@ pub use inventory::{
     FlushTier, Invalidate, Invalidated, Inventory, ReadInventory, RecordBody, TierFlushed,
 };
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
-pub use status::{MovesStatus, RankStatus, Status, StatusAnswer, TierStatus};
+pub use status::{
+    DiskHealth, DiskStatus, MovesStatus, RankStatus, Status, StatusAnswer, TierStatus,
+};
 pub(crate) use tier::tier_of;
 pub use worker::{
     Attach, AttachDepot, Attached, Cancel, Ended, Memory, MemoryAnswer, Readiness, StatedMemory,

@@ -3,12 +3,88 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::handshake::cut;
+
 /// Requests the state of a leader.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Status {
     /// Recounts pages, pins and blocks independently, in time proportional to the size of the arena.
     #[serde(default)]
     pub check: bool,
+}
+
+/// How far a disk can be used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskHealth {
+    /// It is read and written.
+    Ok,
+    /// It has less room than its cap, and uses what it has.
+    Full,
+    /// It is read, and takes no writes.
+    ReadOnly,
+    /// It serves nothing.
+    #[default]
+    Off,
+}
+
+impl DiskHealth {
+    /// The name in status.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Full => "full",
+            Self::ReadOnly => "read-only",
+            Self::Off => "off",
+        }
+    }
+}
+
+/// The disk of one worker. Counters run since the start of the worker.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct DiskStatus {
+    /// How far the disk can be used.
+    pub health: DiskHealth,
+    /// Why it cannot be used as configured; empty for `ok`.
+    pub reason: String,
+    /// Bytes that all files of the shard use.
+    pub used_bytes: u64,
+    /// Bytes that they may use.
+    pub cap_bytes: u64,
+    /// Bytes of the pages that were written.
+    pub written_bytes: u64,
+    /// Bytes of those in the present hour and the 23 before it.
+    pub day_written_bytes: u64,
+    /// Pages that the scrub has read.
+    pub scrubbed_pages: u64,
+    /// Pages of those that had changed.
+    pub bad_pages: u64,
+    /// Pages of those that the disk did not read.
+    pub unreadable_pages: u64,
+    /// Pages whose place failed since the disk was opened.
+    pub quarantined_pages: u64,
+}
+
+impl DiskStatus {
+    /// The state of a disk. A `reason` longer than [`TEXT_BYTES_MAX`](super::TEXT_BYTES_MAX) is cut.
+    pub fn new(health: DiskHealth, reason: String) -> Self {
+        Self {
+            health,
+            reason: cut(reason),
+            ..Self::default()
+        }
+    }
+
+    /// The same state, with these numbers.
+    #[must_use]
+    pub fn with(self, numbers: Self) -> Self {
+        Self {
+            health: self.health,
+            reason: self.reason,
+            ..numbers
+        }
+    }
 }
 
 /// A rank in [`StatusAnswer`].
@@ -42,6 +118,9 @@ pub struct RankStatus {
     /// Reason why the worker gave up, was refused, or refused the engine's rank; empty without a problem.
     #[serde(default)]
     pub problem: String,
+    /// The worker's disk; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<Box<DiskStatus>>,
 }
 
 /// A tier below the device, in [`StatusAnswer`].
@@ -58,8 +137,13 @@ pub struct TierStatus {
     pub blocks: u64,
     /// Pages that lookups found there and in no faster tier, counted by their hashes.
     pub hit_pages: u64,
+    /// Pages that lookups did not find in a faster tier, counted by their hashes: `hit_pages`, and those that lookups did
+    /// not find at all.
+    pub lookup_pages: u64,
     /// Pages that were evicted.
     pub evicted_pages: u64,
+    /// Places of pages that failed on a disk and are out of use.
+    pub quarantined_pages: u64,
     /// Pages by state: free, reserved, filling, ready, quarantined.
     pub page_states: std::collections::BTreeMap<String, u64>,
 }

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::handshake::cut;
-use super::{PairSchema, RecordBody};
+use super::{DiskStatus, PairSchema, RecordBody};
 use crate::pairs::Pairs;
 use kvferry_types::{EndedCopy, MemoryGeometry};
 
@@ -164,6 +164,9 @@ pub struct Readiness {
     pub pinned_bytes: Option<u64>,
     /// Reason why the worker gave up, or refused the engine's rank; empty without a problem.
     pub problem: String,
+    /// The worker's disk; absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk: Option<Box<DiskStatus>>,
 }
 
 impl Readiness {
@@ -174,6 +177,7 @@ impl Readiness {
             bytes,
             pinned_bytes,
             problem: cut(problem),
+            disk: None,
         }
     }
 }

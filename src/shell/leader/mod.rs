@@ -16,8 +16,9 @@ use kvferry_core::{
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
-    Attach, AttachDepot, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode,
-    FlushTier, Invalidate, Memory, MemoryAnswer, Message, ReadInventory, Readiness, TransferOrder,
+    Attach, AttachDepot, Attached as AttachedBody, Cancel, DiskHealth, Empty, Envelope, ErrorBody,
+    ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message, ReadInventory, Readiness,
+    TransferOrder,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
@@ -143,7 +144,16 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 self.memory(host, (peer, worker), correlation, stated);
             }
             (Some(PeerRole::Worker(worker)), Message::Readiness(readiness)) => {
+                let disk = readiness.disk.as_ref().map(|disk| disk.health);
                 self.readiness_reported(host.now(), worker, readiness);
+                if let Some(health) = disk {
+                    let event = LeaderEvent::Writable {
+                        worker,
+                        tier: TierId::Disk,
+                        writable: health != DiskHealth::ReadOnly,
+                    };
+                    self.step(host, event);
+                }
                 host.reply(peer, correlation, Message::ReadinessAnswer(Empty {}));
             }
             (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {

@@ -58,11 +58,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
             host_bytes: readiness.bytes,
             host_pinned_bytes: readiness.pinned_bytes,
             problem: readiness.problem,
+            disk: readiness.disk,
         }
     }
 
     fn tiers(&self) -> Vec<TierStatus> {
         let counts = self.core.counts();
+        let asked = counts.lookup_pages.saturating_sub(counts.device_pages);
         let tiers = self.settings.tiers.iter();
         let tiers = tiers.map(|tier| TierStatus {
             tier: tier.number(),
@@ -70,6 +72,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 TierId::Host => counts.hit_pages - counts.below_pages,
                 // One tier at most lies below host memory.
                 _ => counts.below_pages,
+            },
+            lookup_pages: match tier {
+                TierId::Host => asked,
+                _ => (asked + counts.below_pages).saturating_sub(counts.hit_pages),
             },
             evicted_pages: self.core.pool_counts(*tier).evicted_pages,
             ..self.core.pool_of(*tier).map(tier_of).unwrap_or_default()
@@ -170,6 +176,7 @@ fn tier_of(pool: &Pool) -> TierStatus {
         used_pages: u64::from(states.ready),
         blocks: u64::from(pool.live_blocks()),
         page_states: page_states.into(),
+        quarantined_pages: u64::from(pool.quarantined_places()),
         ..TierStatus::default()
     }
 }

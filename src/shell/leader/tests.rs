@@ -506,6 +506,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         host_bytes: 8192,
         host_pinned_bytes: Some(16),
         problem: "too small".to_owned(),
+        disk: None,
     };
     assert_eq!(answer.ranks, [rank]);
     assert_eq!(answer.version, env!("CARGO_PKG_VERSION"));

@@ -71,9 +71,11 @@ pub struct DiskDirectories {
     pub(super) tier: u128,
 }
 
+type OpenDirectory = dyn Fn(&Path) -> io::Result<Arc<dyn Files>> + Send + Sync;
+
 /// Opens the directory that has a path.
 #[derive(Clone)]
-struct Open(Arc<dyn Fn(&Path) -> io::Result<Arc<dyn Files>> + Send + Sync>);
+struct Open(Arc<OpenDirectory>);
 
 impl std::fmt::Debug for Open {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

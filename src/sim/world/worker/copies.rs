@@ -321,6 +321,9 @@ impl RunningCopies {
         let unread = edge.from == TierId::Disk && running.fate == Fate::DiskError(running.done);
         let bad =
             running.fate == Fate::BadSource(running.done) || unread && env.setup.disk.unread_is_bad;
+        let place =
+            matches!(running.fate, Fate::DiskError(at) | Fate::BadSource(at) if at == running.done);
+        let faulty = place && edge.touches(TierId::Disk);
         let copy_us = env.now() - running.begun;
         let ended = EndedCopy {
             transfer,
@@ -329,7 +332,7 @@ impl RunningCopies {
             bytes: running.done as u64 * u64::from(running.shape.cells) * CELL_BYTES,
             copy_us: u64::try_from(copy_us.as_micros()).unwrap_or(u64::MAX),
             bad_source: !complete && bad,
-            faulty_page: None,
+            faulty_page: (!complete && faulty).then_some(u32::try_from(running.done).unwrap_or(0)),
         };
         Some((ended, running.failure))
     }

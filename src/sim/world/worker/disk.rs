@@ -200,6 +200,7 @@ impl DiskSide {
                 bytes: 0,
                 copy_us: 0,
                 bad_source: false,
+                faulty_page: None,
             });
             return false;
         }

@@ -2,41 +2,45 @@
 //! the copies.
 //!
 //! One process at a time has a shard's directory open. The thread takes its lock as soon as the process before has ended.
-//! A disk that fails is closed and opened again until that succeeds; meanwhile the worker has no pages there.
+//! A disk degrades step by step. A place that fails is not used again while the set is open. A disk that takes no writes is
+//! only read, and probed until it takes them. A disk that cannot be read is closed, and opened again until that succeeds;
+//! meanwhile the worker has no pages there.
+
+mod health;
+mod opener;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use crossbeam::channel::{Sender, bounded};
 
 use kvferry_memory::Depot;
-use kvferry_tiers::disk::scrub::Scrub;
+use kvferry_protocol::{DiskHealth, DiskStatus};
 use kvferry_tiers::disk::{
-    DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, DiskTier, FLUSH_AFTER,
-    SetKey,
+    DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, SetKey, is_full,
+    is_read_only,
 };
 use kvferry_transport::SharedLogLimit;
 use kvferry_types::{
-    DepotId, Epoch, LinkId, PageRun, Record, RequestId, Scope, Stored, Transfer, TransferId,
+    DepotId, Epoch, LinkId, PageRun, QUARANTINED_PAGES_MAX, Record, RequestId, Scope, Stored,
+    Transfer, TransferId,
 };
+
+use health::{DiskCounters, WrittenBytes};
+use opener::run;
 
 /// Commands that may wait for the thread.
 const COMMANDS_MAX: usize = 64;
 /// Flushes of leaders that wait for the thread, at most: as many as a leader has open.
 const FLUSHES_MAX: usize = kvferry_core::FLUSHES_OPEN_MAX;
-/// Pause between two attempts to take the lock of the directory.
-const LOCK_EVERY: Duration = Duration::from_millis(100);
-/// Pause between two attempts to open a disk that failed.
-const OPEN_EVERY: Duration = Duration::from_secs(2);
-/// Failed reads or writes in a row after which the disk is closed.
+/// Failed reads in a row after which the disk is closed, and failed writes in a row after which it is only read.
 const FAILURES_MAX: u32 = 3;
 /// How long the end of a worker waits for the last flush.
 const CLOSE_LIMIT: Duration = Duration::from_secs(8);
-
-/// Pause between two attempts to use more of a disk that was full.
-const GROW_EVERY: Duration = Duration::from_secs(60);
 
 static FAILED: SharedLogLimit = SharedLogLimit::new();
 
@@ -74,6 +78,12 @@ pub(super) enum DiskReport {
     Flushed(Result<(), String>),
     /// The disk failed: its set is closed.
     Failed(String),
+    /// The disk takes no writes, and is only read.
+    ReadOnly(String),
+    /// The disk takes writes again.
+    Writable,
+    /// Time to report the state of the disk.
+    Status,
     /// A disk that was full has room again.
     Grown,
 }
@@ -82,13 +92,38 @@ enum Command {
     Open(SetKey),
     Reset(Scope, Stored),
     Flush,
-    /// Close the set without a flush, because the disk fails.
-    Fail,
+    /// Close the set without a flush, because the disk cannot be read.
+    Fail(String),
+    /// Write nothing, until the disk takes writes again.
+    ReadOnly(WritesFail),
     End(Sender<()>),
 }
 
 /// A leader's request to flush: its connection, the request, and the number of the flush.
 pub(super) type FlushOrder = (LinkId, RequestId, u64);
+
+/// Why a disk is only read.
+#[derive(Debug, Clone)]
+struct WritesFail {
+    why: String,
+    /// What the disk holds is not certain: the set is opened anew before it is written again.
+    anew: bool,
+}
+
+impl WritesFail {
+    fn of(action: &str, error: &std::io::Error) -> Self {
+        Self {
+            why: format!("{action}: {error}"),
+            anew: !is_full(error) && !is_permission(error),
+        }
+    }
+}
+
+/// True for an error that left everything on the disk as it was.
+fn is_permission(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+    matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem)
+}
 
 type Report = Arc<dyn Fn(DiskReport) + Send + Sync>;
 
@@ -120,8 +155,14 @@ pub(super) struct Disk {
     /// The set that is open.
     open: Option<(SetKey, Arc<DiskSet>)>,
     running: BTreeSet<TransferId>,
-    /// Copies in a row that the disk has failed.
-    failures: u32,
+    /// Copies in a row whose reads failed.
+    read_failures: u32,
+    /// Copies in a row whose writes failed.
+    write_failures: u32,
+    /// Why the disk is only read.
+    read_only: Option<String>,
+    written: WrittenBytes,
+    counters: Arc<DiskCounters>,
     reset: ResetState,
     /// Flushes that the thread carries out, in their order.
     flushes: VecDeque<FlushOrder>,
@@ -132,7 +173,9 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    pub(super) fn start(settings: DiskSettings, report: Report) -> std::io::Result<Self> {
+    pub(super) fn start(mut settings: DiskSettings, report: Report) -> std::io::Result<Self> {
+        // The thread opens them, and closes them when their disk fails.
+        settings.directories.close();
         let (commands, received) = bounded(COMMANDS_MAX);
         let to = Arc::clone(&report);
         let copier = DiskCopier::start((settings.depth, settings.io), move |end| {
@@ -140,7 +183,9 @@ impl Disk {
         })?;
         let thread = std::thread::Builder::new().name("kvferry-disk-tier".to_owned());
         let of_thread = settings.clone();
-        let thread = thread.spawn(move || run(&of_thread, &received, &report))?;
+        let counters = Arc::new(DiskCounters::default());
+        let counted = Arc::clone(&counters);
+        let thread = thread.spawn(move || run(&of_thread, &received, (&report, &counted)))?;
         Ok(Self {
             settings,
             commands,
@@ -150,7 +195,11 @@ impl Disk {
             requested: None,
             open: None,
             running: BTreeSet::new(),
-            failures: 0,
+            read_failures: 0,
+            write_failures: 0,
+            read_only: None,
+            written: WrittenBytes::new(Instant::now()),
+            counters,
             reset: ResetState::None,
             flushes: VecDeque::new(),
             reading: (Epoch(0), 0),
@@ -219,7 +268,8 @@ impl Disk {
         if wanted {
             self.open = Some((key, set));
             self.problem = None;
-            self.failures = 0;
+            self.read_only = None;
+            (self.read_failures, self.write_failures) = (0, 0);
         }
         wanted
     }
@@ -231,7 +281,67 @@ impl Disk {
             tracing::error!(why, "the disk tier is closed");
             self.problem = Some(why);
         }
+        self.read_only = None;
         self.open.take().is_some()
+    }
+
+    /// Notes that the disk takes no writes.
+    pub(super) fn only_read(&mut self, why: String) {
+        if self.open.is_some() {
+            self.read_only = Some(why);
+        }
+    }
+
+    /// Notes that the disk takes writes again.
+    pub(super) fn writable(&mut self) {
+        self.read_only = None;
+        self.write_failures = 0;
+    }
+
+    /// Stops writing to the disk until it takes writes again.
+    fn stop_writing(&mut self, fail: WritesFail) {
+        if self.open.is_none() || self.read_only.is_some() {
+            return;
+        }
+        let why = fail.why.clone();
+        // Without the command the next failed copy tries again.
+        if self.send(Command::ReadOnly(fail)) {
+            self.read_only = Some(why);
+        }
+    }
+
+    /// The state of the disk, for the leader's status.
+    pub(super) fn status(&self) -> DiskStatus {
+        let (health, reason) = match (&self.open, &self.read_only) {
+            (None, _) => (DiskHealth::Off, self.why_closed()),
+            (Some(_), Some(why)) => (DiskHealth::ReadOnly, why.clone()),
+            (Some((_, set)), None) if set.is_short() => {
+                let text = "the disk has less room than g3: it uses what it has";
+                (DiskHealth::Full, text.to_owned())
+            }
+            (Some(_), None) => (DiskHealth::Ok, String::new()),
+        };
+        let now = Instant::now();
+        let open = self.open.as_ref();
+        DiskStatus::new(health, reason).with(DiskStatus {
+            used_bytes: self.counters.used_bytes(),
+            cap_bytes: self.settings.cap_bytes,
+            written_bytes: self.written.total(),
+            day_written_bytes: self.written.last_day(now),
+            scrubbed_pages: self.counters.scrubbed_pages(),
+            bad_pages: self.counters.bad_pages(),
+            unreadable_pages: self.counters.unreadable_pages(),
+            quarantined_pages: open.map_or(0, |(_, set)| set.faulty_pages() as u64),
+            ..DiskStatus::default()
+        })
+    }
+
+    fn why_closed(&self) -> String {
+        let other = match self.wanted {
+            None => "no engine has registered its memory",
+            Some(_) => "it is being opened, or another worker has it open",
+        };
+        self.problem.clone().unwrap_or_else(|| other.to_owned())
     }
 
     /// Begins a copy between host memory and the open set. Returns false if there is none for pages of this size.
@@ -239,6 +349,9 @@ impl Disk {
         let Some(set) = self.set(transfer.page_bytes).cloned() else {
             return false;
         };
+        if transfer.edge.to > transfer.edge.from && self.read_only.is_some() {
+            return false;
+        }
         self.running.insert(transfer.id);
         self.copier.copy(DiskCopy {
             transfer,
@@ -258,27 +371,44 @@ impl Disk {
     pub(super) fn ended(&mut self, end: &DiskCopyEnd) -> bool {
         let transfer = end.ended.transfer;
         self.running.remove(&transfer);
-        let mut full_now = false;
-        match &end.error {
-            Some(error) => {
-                if let Some(left_out) = FAILED.line() {
-                    tracing::warn!(%transfer, %error, left_out, "the disk failed a copy");
-                }
-                // A full disk still serves what it has.
-                let full = matches!(
-                    error.kind(),
-                    std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded
-                );
-                self.failures += u32::from(!full);
-                full_now = full;
-            }
-            None if end.ended.complete => self.failures = 0,
-            None => {}
+        if end.write {
+            self.written.add(Instant::now(), end.ended.bytes);
         }
-        if self.failures >= FAILURES_MAX && self.open.is_some() {
+        let mut full_now = false;
+        let mut failures = match end.write {
+            true => self.write_failures,
+            false => self.read_failures,
+        };
+        if let Some(error) = &end.error {
+            if let Some(left_out) = FAILED.line() {
+                tracing::warn!(%transfer, %error, left_out, "the disk failed a copy");
+            }
+            // A full disk still serves what it has, and so does one that takes no writes.
+            full_now = is_full(error);
+            failures += u32::from(!full_now);
+            if end.write && (is_read_only(error) || failures >= FAILURES_MAX) {
+                self.stop_writing(WritesFail::of("cannot write", error));
+            }
+        } else if end.ended.complete {
+            failures = 0;
+        }
+        match end.write {
+            true => self.write_failures = failures,
+            false => self.read_failures = failures,
+        }
+        let faulty = self.open.as_ref().map_or(0, |(_, set)| set.faulty_pages());
+        if faulty >= QUARANTINED_PAGES_MAX {
+            self.stop_writing(WritesFail {
+                why: format!("{faulty} places of the disk failed: check the disk"),
+                anew: true,
+            });
+        }
+        if self.read_failures >= FAILURES_MAX && self.open.is_some() {
             self.running.iter().for_each(|copy| self.copier.stop(*copy));
+            let error = end.error.as_ref().map(ToString::to_string);
+            let why = format!("cannot read: {}", error.unwrap_or_default());
             // Without the command the next failed copy tries again.
-            self.failures = if self.send(Command::Fail) {
+            self.read_failures = if self.send(Command::Fail(why)) {
                 0
             } else {
                 FAILURES_MAX
@@ -379,228 +509,6 @@ impl Disk {
             .is_some_and(|thread| thread.join().is_err())
         {
             tracing::error!("the disk's thread panicked");
-        }
-    }
-}
-
-/// State of the thread.
-struct Opener<'a> {
-    settings: &'a DiskSettings,
-    report: &'a Report,
-    tier: Option<DiskTier>,
-    wanted: Option<SetKey>,
-    open: Option<Arc<DiskSet>>,
-    /// The scrub of the open set.
-    scrub: Option<Scrub>,
-    /// When the wanted set is tried next.
-    next_try: Instant,
-    flushed: Instant,
-    /// When a full disk is tried next.
-    next_growth: Instant,
-}
-
-fn run(settings: &DiskSettings, commands: &Receiver<Command>, report: &Report) {
-    let now = Instant::now();
-    let mut opener = Opener {
-        settings,
-        report,
-        tier: None,
-        wanted: None,
-        open: None,
-        scrub: None,
-        next_try: now,
-        flushed: now,
-        next_growth: now,
-    };
-    loop {
-        match commands.recv_timeout(opener.pause()) {
-            Ok(Command::Open(key)) => {
-                opener.wanted = Some(key);
-                opener.open = None;
-                opener.scrub = None;
-                opener.next_try = Instant::now();
-            }
-            Ok(Command::Reset(scope, through)) => {
-                let result = opener.reset(&scope, through);
-                report(DiskReport::Reset(scope, through, result));
-            }
-            Ok(Command::Flush) => report(DiskReport::Flushed(opener.flush())),
-            Ok(Command::Fail) => opener.fail("reads or writes fail".to_owned()),
-            Ok(Command::End(ended)) => {
-                opener.end();
-                if ended.send(()).is_err() {
-                    tracing::debug!("the worker no longer waits for its disk");
-                }
-                return;
-            }
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return,
-        }
-        opener.step();
-    }
-}
-
-impl Opener<'_> {
-    fn pause(&self) -> Duration {
-        match (self.wanted.is_some() && self.open.is_none(), &self.open) {
-            (true, _) => self.next_try.saturating_duration_since(Instant::now()),
-            (false, Some(_)) => {
-                let scrub = self.scrub.as_ref();
-                let due = scrub.map(|scrub| scrub.due().saturating_duration_since(Instant::now()));
-                due.map_or(FLUSH_AFTER / 4, |due| due.min(FLUSH_AFTER / 4))
-            }
-            (false, None) => OPEN_EVERY,
-        }
-    }
-
-    fn step(&mut self) {
-        let now = Instant::now();
-        if self.open.is_none() && self.wanted.is_some() && self.next_try <= now {
-            self.try_open();
-        }
-        match &self.open {
-            Some(set) if set.is_short() && self.next_growth <= now => {
-                self.next_growth = now + GROW_EVERY;
-                if set.grow() {
-                    tracing::info!("the disk has room again");
-                    (self.report)(DiskReport::Grown);
-                }
-            }
-            Some(set) if set.is_short() => {}
-            _ => self.next_growth = now + GROW_EVERY,
-        }
-        if let Some(set) = &self.open
-            && set.is_dirty()
-            && now.duration_since(self.flushed) >= FLUSH_AFTER / 2
-        {
-            if let Err(why) = self.flush() {
-                tracing::debug!(why, "the periodic flush failed");
-            }
-        }
-        self.scrub(now);
-    }
-
-    /// Verifies the next pages of the open set, if it is time. Pages that have changed are unlisted here; the leader
-    /// removes them when it has them read, and a worker refuses pages that are not listed.
-    fn scrub(&mut self, now: Instant) {
-        let (Some(set), Some(scrub)) = (&self.open, &mut self.scrub) else {
-            return;
-        };
-        let step = scrub.step(set, now);
-        for run in step.removed {
-            tracing::error!(
-                page = run.start,
-                removed = run.count,
-                "a page on the disk has changed: it is not served"
-            );
-        }
-        if let Some(error) = step.error {
-            tracing::error!(%error, "the disk does not read a page");
-        }
-        if let Some(pass) = step.ended {
-            tracing::info!(?pass, "all pages on the disk are verified");
-        }
-    }
-
-    /// Makes durable what is listed. A disk that fails is closed.
-    fn flush(&mut self) -> Result<(), String> {
-        let Some(tier) = self.tier.as_ref().filter(|_| self.open.is_some()) else {
-            return Err("the disk is not open".to_owned());
-        };
-        let flushed = tier.flush();
-        self.flushed = Instant::now();
-        flushed.map_err(|error| {
-            let why = format!("cannot flush: {error}");
-            self.fail(why.clone());
-            why
-        })
-    }
-
-    /// Takes the lock, unless this process has it. Returns false while another process has it.
-    fn take(&mut self) -> Result<bool, String> {
-        if self.tier.is_none() {
-            let DiskSettings {
-                directories,
-                shard,
-                cap_bytes,
-                ..
-            } = self.settings;
-            let taken = DiskTier::take(directories, *shard, *cap_bytes);
-            self.tier = taken.map_err(|error| error.to_string())?;
-        }
-        Ok(self.tier.is_some())
-    }
-
-    fn try_open(&mut self) {
-        let Some(key) = self.wanted else {
-            return;
-        };
-        match self.take() {
-            Ok(true) => {}
-            Ok(false) => {
-                self.next_try = Instant::now() + LOCK_EVERY;
-                return;
-            }
-            Err(why) => return self.fail(why),
-        }
-        let Some(tier) = &self.tier else {
-            return;
-        };
-        let begun = Instant::now();
-        let shown = std::cell::Cell::new(begun);
-        let progress = |done: u64, all: u64| {
-            if shown.get().elapsed() >= Duration::from_secs(1) {
-                shown.set(Instant::now());
-                tracing::info!(done, all, "reading the headers of the disk");
-            }
-        };
-        match tier.open(key, &progress) {
-            Ok((set, found)) => {
-                let ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
-                let pages = set.capacity_pages();
-                tracing::info!(pages, ?found, ms, "disk open");
-                if pages == 0 {
-                    let cap = self.settings.cap_bytes;
-                    tracing::warn!(
-                        cap,
-                        "g3 has no room for the pages of one segment of this model: give it more"
-                    );
-                }
-                self.scrub = Scrub::new(&set, self.settings.scrub_bytes_per_s, Instant::now());
-                self.open = Some(Arc::clone(&set));
-                (self.report)(DiskReport::Opened(key, set));
-            }
-            Err(error) => self.fail(format!("cannot open the pages of this layout: {error}")),
-        }
-    }
-
-    /// Closes the set of a disk that fails, and tries again later.
-    fn fail(&mut self, why: String) {
-        self.open = None;
-        self.scrub = None;
-        // Without a flush: what the disk has is read again.
-        self.tier = None;
-        self.next_try = Instant::now() + OPEN_EVERY;
-        (self.report)(DiskReport::Failed(why));
-    }
-
-    fn reset(&mut self, scope: &Scope, through: Stored) -> Result<(), String> {
-        if !self.take()? {
-            return Err("another process has the disk open".to_owned());
-        }
-        let reset = self.tier.as_ref().map(|tier| tier.reset(scope, through));
-        reset.unwrap_or(Ok(())).map_err(|error| {
-            let why = format!("the reset is not durable on the disk: {error}");
-            self.fail(why.clone());
-            why
-        })
-    }
-
-    fn end(&mut self) {
-        if let Some(tier) = &self.tier
-            && let Err(error) = tier.close()
-        {
-            tracing::warn!(%error, "the disk was not closed cleanly: its headers are read at the next start");
         }
     }
 }

@@ -1,0 +1,372 @@
+//! The disk's thread: takes the lock, opens sets, flushes them, carries out resets, and finds out whether a disk that
+//! failed is back.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError};
+
+use kvferry_tiers::disk::scrub::Scrub;
+use kvferry_tiers::disk::{DiskDirectories, DiskSet, DiskTier, FLUSH_AFTER, SetKey};
+use kvferry_types::{Scope, Stored};
+
+use super::health::DiskCounters;
+use super::{Command, DiskReport, DiskSettings, Report, WritesFail};
+
+/// Pause between two attempts to take the lock of the directory.
+const LOCK_EVERY: Duration = Duration::from_millis(100);
+/// Pause between two attempts to open a disk that failed.
+const OPEN_EVERY: Duration = Duration::from_secs(2);
+/// Pause between two attempts to use more of a disk that was full.
+const GROW_EVERY: Duration = Duration::from_secs(60);
+/// Pause between two attempts to write to a disk that is only read.
+const PROBE_EVERY: Duration = Duration::from_secs(5);
+/// The same for a disk whose writes failed for another reason than a missing permission or room: a disk that fails now
+/// and then must not be opened anew all the time.
+const PROBE_FAILED_EVERY: Duration = Duration::from_secs(30);
+/// Pause between two looks whether the directories are still those that are open.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
+/// Pause between two reports of the state.
+const STATUS_EVERY: Duration = Duration::from_secs(2);
+
+/// A disk that is only read.
+struct ReadOnly {
+    fail: WritesFail,
+    next_probe: Instant,
+}
+
+impl ReadOnly {
+    fn new(fail: WritesFail, now: Instant) -> Self {
+        let pause = match fail.anew {
+            true => PROBE_FAILED_EVERY,
+            false => PROBE_EVERY,
+        };
+        Self {
+            next_probe: now + pause,
+            fail,
+        }
+    }
+}
+
+/// State of the thread.
+struct Opener<'a> {
+    settings: &'a DiskSettings,
+    report: &'a Report,
+    counters: &'a DiskCounters,
+    /// The directories as they were opened last.
+    directories: DiskDirectories,
+    read_only: Option<ReadOnly>,
+    tier: Option<DiskTier>,
+    wanted: Option<SetKey>,
+    open: Option<Arc<DiskSet>>,
+    /// The scrub of the open set.
+    scrub: Option<Scrub>,
+    /// When the wanted set is tried next.
+    next_try: Instant,
+    flushed: Instant,
+    /// When a full disk is tried next.
+    next_growth: Instant,
+    next_look: Instant,
+    next_status: Instant,
+}
+
+/// Carries out commands until the end.
+pub(super) fn run(
+    settings: &DiskSettings,
+    commands: &Receiver<Command>,
+    (report, counters): (&Report, &DiskCounters),
+) {
+    let now = Instant::now();
+    let mut opener = Opener {
+        settings,
+        report,
+        counters,
+        directories: settings.directories.clone(),
+        read_only: None,
+        tier: None,
+        wanted: None,
+        open: None,
+        scrub: None,
+        next_try: now,
+        flushed: now,
+        next_growth: now,
+        next_look: now + LOOK_EVERY,
+        next_status: now + STATUS_EVERY,
+    };
+    loop {
+        match commands.recv_timeout(opener.pause()) {
+            Ok(Command::Open(key)) => {
+                opener.wanted = Some(key);
+                opener.open = None;
+                opener.scrub = None;
+                opener.read_only = None;
+                opener.next_try = Instant::now();
+            }
+            Ok(Command::Reset(scope, through)) => {
+                let result = opener.reset(&scope, through);
+                report(DiskReport::Reset(scope, through, result));
+            }
+            Ok(Command::Flush) => report(DiskReport::Flushed(opener.flush_now())),
+            Ok(Command::Fail(why)) => opener.fail(why),
+            Ok(Command::ReadOnly(fail)) => opener.stop_writing(fail),
+            Ok(Command::End(ended)) => {
+                opener.end();
+                if ended.send(()).is_err() {
+                    tracing::debug!("the worker no longer waits for its disk");
+                }
+                return;
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        opener.step();
+    }
+}
+
+impl Opener<'_> {
+    fn pause(&self) -> Duration {
+        match (self.wanted.is_some() && self.open.is_none(), &self.open) {
+            (true, _) => self.next_try.saturating_duration_since(Instant::now()),
+            (false, Some(_)) => {
+                let scrub = self.scrub.as_ref();
+                let due = scrub.map(|scrub| scrub.due().saturating_duration_since(Instant::now()));
+                due.map_or(FLUSH_AFTER / 4, |due| due.min(FLUSH_AFTER / 4))
+            }
+            (false, None) => OPEN_EVERY,
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        if self.open.is_none() && self.wanted.is_some() && self.next_try <= now {
+            self.try_open();
+        }
+        if self.tier.is_some() && self.next_look <= now {
+            self.next_look = now + LOOK_EVERY;
+            if let Err(error) = self.directories.check_present() {
+                self.fail(error.to_string());
+            }
+        }
+        if self.read_only.is_some() {
+            self.probe(now);
+        } else {
+            self.write(now);
+        }
+        self.scrub(now);
+        if self.next_status <= now {
+            self.next_status = now + STATUS_EVERY;
+            if let Some(set) = &self.open {
+                self.counters.set_used_bytes(set.used_bytes());
+            }
+            (self.report)(DiskReport::Status);
+        }
+    }
+
+    /// Tries whether a disk that is only read takes writes again, once it is time. One that cannot be read either is
+    /// closed.
+    fn probe(&mut self, now: Instant) {
+        let Some(read_only) = self
+            .read_only
+            .take_if(|read_only| read_only.next_probe <= now)
+        else {
+            return;
+        };
+        let fail = read_only.fail;
+        let Some(tier) = self.tier.as_ref().filter(|_| self.open.is_some()) else {
+            return;
+        };
+        if let Err(error) = tier.probe_writes() {
+            tracing::debug!(%error, "the disk takes no writes");
+            match tier.probe_reads() {
+                Ok(()) => self.read_only = Some(ReadOnly::new(fail, Instant::now())),
+                Err(error) => self.fail(format!("cannot read: {error}")),
+            }
+            return;
+        }
+        if fail.anew {
+            // Writes that failed may have left anything. What is there is read again, and resets are carried out again.
+            self.fail("the disk takes writes again, and is opened anew".to_owned());
+            self.next_try = Instant::now();
+            return;
+        }
+        if self.flush().is_ok() && self.open.is_some() {
+            tracing::info!("the disk takes writes again");
+            (self.report)(DiskReport::Writable);
+        }
+    }
+
+    /// Writes nothing until the disk takes writes again. Reads go on.
+    fn stop_writing(&mut self, fail: WritesFail) {
+        if self.open.is_none() {
+            return;
+        }
+        let why = fail.why.clone();
+        // The stricter reason stays, and of two alike the first.
+        let known = self.read_only.as_ref();
+        if known.is_none_or(|known| fail.anew && !known.fail.anew) {
+            tracing::error!(why, "the disk is only read");
+            self.read_only = Some(ReadOnly::new(fail, Instant::now()));
+        }
+        (self.report)(DiskReport::ReadOnly(why));
+    }
+
+    /// Uses more of a disk that was full, and makes durable what was listed.
+    fn write(&mut self, now: Instant) {
+        match &self.open {
+            Some(set) if set.is_short() && self.next_growth <= now => {
+                self.next_growth = now + GROW_EVERY;
+                if set.grow() {
+                    tracing::info!("the disk has room again");
+                    (self.report)(DiskReport::Grown);
+                }
+            }
+            Some(set) if set.is_short() => {}
+            _ => self.next_growth = now + GROW_EVERY,
+        }
+        if let Some(set) = &self.open
+            && set.is_dirty()
+            && now.duration_since(self.flushed) >= FLUSH_AFTER / 2
+            && let Err(error) = self.flush()
+        {
+            tracing::debug!(%error, "the periodic flush failed");
+        }
+    }
+
+    /// Verifies the next pages of the open set, if it is time. Pages that have changed are unlisted here; the leader
+    /// removes them when it has them read, and a worker refuses pages that are not listed.
+    fn scrub(&mut self, now: Instant) {
+        let (Some(set), Some(scrub)) = (&self.open, &mut self.scrub) else {
+            return;
+        };
+        let step = scrub.step(set, now);
+        self.counters.add_scrubbed(&step);
+        for run in step.removed {
+            tracing::error!(
+                page = run.start,
+                removed = run.count,
+                "a page on the disk has changed: it is not served"
+            );
+        }
+        if let Some(error) = step.error {
+            tracing::error!(%error, "the disk does not read a page");
+        }
+        if let Some(pass) = step.ended {
+            tracing::info!(?pass, "all pages on the disk are verified");
+        }
+    }
+
+    /// Makes durable what is listed, for a leader that waits for it.
+    fn flush_now(&mut self) -> Result<(), String> {
+        if self.open.is_none() {
+            return Err("the disk is not open".to_owned());
+        }
+        if let Some(read_only) = &self.read_only {
+            return Err(format!("the disk is only read: {}", read_only.fail.why));
+        }
+        self.flush()
+            .map_err(|error| format!("cannot flush: {error}"))
+    }
+
+    /// Makes durable what is listed.
+    fn flush(&mut self) -> std::io::Result<()> {
+        let flushed = self.tier.as_ref().map_or(Ok(()), DiskTier::flush);
+        self.flushed = Instant::now();
+        if let Err(error) = &flushed {
+            self.stop_writing(WritesFail::of("cannot flush", error));
+        }
+        flushed
+    }
+
+    /// Takes the lock, unless this process has it. Returns false while another process has it.
+    fn take(&mut self) -> Result<bool, String> {
+        if self.tier.is_none() {
+            let DiskSettings {
+                shard, cap_bytes, ..
+            } = self.settings;
+            // A disk that was mounted again has another directory at the same path.
+            let taken = self.directories.reopened().and_then(|directories| {
+                self.directories = directories;
+                DiskTier::take(&self.directories, *shard, *cap_bytes)
+            });
+            self.tier = taken.map_err(|error| error.to_string())?;
+            if self.tier.is_none() {
+                self.directories.close();
+            }
+        }
+        Ok(self.tier.is_some())
+    }
+
+    fn try_open(&mut self) {
+        let Some(key) = self.wanted else {
+            return;
+        };
+        match self.take() {
+            Ok(true) => {}
+            Ok(false) => {
+                self.next_try = Instant::now() + LOCK_EVERY;
+                return;
+            }
+            Err(why) => return self.fail(why),
+        }
+        let Some(tier) = &self.tier else {
+            return;
+        };
+        let begun = Instant::now();
+        let shown = std::cell::Cell::new(begun);
+        let progress = |done: u64, all: u64| {
+            if shown.get().elapsed() >= Duration::from_secs(1) {
+                shown.set(Instant::now());
+                tracing::info!(done, all, "reading the headers of the disk");
+            }
+        };
+        match tier.open(key, &progress) {
+            Ok((set, found)) => {
+                let ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+                let pages = set.capacity_pages();
+                tracing::info!(pages, ?found, ms, "disk open");
+                if pages == 0 {
+                    let cap = self.settings.cap_bytes;
+                    tracing::warn!(
+                        cap,
+                        "g3 has no room for the pages of one segment of this model: give it more"
+                    );
+                }
+                self.scrub = Scrub::new(&set, self.settings.scrub_bytes_per_s, Instant::now());
+                self.open = Some(Arc::clone(&set));
+                (self.report)(DiskReport::Opened(key, set));
+            }
+            Err(error) => self.fail(format!("cannot open the pages of this layout: {error}")),
+        }
+    }
+
+    /// Closes the set of a disk that cannot be read, and tries again later.
+    fn fail(&mut self, why: String) {
+        self.open = None;
+        self.read_only = None;
+        self.scrub = None;
+        // Without a flush: what the disk has is read again. Nothing stays open that would keep it from being unmounted.
+        self.tier = None;
+        self.directories.close();
+        self.next_try = Instant::now() + OPEN_EVERY;
+        (self.report)(DiskReport::Failed(why));
+    }
+
+    fn reset(&mut self, scope: &Scope, through: Stored) -> Result<(), String> {
+        if !self.take()? {
+            return Err("another process has the disk open".to_owned());
+        }
+        let reset = self.tier.as_ref().map(|tier| tier.reset(scope, through));
+        reset.unwrap_or(Ok(())).map_err(|error| {
+            self.stop_writing(WritesFail::of("cannot note a reset", &error));
+            format!("the reset is not durable on the disk: {error}")
+        })
+    }
+
+    fn end(&mut self) {
+        if let Some(tier) = &self.tier
+            && let Err(error) = tier.close()
+        {
+            tracing::warn!(%error, "the disk was not closed cleanly: its headers are read at the next start");
+        }
+    }
+}
