@@ -238,6 +238,9 @@ pub enum Refusal {
     /// A flush of a leader that has no disk tier.
     #[error("no tier keeps pages over a restart: start kvferry with g3 and g3_dir")]
     NothingLasts,
+    /// A flush of a disk that takes no writes.
+    #[error("the disk of a rank takes no writes: status says why; retry once it does")]
+    OnlyRead,
     /// Pages are still on their way to the disk.
     #[error(
         "the deadline passed before all stored pages were moved to the disk: retry with a later deadline"

@@ -1,6 +1,6 @@
 //! Flushes: answered after everything that was stored before is on the disk and durable on every shard.
 
-use kvferry_types::{Answer, FlushAnswer};
+use kvferry_types::{Answer, FlushAnswer, TierId};
 
 use super::moves::{DOWN, RATIO, Tiered};
 use super::*;
@@ -113,4 +113,17 @@ fn a_flush_without_a_disk_tier_is_refused() {
     let refused = answers.find(|(request, _)| *request == Request::Flush);
     let refused = refused.and_then(|(_, answer)| answer.clone());
     assert_eq!(refused, Some(Err(Refusal::NothingLasts)));
+}
+
+#[test]
+fn a_flush_of_a_disk_that_is_only_read_is_refused_at_once() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    for (writable, refusal) in [(false, Some(Err(Refusal::OnlyRead))), (true, None)] {
+        tiered.step(LeaderEvent::Writable {
+            worker: worker(0, 1),
+            tier: TierId::Disk,
+            writable,
+        });
+        assert_eq!(flush(&mut tiered), refusal);
+    }
 }

@@ -88,6 +88,9 @@ impl Leader {
                 false => self.roster.not_ready(),
             });
         }
+        if !self.roster.is_writable(TierId::Disk) {
+            return Err(Refusal::OnlyRead);
+        }
         // Pages of the last step may not be queued yet.
         self.queue_changes();
         let through = self.moves.last_queued();

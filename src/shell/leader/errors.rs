@@ -9,6 +9,7 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         | Refusal::AnotherEngine { .. }
         | Refusal::EpochUsed { .. }
         | Refusal::NotAttached { .. }
+        | Refusal::OnlyRead
         | Refusal::Reading => ErrorCode::NotReady,
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
         Refusal::Groups { .. } => ErrorCode::Invalid,
