@@ -66,6 +66,7 @@ pub struct Config {
     #[serde(serialize_with = "as_text")]
     pub g3_io: DiskIo,
     pub g3_scrub_bytes_per_s: ByteSize,
+    pub g3_discard: bool,
     pub prefill_tokens_per_s: u32,
     pub copy_threads: u16,
     pub store_bytes_per_s: ByteSize,
@@ -179,6 +180,13 @@ pub struct Flags {
     #[arg(long, value_name = "SIZE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g3_scrub_bytes_per_s: Option<ByteSize>,
+    /// Give the places of pages that were removed back to the disk, each time that a worker opens it.
+    ///
+    /// For SSDs that last longer or write faster with spare room, where the file system passes discards on (mount option
+    /// discard, or fstrim). The room stays reserved for the disk tier.
+    #[arg(long, value_name = "BOOL")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g3_discard: Option<bool>,
     /// Prompt tokens that an engine computes in a second: pages on disk are offered only if they are loaded sooner.
     ///
     /// 0 if unknown: pages on disk are always offered.
@@ -341,6 +349,7 @@ impl Config {
                 "a size such as \"8MiB\", or 0 for none",
                 Some,
             )?,
+            g3_discard: settings.get("g3_discard", "true or false", Some)?,
             prefill_tokens_per_s: settings.get(
                 "prefill_tokens_per_s",
                 &bounds(0, u32::MAX.into()),

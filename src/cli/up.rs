@@ -256,6 +256,7 @@ impl Supervisor {
                 "--g3-scrub-bytes-per-s",
                 &config.g3_scrub_bytes_per_s.0.to_string(),
             ])
+            .args(["--g3-discard", &config.g3_discard.to_string()])
             .args([
                 "--prefill-tokens-per-s",
                 &config.prefill_tokens_per_s.to_string(),

@@ -81,7 +81,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 23] = [
+pub(super) const KEYS: [Key; 24] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -97,6 +97,7 @@ pub(super) const KEYS: [Key; 23] = [
     number("g3_depth", 8),
     text("g3_io", Fallback::Text("auto")),
     text("g3_scrub_bytes_per_s", Fallback::Text("8MiB")),
+    switch("g3_discard", false),
     number("prefill_tokens_per_s", 0),
     number("copy_threads", 4),
     text("store_bytes_per_s", Fallback::Text("0")),

@@ -55,6 +55,7 @@ fn defaults_are_those_of_the_docs() {
         g3_depth: 8,
         g3_io: DiskIo::Auto,
         g3_scrub_bytes_per_s: ByteSize(8 << 20),
+        g3_discard: false,
         prefill_tokens_per_s: 0,
         copy_threads: 4,
         store_bytes_per_s: ByteSize(0),
@@ -117,6 +118,7 @@ fn every_key_can_be_given_by_every_source() {
         g3_depth: 4,
         g3_io: DiskIo::Threads,
         g3_scrub_bytes_per_s: ByteSize(0),
+        g3_discard: true,
         prefill_tokens_per_s: 9_000,
         copy_threads: 3,
         store_bytes_per_s: ByteSize(2 << 30),
@@ -129,7 +131,7 @@ fn every_key_can_be_given_by_every_source() {
     let toml = Toml::new(
         "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
          g2_numa = '1,0'\ng2_policy = 'pieces=0'\ng3 = '1GiB'\ng3_dir = '/d,/e'\n\
-         g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\ng3_scrub_bytes_per_s = '0'\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
+         g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\ng3_scrub_bytes_per_s = '0'\ng3_discard = true\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
          gpu_copy = 'batch'\n\
          heartbeat_ms = 50\npage_index = true\nrecord_decisions = true\nlog = '1'",
     );
@@ -176,6 +178,7 @@ fn every_key_can_be_given_by_every_source() {
         g3_depth: Some(4),
         g3_io: Some("threads".to_owned()),
         g3_scrub_bytes_per_s: Some(ByteSize(0)),
+        g3_discard: Some(true),
         prefill_tokens_per_s: Some(9_000),
         copy_threads: Some(3),
         store_bytes_per_s: Some(ByteSize(2 << 30)),
@@ -209,7 +212,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
     assert!(
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
-        g2_lock, g2_numa, g2_policy, g3, g3_dir, g3_policy, g3_depth, g3_io, g3_scrub_bytes_per_s, \
+        g2_lock, g2_numa, g2_policy, g3, g3_dir, g3_policy, g3_depth, g3_io, g3_scrub_bytes_per_s, g3_discard, \
         prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, \
         page_index, record_decisions, log"
         ),

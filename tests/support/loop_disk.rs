@@ -1,18 +1,18 @@
 //! A file system on a loop device, for tests that need a disk with faults of its own: full, read-only, slow. Needs root.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 /// A mounted ext4 file system in a file, removed when dropped.
 #[derive(Debug)]
 pub struct LoopDisk {
-    device: String,
+    /// The device.
+    pub device: String,
     folder: tempfile::TempDir,
-    throttle: Option<PathBuf>,
 }
 
 /// Runs a program of the system, which must succeed. Returns its output.
-fn run(program: &str, arguments: &[&str]) -> String {
+pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output();
     let output = output.expect("a program of the system");
     assert!(
@@ -36,11 +36,7 @@ impl LoopDisk {
         let device = run("losetup", &["--direct-io=on", "--find", "--show", &image]);
         let mounted = folder.path().join("disk");
         std::fs::create_dir(&mounted).expect("a folder");
-        let disk = Self {
-            device,
-            folder,
-            throttle: None,
-        };
+        let disk = Self { device, folder };
         disk.mount();
         disk
     }
@@ -50,37 +46,9 @@ impl LoopDisk {
         run("mount", &[&self.device, &self.path().to_string_lossy()]);
     }
 
-    /// Unmounts the file system, also while files are open.
-    #[allow(dead_code, reason = "not every test needs it")]
-    pub fn unmount(&self) {
-        run("umount", &["--lazy", &self.path().to_string_lossy()]);
-    }
-
     /// The directory of the file system.
     pub fn path(&self) -> PathBuf {
         self.folder.path().join("disk")
-    }
-
-    /// Limits the writes of a process to this many bytes a second, by the block controller of cgroups, version 1.
-    #[allow(dead_code, reason = "not every test needs it")]
-    pub fn slow_writes_of(&mut self, pid: u32, bytes_per_s: u64) {
-        let group = Path::new("/sys/fs/cgroup/blkio").join(format!("kvferry-test-{pid}"));
-        std::fs::create_dir(&group).expect("the block controller of cgroups, version 1");
-        let name = self.device.trim_start_matches("/dev/");
-        let number = std::fs::read_to_string(format!("/sys/block/{name}/dev")).expect("a number");
-        let limit = format!("{} {bytes_per_s}", number.trim());
-        let file = group.join("blkio.throttle.write_bps_device");
-        std::fs::write(file, limit).expect("a limit");
-        std::fs::write(group.join("cgroup.procs"), pid.to_string()).expect("a member");
-        self.throttle = Some(group);
-    }
-
-    /// Mounts the file system again with other options: `ro`, `rw`, or `abort` as after an
-    /// error of the disk.
-    #[allow(dead_code, reason = "not every test needs it")]
-    pub fn remount(&self, options: &str) {
-        let options = format!("remount,{options}");
-        run("mount", &["-o", &options, &self.path().to_string_lossy()]);
     }
 }
 
@@ -96,11 +64,6 @@ impl Drop for LoopDisk {
             if !ended.is_ok_and(|status| status.success()) {
                 eprintln!("{program} of {} failed", self.device);
             }
-        }
-        if let Some(group) = &self.throttle
-            && let Err(error) = std::fs::remove_dir(group)
-        {
-            eprintln!("{}: {error}", group.display());
         }
     }
 }

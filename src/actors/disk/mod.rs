@@ -63,6 +63,8 @@ pub struct DiskSettings {
     pub io: DiskIo,
     /// Bytes a second that the scrub reads; 0 for no scrub.
     pub scrub_bytes_per_s: u64,
+    /// Whether the places of removed pages are given back to the disk when a set is opened.
+    pub discard: bool,
 }
 
 /// A report of the disk's threads.

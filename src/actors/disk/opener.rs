@@ -331,6 +331,12 @@ impl Opener<'_> {
                         "g3 has no room for the pages of one segment of this model: give it more"
                     );
                 }
+                if self.settings.discard {
+                    match set.discard_free() {
+                        Ok(bytes) => tracing::info!(bytes, "unused places are given back"),
+                        Err(error) => tracing::warn!(%error, "unused places are not given back"),
+                    }
+                }
                 self.scrub = Scrub::new(&set, self.settings.scrub_bytes_per_s, Instant::now());
                 self.open = Some(Arc::clone(&set));
                 (self.report)(DiskReport::Opened(key, set));

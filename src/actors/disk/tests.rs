@@ -48,6 +48,7 @@ impl Rig {
             depth: 2,
             io: DiskIo::Threads,
             scrub_bytes_per_s: 0,
+            discard: false,
         };
         let (report, reports) = channel();
         let report = Mutex::new(report);

@@ -3,6 +3,7 @@
 pub mod buffer;
 mod copy;
 mod directories;
+mod discard;
 mod faults;
 pub mod files;
 pub mod format;

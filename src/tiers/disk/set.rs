@@ -209,6 +209,12 @@ impl DiskSet {
         self.table().is_dirty()
     }
 
+    /// The file of a segment; `None` if there is none yet.
+    pub(super) fn existing_segment(&self, disk: usize, segment: u32) -> Option<Arc<dyn DiskFile>> {
+        let segments = lock(&self.segments);
+        segments.get(disk)?.get(segment as usize)?.clone()
+    }
+
     /// The file of a segment. Creates it, if there is none yet, with room for all of its pages.
     pub(super) fn segment(&self, disk: usize, segment: u32) -> io::Result<Arc<dyn DiskFile>> {
         let mut segments = lock(&self.segments);

@@ -136,6 +136,27 @@ impl Table {
         self.blocks.iter().map(|(start, block)| (*start, block))
     }
 
+    /// The pages below `capacity` that are not listed, in runs.
+    pub(super) fn free(&self, capacity: u32) -> Vec<PageRun> {
+        let mut free = Vec::new();
+        let mut from = 0;
+        let ends = self.blocks().map(|(start, block)| {
+            let pages = u32::try_from(block.pages.len()).unwrap_or(u32::MAX);
+            (start, start.saturating_add(pages))
+        });
+        for (start, end) in ends.chain([(capacity, capacity)]) {
+            let start = start.min(capacity);
+            if start > from {
+                free.push(PageRun {
+                    start: from,
+                    count: start - from,
+                });
+            }
+            from = from.max(end);
+        }
+        free
+    }
+
     /// The newest store of a listed page.
     pub(super) fn newest(&self) -> Stored {
         let pages = self.blocks.values().flat_map(|block| &block.pages);
@@ -505,6 +526,19 @@ mod tests {
             [0, 1].into()
         );
         assert_eq!(table.pages(), 2);
+    }
+
+    #[test]
+    fn pages_between_blocks_and_behind_the_last_one_are_free() {
+        let mut table = Table::default();
+        let run = |start, count| PageRun { start, count };
+        assert_eq!(table.free(30), [run(0, 30)]);
+        assert_eq!(list(&mut table, 0, 0, 4, 1), Ok(()));
+        assert_eq!(list(&mut table, 10, 0, 6, 2), Ok(()));
+        assert_eq!(list(&mut table, 16, 0, 4, 3), Ok(()));
+        assert_eq!(table.free(30), [run(4, 6), run(20, 10)]);
+        assert_eq!(table.free(18), [run(4, 6)]);
+        assert_eq!(table.free(8), [run(4, 4)]);
     }
 
     /// Writes a region. Returns the slot.

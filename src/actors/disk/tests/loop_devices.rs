@@ -2,8 +2,18 @@
 
 use kvferry_tiers::disk::fsck::fsck;
 
-use super::loop_disk::LoopDisk;
+use super::loop_disk::{LoopDisk, run};
 use super::*;
+
+fn unmount(disk: &LoopDisk) {
+    run("umount", &["--lazy", &disk.path().to_string_lossy()]);
+}
+
+/// Mounts the file system again: `ro`, or `abort` as after an error of the disk.
+fn remount(disk: &LoopDisk, options: &str) {
+    let options = format!("remount,{options}");
+    run("mount", &["-o", &options, &disk.path().to_string_lossy()]);
+}
 
 fn tier(disk: &LoopDisk) -> DiskDirectories {
     DiskDirectories::open(&[disk.path().join("kvferry")]).expect("a tier")
@@ -17,14 +27,14 @@ fn on_a_loop_device_a_disk_that_is_remounted_read_only_is_read_on_and_written_ag
     assert!(rig.write(0).expect("taken").ended.complete);
     rig.flushed();
     // What the file system does after an error of the disk. It has to be mounted anew after that.
-    mounted.remount("abort");
+    remount(&mounted, "abort");
     let end = rig.write(16).expect("taken");
     assert!(!end.ended.complete, "{end:?}");
     rig.until_health(DiskHealth::ReadOnly);
     assert_eq!(rig.read(0), Some(PAGES));
     assert!(rig.reset().is_err());
     assert_eq!(rig.read(0), Some(PAGES));
-    mounted.unmount();
+    unmount(&mounted);
     rig.until_health(DiskHealth::Off);
     mounted.mount();
     rig.serves(0);
@@ -67,7 +77,7 @@ fn on_a_loop_device_a_disk_that_is_unmounted_is_missing_until_it_is_mounted_agai
     let mut rig = Rig::new(tier(&mounted));
     assert!(rig.write(0).expect("taken").ended.complete);
     rig.flushed();
-    mounted.unmount();
+    unmount(&mounted);
     rig.until_health(DiskHealth::Off);
     assert!(rig.read(0).is_none());
     let left = std::fs::read_dir(mounted.path()).expect("read").count();
@@ -86,7 +96,7 @@ fn on_a_loop_device_a_disk_that_is_mounted_read_only_can_be_checked() {
     assert!(rig.write(0).expect("taken").ended.complete);
     rig.disk.end();
     drop(rig);
-    mounted.remount("ro");
+    remount(&mounted, "ro");
     let paths = [mounted.path().join("kvferry")];
     let report = fsck(&paths, false, &|_, _| {}).expect("it can be read");
     assert_eq!(report.findings_total, 0, "{report:?}");

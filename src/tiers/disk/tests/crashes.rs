@@ -34,6 +34,9 @@ fn run(
     steps: usize,
 ) -> std::io::Result<()> {
     let capacity = world.set().capacity_pages();
+    if rng.bool() {
+        world.set().discard_free()?;
+    }
     for _ in 0..steps {
         match rng.u32(0..100) {
             0..=69 => {

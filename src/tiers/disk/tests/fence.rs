@@ -95,6 +95,32 @@ fn write(directory: &Path, io: DiskIo) -> ! {
     }
 }
 
+/// A control group whose processes write slowly, removed when dropped. They must have ended by then.
+struct SlowWriter(PathBuf);
+
+impl SlowWriter {
+    /// Limits the writes of a process, by the block controller of cgroups, version 1.
+    fn new(pid: u32, disk: &LoopDisk) -> Self {
+        let group = Path::new("/sys/fs/cgroup/blkio").join(format!("kvferry-test-{pid}"));
+        std::fs::create_dir(&group).expect("the block controller of cgroups, version 1");
+        let name = disk.device.trim_start_matches("/dev/");
+        let number = std::fs::read_to_string(format!("/sys/block/{name}/dev")).expect("a number");
+        let limit = format!("{} {BYTES_PER_S}", number.trim());
+        let file = group.join("blkio.throttle.write_bps_device");
+        std::fs::write(file, limit).expect("a limit");
+        std::fs::write(group.join("cgroup.procs"), pid.to_string()).expect("a member");
+        Self(group)
+    }
+}
+
+impl Drop for SlowWriter {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir(&self.0) {
+            println!("{}: {error}", self.0.display());
+        }
+    }
+}
+
 /// All bytes of the set's files.
 fn content(set: &Path) -> Vec<Vec<u8>> {
     let entries = std::fs::read_dir(set).expect("a set");
@@ -119,7 +145,7 @@ fn a_successor_waits(io: DiskIo) {
     if let Some(directory) = std::env::var_os(DIRECTORY) {
         write(Path::new(&directory), io);
     }
-    let mut disk = LoopDisk::new(512);
+    let disk = LoopDisk::new(512);
     let directory = disk.path().join("tier");
     let name = std::thread::current().name().expect("a name").to_owned();
     let mut writer = Command::new(std::env::current_exe().expect("this program"))
@@ -135,7 +161,7 @@ fn a_successor_waits(io: DiskIo) {
         assert!(found, "the writer ended before: {what}");
     };
     wait_for("open");
-    disk.slow_writes_of(writer.id(), BYTES_PER_S);
+    let slow = SlowWriter::new(writer.id(), &disk);
     drop(writer.stdin.take());
     wait_for("writing");
     // Long enough for the writes to be with the kernel, and much shorter than they take.
@@ -166,6 +192,7 @@ fn a_successor_waits(io: DiskIo) {
     );
     drop(set);
     writer.wait().expect("it was killed");
+    drop(slow);
 }
 
 #[test]

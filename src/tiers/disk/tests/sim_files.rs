@@ -499,8 +499,9 @@ impl DiskFile for SimFile {
         Ok(())
     }
 
-    fn discard(&self, _: u64, _: u64) -> io::Result<()> {
-        Ok(())
+    fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
+        // What is read from there is undefined.
+        self.write(&vec![0xdd; bytes as usize], at)
     }
 
     fn try_lock(&self) -> io::Result<bool> {
