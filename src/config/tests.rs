@@ -152,6 +152,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_G3_DEPTH", "4"),
         ("KVFERRY_G3_IO", "threads"),
         ("KVFERRY_G3_SCRUB_BYTES_PER_S", "0"),
+        ("KVFERRY_G3_DISCARD", "true"),
         ("KVFERRY_PREFILL_TOKENS_PER_S", "9000"),
         ("KVFERRY_COPY_THREADS", "3"),
         ("KVFERRY_STORE_BYTES_PER_S", "2GiB"),
