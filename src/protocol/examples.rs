@@ -601,6 +601,8 @@ fn disk_status() -> DiskStatus {
         reason: "cannot write: Read-only file system (os error 30)".to_owned(),
         used_bytes: 1 << 30,
         cap_bytes: 4 << 30,
+        listed_pages: 500,
+        durable_pages: 480,
         written_bytes: 7 << 30,
         day_written_bytes: 2 << 30,
         scrubbed_pages: 1000,

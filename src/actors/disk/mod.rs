@@ -328,6 +328,8 @@ impl Disk {
         DiskStatus::new(health, reason).with(DiskStatus {
             used_bytes: self.counters.used_bytes(),
             cap_bytes: self.settings.cap_bytes,
+            listed_pages: open.map_or(0, |(_, set)| set.listed().1),
+            durable_pages: open.map_or(0, |(_, set)| set.durable_pages()),
             written_bytes: self.written.total(),
             day_written_bytes: self.written.last_day(now),
             scrubbed_pages: self.counters.scrubbed_pages(),

@@ -271,8 +271,10 @@ impl Opener<'_> {
     fn flush(&mut self) -> std::io::Result<()> {
         let flushed = self.tier.as_ref().map_or(Ok(()), DiskTier::flush);
         self.flushed = Instant::now();
-        if let Err(error) = &flushed {
-            self.stop_writing(WritesFail::of("cannot flush", error));
+        match &flushed {
+            // The leader learns at once which pages are durable.
+            Ok(()) => (self.report)(DiskReport::Status),
+            Err(error) => self.stop_writing(WritesFail::of("cannot flush", error)),
         }
         flushed
     }

@@ -173,6 +173,11 @@ fn of_worker(disk: &DiskStatus) -> String {
         "; {used} of {cap}, {day} written in 24 h ({all} in all)"
     )
     .ok();
+    let waiting = disk.listed_pages.saturating_sub(disk.durable_pages);
+    if waiting > 0 {
+        let pages = count(waiting, "page", "pages");
+        write!(text, ", {pages} not durable yet").ok();
+    }
     if disk.scrubbed_pages > 0 {
         let scrubbed = count(disk.scrubbed_pages, "page", "pages");
         write!(text, ", {scrubbed} scrubbed").ok();
@@ -355,6 +360,8 @@ problems     12 late copies, 1 page without room";
             },
             DiskStatus {
                 cap_bytes: 4 << 30,
+                listed_pages: 500,
+                durable_pages: 480,
                 scrubbed_pages: 1000,
                 bad_pages: 3,
                 quarantined_pages: 2,
@@ -377,8 +384,8 @@ problems     12 late copies, 1 page without room";
 disk         G3: 75.0 % filled, 3,000 of 4,000 pages in 1 block; 1,234 pages hit (25.0 % of what no faster tier had), \
 5 evicted, 2 pages quarantined
              rank 0: ok; 1.0 GiB of 4 GiB, 2.0 GiB written in 24 h (7.0 GiB in all)
-             rank 1: read-only (cannot write); 0 B of 4 GiB, 0 B written in 24 h (0 B in all), 1,000 pages scrubbed, \
-3 bad, 2 quarantined
+             rank 1: read-only (cannot write); 0 B of 4 GiB, 0 B written in 24 h (0 B in all), 20 pages not durable \
+yet, 1,000 pages scrubbed, 3 bad, 2 quarantined
              50 moves of 1,600 pages, 2 in flight, 1 block waiting, 1 bad page
 ";
         assert!(text.contains(expected), "{text}");

@@ -76,7 +76,8 @@ impl OrderBounds<'_> {
 /// A copy that failed validation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{field} is {value}: {remedy}; the copy is refused, check that leader and worker are of one version"
+    "{field} is {value}: {remedy}; the copy is refused: a tier has changed since the order, or leader and worker are of \
+     different versions"
 )]
 pub(super) struct Invalid {
     field: &'static str,

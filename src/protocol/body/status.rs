@@ -52,6 +52,10 @@ pub struct DiskStatus {
     pub used_bytes: u64,
     /// Bytes that they may use.
     pub cap_bytes: u64,
+    /// Pages of the open set that the disk lists.
+    pub listed_pages: u64,
+    /// Pages of those that are durable, as of the last flush.
+    pub durable_pages: u64,
     /// Bytes of the pages that were written.
     pub written_bytes: u64,
     /// Bytes of those in the present hour and the 23 before it.

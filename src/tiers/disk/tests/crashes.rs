@@ -85,6 +85,8 @@ fn run(
             _ => {
                 world.tier().flush()?;
                 promises.durable = listed(world);
+                let (_, pages) = world.set().listed();
+                assert_eq!(world.set().durable_pages(), pages);
             }
         }
     }
