@@ -119,7 +119,7 @@ impl Job {
             .collect();
         let sources = match write {
             true => Vec::new(),
-            false => sources(&copy.set, &pages),
+            false => sources(&copy.set, &pages, copy.transfer.record.as_ref()),
         };
         // A page that is not listed is a bad source, and no page behind it is read.
         let bad = sources.iter().position(Option::is_none);

@@ -191,6 +191,33 @@ fn a_page_that_fails_its_checksum_ends_the_read_before_it() {
     assert!(end.ended.bad_source && end.error.is_none(), "{end:?}");
 }
 
+/// The leader ordered other pages than the disk has there, as it may after the disk was exchanged.
+#[test]
+fn pages_of_another_content_or_domain_than_ordered_are_not_read() {
+    let copies = Copies::new(1);
+    assert!(copies.write(1, 0).ended.complete);
+    let written = copies.transfer(1, WRITE, PageList::run(0, PAGES), PageList::run(0, PAGES));
+    let written = written.record.expect("a write");
+    let mut other_page = written.clone();
+    other_page.fingerprints[5] = Fingerprint(999);
+    let mut other_domain = written.clone();
+    other_domain.domain = DomainId(written.domain.0 + 1);
+    for (record, pages) in [(written, PAGES), (other_page, 5), (other_domain, 0)] {
+        let mut read = copies.transfer(
+            2,
+            READ,
+            PageList::run(0, PAGES),
+            PageList::run(PAGES, PAGES),
+        );
+        read.record = Some(record);
+        copies.copy(&read);
+        let ended = copies.end().ended;
+        assert_eq!(ended.complete_pages, pages);
+        assert_eq!(ended.bad_source, pages < PAGES);
+        assert_eq!(ended.faulty_page, None, "the place is none the worse");
+    }
+}
+
 #[test]
 fn a_page_that_is_not_listed_is_not_read() {
     let copies = Copies::new(1);
