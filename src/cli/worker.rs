@@ -165,6 +165,7 @@ fn disk(config: &Config, worker: WorkerId) -> Result<Option<DiskSettings>, Comma
         depth: config.g3_depth.into(),
         io: config.g3_io,
         scrub_bytes_per_s: config.g3_scrub_bytes_per_s.0,
+        shared: config.replicas > 1,
         discard: config.g3_discard,
     }))
 }

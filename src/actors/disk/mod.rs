@@ -63,6 +63,8 @@ pub struct DiskSettings {
     pub io: DiskIo,
     /// Bytes a second that the scrub reads; 0 for no scrub.
     pub scrub_bytes_per_s: u64,
+    /// Whether workers of other replicas may open the shard's part of the disk.
+    pub shared: bool,
     /// Whether the places of removed pages are given back to the disk when a set is opened.
     pub discard: bool,
 }
@@ -92,6 +94,8 @@ pub(super) enum DiskReport {
 
 enum Command {
     Open(SetKey),
+    /// Close the set, and let another process take the lock.
+    Release,
     Reset(Scope, Stored),
     Flush,
     /// Close the set without a flush, because the disk cannot be read.
@@ -240,6 +244,21 @@ impl Disk {
             self.running.iter().for_each(|copy| self.copier.stop(*copy));
             self.open_wanted();
         }
+    }
+
+    /// No engine's memory is registered: a worker of another replica may open the disk. An open set that nobody else may
+    /// open stays open, so that the next engine finds it ready.
+    pub(super) fn leave(&mut self) {
+        if self.wanted.is_none() || (self.open.is_some() && !self.settings.shared) {
+            return;
+        }
+        self.wanted = None;
+        self.requested = None;
+        self.open = None;
+        self.read_only = None;
+        self.running.iter().for_each(|copy| self.copier.stop(*copy));
+        // A thread that takes no commands has the set open until the process ends.
+        self.send(Command::Release);
     }
 
     /// Requests the wanted set from the thread, unless that was done or copies still use another one.

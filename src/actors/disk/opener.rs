@@ -102,9 +102,16 @@ pub(super) fn run(
                 opener.read_only = None;
                 opener.next_try = Instant::now();
             }
+            Ok(Command::Release) => {
+                opener.wanted = None;
+                opener.release();
+            }
             Ok(Command::Reset(scope, through)) => {
                 let result = opener.reset(&scope, through);
                 report(DiskReport::Reset(scope, through, result));
+                if opener.wanted.is_none() {
+                    opener.release();
+                }
             }
             Ok(Command::Flush) => report(DiskReport::Flushed(opener.flush_now())),
             Ok(Command::Fail(why)) => opener.fail(why),
@@ -368,6 +375,16 @@ impl Opener<'_> {
             self.stop_writing(WritesFail::of("cannot note a reset", &error));
             format!("the reset is not durable on the disk: {error}")
         })
+    }
+
+    /// Closes the set cleanly, and lets another process take the lock.
+    fn release(&mut self) {
+        self.end();
+        self.open = None;
+        self.read_only = None;
+        self.scrub = None;
+        self.tier = None;
+        self.directories.close();
     }
 
     fn end(&mut self) {

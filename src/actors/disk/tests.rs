@@ -39,6 +39,18 @@ struct Rig {
 
 impl Rig {
     fn new(directories: DiskDirectories) -> Self {
+        let mut rig = Self::idle(directories, false);
+        rig.want();
+        rig.until("open", |disk| disk.open.is_some());
+        rig
+    }
+
+    fn want(&mut self) {
+        self.disk.want([1; 16], PAGE_BYTES);
+    }
+
+    /// A disk of a worker without an engine. `shared`: with workers of other replicas.
+    fn idle(directories: DiskDirectories, shared: bool) -> Self {
         let settings = DiskSettings {
             directories,
             shard: 0,
@@ -48,6 +60,7 @@ impl Rig {
             depth: 2,
             io: DiskIo::Threads,
             scrub_bytes_per_s: 0,
+            shared,
             discard: false,
         };
         let (report, reports) = channel();
@@ -59,17 +72,14 @@ impl Rig {
         };
         let depot = Depot::create(Depot::bytes_for(2 * PAGES, PAGE_BYTES)).expect("memory");
         depot.hold_pages_of(PAGE_BYTES).expect("writable");
-        let mut rig = Self {
+        Self {
             disk: Disk::start(settings, Arc::new(send)).expect("threads"),
             reports,
             depot: Arc::new(depot),
             transfers: 0,
             changes: 0,
             flushes: Vec::new(),
-        };
-        rig.disk.want([1; 16], PAGE_BYTES);
-        rig.until("open", |disk| disk.open.is_some());
-        rig
+        }
     }
 
     /// Handles the next report as the worker's actor does. Returns the end of a copy, or of a reset.
@@ -401,4 +411,47 @@ fn a_directory_that_is_away_closes_the_disk_and_an_empty_one_does_not_replace_it
     std::fs::rename(&away, &path).expect("renamed");
     rig.serves(0);
     assert!(rig.write(16).expect("taken").ended.complete);
+}
+
+/// A directory for several disks, which is opened anew for each as by processes of their own.
+fn directory(root: &tempfile::TempDir) -> DiskDirectories {
+    DiskDirectories::open(&[root.path().join("disk")]).expect("a tier")
+}
+
+#[test]
+fn a_worker_whose_engine_has_left_lets_one_of_another_replica_open_the_disk() {
+    let root = tempfile::tempdir().expect("a directory");
+    let mut first = Rig::idle(directory(&root), true);
+    first.want();
+    first.until("open", |disk| disk.open.is_some());
+    assert!(first.write(0).expect("taken").ended.complete);
+    let mut second = Rig::idle(directory(&root), true);
+    second.want();
+    first.disk.leave();
+    second.until("open", |disk| disk.open.is_some());
+    assert_eq!(second.read(0), Some(PAGES), "closed cleanly");
+    // The engine of the first one is back, and leaves before the disk is free.
+    first.want();
+    first.disk.leave();
+    second.disk.end();
+    let mut third = Rig::idle(directory(&root), true);
+    third.want();
+    third.until("open", |disk| disk.open.is_some());
+    assert_eq!(third.read(0), Some(PAGES));
+}
+
+#[test]
+fn a_disk_that_nobody_else_may_open_stays_open_without_an_engine() {
+    let root = tempfile::tempdir().expect("a directory");
+    let mut rig = Rig::new(directory(&root));
+    rig.disk.leave();
+    assert!(rig.disk.open.is_some());
+}
+
+#[test]
+fn a_reset_of_a_worker_without_an_engine_keeps_no_lock() {
+    let root = tempfile::tempdir().expect("a directory");
+    let mut idle = Rig::idle(directory(&root), true);
+    assert_eq!(idle.reset(), Ok(()));
+    Rig::new(directory(&root));
 }

@@ -257,9 +257,12 @@ impl WorkerHost for Host {
         depot.map_or(0, |depot| depot.arena_pages(page_bytes))
     }
 
-    fn prepare_tiers(&mut self, geometry: &MemoryGeometry) {
+    fn prepare_tiers(&mut self, geometry: Option<&MemoryGeometry>) {
         let Some(disk) = &mut self.disk else {
             return;
+        };
+        let Some(geometry) = geometry else {
+            return disk.leave();
         };
         if let Ok(model) = Model::new(geometry.clone()) {
             disk.want(*model.layout_fingerprint(), model.page_bytes());

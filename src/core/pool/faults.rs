@@ -64,7 +64,7 @@ impl Pool {
     }
 
     /// The places that are out of the arena, as spans of one page.
-    pub(crate) fn spans_out(&self) -> impl Iterator<Item = (u32, u32)> {
+    pub fn spans_out(&self) -> impl Iterator<Item = (u32, u32)> {
         self.faults.out.iter().map(|page| (*page, 1))
     }
 

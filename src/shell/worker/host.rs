@@ -108,8 +108,9 @@ pub trait WorkerHost: HolderPeers {
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32;
 
     /// Prepares the depots below host memory for pages of this geometry. Those that are not ready have no pages until
-    /// [`super::WorkerShell::tiers_changed`] is called.
-    fn prepare_tiers(&mut self, geometry: &MemoryGeometry);
+    /// [`super::WorkerShell::tiers_changed`] is called. `None`: no memory is registered, and depots that several workers
+    /// share are left to the others.
+    fn prepare_tiers(&mut self, geometry: Option<&MemoryGeometry>);
 
     /// Reads a part of the inventory of the depot that `read` names, in pages of the size that it names. If the depot
     /// held pages of another size, its inventory is cleared first. Replies to `order` with the part, or with an error.

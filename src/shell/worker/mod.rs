@@ -331,10 +331,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         host: &mut H,
         number: MemoryId,
     ) {
-        if let Some((_, memory)) = self.ranks.registered() {
-            let geometry = host.geometry(memory);
-            host.prepare_tiers(&geometry);
-        }
+        let registered = self.ranks.registered();
+        let geometry = registered.map(|(_, memory)| host.geometry(memory));
+        host.prepare_tiers(geometry.as_ref());
         let memory = self.ranks.registered().map(|(engine, memory)| {
             let geometry = host.geometry(memory);
             let arena_pages = arena_pages(host, geometry.page_bytes());

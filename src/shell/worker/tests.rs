@@ -160,7 +160,7 @@ impl WorkerHost for Process {
         64
     }
 
-    fn prepare_tiers(&mut self, _: &MemoryGeometry) {}
+    fn prepare_tiers(&mut self, _: Option<&MemoryGeometry>) {}
 
     fn read_inventory(
         &mut self,

@@ -103,7 +103,7 @@ impl SimWorld {
                 _ => Ok(()),
             };
         };
-        // Every page is either in exactly one block or free.
+        // Every page is either in exactly one block, free, or out of use because its place failed.
         let mut held = vec![false; pool.capacity_pages() as usize];
         let mut readable = vec![false; pool.capacity_pages() as usize];
         let mut fills: BTreeMap<u32, TransferId> = BTreeMap::new();
@@ -128,9 +128,16 @@ impl SimWorld {
                 self.check_contents(tier, key, &block)?;
             }
         }
+        let mut out = 0;
+        for (page, pages) in pool.spans_out() {
+            if held[page as usize] {
+                return Err(format!("arena page {page} is in a block, and its place failed").into());
+            }
+            out += pages;
+        }
         let states = pool.page_states();
-        let counted = states.reserved + states.filling + states.quarantined;
-        let free = pool.capacity_pages() - ready - filling;
+        let counted = states.reserved + states.filling + states.quarantined - out;
+        let free = pool.capacity_pages() - ready - filling - out;
         if (states.free, states.ready, counted) != (free, ready, filling) {
             return Err(format!(
                 "{states:?}, but blocks hold {ready} ready and {filling} filling pages"

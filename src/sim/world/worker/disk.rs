@@ -168,6 +168,20 @@ impl DiskSide {
         }
     }
 
+    /// No engine's memory is registered: a worker of another replica may open the disk.
+    pub(super) fn leave(&mut self, env: &mut SimContext, copies: &mut RunningCopies) {
+        if self.wanted.is_none() || (self.open.is_some() && env.setup.replicas == 1) {
+            return;
+        }
+        self.end(env);
+        self.wanted = None;
+        self.requested = None;
+        self.open = None;
+        self.running.iter().for_each(|copy| copies.stop(*copy));
+        // An attempt to open the set that is scheduled has no effect.
+        self.attempts += 1;
+    }
+
     fn open_wanted(&mut self, env: &mut SimContext) {
         if self.requested == self.wanted || !self.running.is_empty() {
             return;

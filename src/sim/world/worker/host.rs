@@ -294,10 +294,14 @@ impl WorkerHost for Host<'_> {
         depots.map_or(0, |depots| depots[self.shard()].pages(shape))
     }
 
-    fn prepare_tiers(&mut self, geometry: &MemoryGeometry) {
+    fn prepare_tiers(&mut self, geometry: Option<&MemoryGeometry>) {
         let Parts { disk, copies, .. } = &mut *self.parts;
-        if !self.env.disks.is_empty() {
-            disk.want(self.env, copies, geometry);
+        if self.env.disks.is_empty() {
+            return;
+        }
+        match geometry {
+            Some(geometry) => disk.want(self.env, copies, geometry),
+            None => disk.leave(self.env, copies),
         }
     }
 
