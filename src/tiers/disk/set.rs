@@ -48,7 +48,12 @@ pub struct DiskSet {
     pub(super) keys: SetKeys,
     /// The set's directory on each disk.
     directories: Vec<Arc<dyn Files>>,
+    /// Segments of each disk that the cap permits.
+    count: u32,
+    /// Held to look up and to publish a file, and never during I/O.
     segments: Mutex<Vec<Segments>>,
+    /// Held for each disk while one of its segments is created.
+    creations: Vec<Mutex<()>>,
     room: Arc<Room>,
     /// Segments of each disk that may be used: fewer than the cap permits while the disk has no room for more.
     usable: AtomicU32,
@@ -81,7 +86,9 @@ impl DiskSet {
         Self {
             keys: SetKeys::new(file.set, file.shard),
             file,
+            creations: directories.iter().map(|_| Mutex::default()).collect(),
             directories,
+            count: u32::try_from(segments.first().map_or(0, Vec::len)).unwrap_or(u32::MAX),
             segments: Mutex::new(segments),
             room,
             usable: AtomicU32::new(u32::MAX),
@@ -100,12 +107,10 @@ impl DiskSet {
         &self.file.geometry
     }
 
-    /// Number of pages of the set that may be used.
+    /// Number of pages of the set that may be used. Takes no lock.
     pub fn capacity_pages(&self) -> u32 {
-        let segments = lock(&self.segments).first().map_or(0, Vec::len);
-        let segments = u32::try_from(segments).unwrap_or(u32::MAX);
         let usable = self.usable.load(Ordering::Relaxed);
-        self.geometry().pages(segments.min(usable))
+        self.geometry().pages(self.count.min(usable))
     }
 
     /// Uses no more than the segments that exist, because the disk has no room for another one. Returns true if that
@@ -221,14 +226,28 @@ impl DiskSet {
 
     /// The file of a segment. Creates it, if there is none yet, with room for all of its pages.
     pub(super) fn segment(&self, disk: usize, segment: u32) -> io::Result<Arc<dyn DiskFile>> {
+        if let Some(file) = self.existing_segment(disk, segment) {
+            return Ok(file);
+        }
+        let creation = self.creations.get(disk);
+        let (Some(creation), true) = (creation, segment < self.count) else {
+            return Err(io::Error::other(format!("there is no segment {segment}")));
+        };
+        let _alone = lock(creation);
+        // Another thread may have created the file meanwhile.
+        if let Some(file) = self.existing_segment(disk, segment) {
+            return Ok(file);
+        }
+        let created = self.create_segment(disk, segment)?;
         let mut segments = lock(&self.segments);
         let of_disk = segments.get_mut(disk);
-        let place = of_disk.and_then(|of_disk| of_disk.get_mut(segment as usize));
-        let place =
-            place.ok_or_else(|| io::Error::other(format!("there is no segment {segment}")))?;
-        if let Some(file) = place {
-            return Ok(Arc::clone(file));
+        if let Some(place) = of_disk.and_then(|of_disk| of_disk.get_mut(segment as usize)) {
+            *place = Some(Arc::clone(&created));
         }
+        Ok(created)
+    }
+
+    fn create_segment(&self, disk: usize, segment: u32) -> io::Result<Arc<dyn DiskFile>> {
         let bytes = self.geometry().segment_bytes();
         self.room.make(disk, bytes)?;
         let directory = &self.directories[disk];
@@ -249,7 +268,6 @@ impl DiskSet {
             }
             return Err(error);
         }
-        *place = Some(Arc::clone(&created));
         Ok(created)
     }
 

@@ -10,5 +10,6 @@ mod fsck_files;
 #[path = "../../../../tests/support/loop_disk.rs"]
 mod loop_disk;
 mod scrub;
+mod segments;
 mod sim_files;
 mod world;

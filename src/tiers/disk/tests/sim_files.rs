@@ -86,7 +86,7 @@ struct Disk {
     bad: Vec<BadPlace>,
     /// Bytes that files may still be allocated; `None` for any number.
     room: Option<u64>,
-    /// Reads and writes of files wait.
+    /// Reads, writes and allocations of files wait.
     silent: bool,
     /// Writes that wait.
     waiting: usize,
@@ -214,7 +214,7 @@ impl SimDisk {
         self.lock().room = room;
     }
 
-    /// Lets reads and writes wait until the value is dropped.
+    /// Lets reads, writes and allocations wait until the value is dropped.
     pub(in super::super) fn silence(&self) -> super::copies::Silence {
         self.lock().silent = true;
         super::copies::Silence(self.clone())
@@ -481,6 +481,7 @@ impl DiskFile for SimFile {
     }
 
     fn allocate(&self, bytes: u64) -> io::Result<()> {
+        self.0.spoken(true);
         let mut disk = self.0.change()?;
         if let Some(kind) = disk.failing {
             return Err(kind.into());
