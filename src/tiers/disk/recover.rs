@@ -94,6 +94,7 @@ pub(super) fn open_set(
     let index = match directories.first() {
         Some(directory) => {
             let index = read_index(directory.as_ref(), file.set)?;
+            let index = index.filter(|index| matches_headers(&file, &segments, index.sequence));
             // From here on the headers change, and the index does not.
             if directory.open(INDEX_NAME)?.is_some() {
                 directory.remove(INDEX_NAME)?;
@@ -157,12 +158,37 @@ pub(super) fn open_set(
         // What was read need not be durable: a process that ended may not have flushed it.
         set.flush()?;
     }
-    if found.changed() {
-        // So that the next start does not verify the same pages again.
+    let (first, segment, _) = geometry.slot_at(0, 0);
+    if found.changed() || set.existing_segment(first, segment).is_some() {
+        // So that the next start does not verify the same pages again, and a copy of an index does not match any longer.
         set.table().checkpoint();
         set.flush()?;
     }
     Ok((set, found))
+}
+
+/// True if the index is that of the last clean end, and not one that was put back: region 0 is written as the last thing
+/// before the index, and once more at a start before anything else is.
+fn matches_headers(file: &SetFile, segments: &[Segments], sequence: u64) -> bool {
+    let geometry = &file.geometry;
+    let (disk, segment, at) = geometry.slot_at(0, 0);
+    let mut slots = AlignedBuffer::new(2 * geometry.slot_bytes as usize);
+    let read =
+        segment_of(segments, disk, segment).and_then(|opened| opened.read(slots.bytes_mut(), at));
+    let mut headers = Headers::default();
+    if read.is_ok() {
+        headers.add(file, 0, slots.bytes(), &mut Recovering(&|_, _| {}));
+    }
+    let matches = headers.bad_slots == 0 && headers.sequence == sequence;
+    if !matches {
+        let found = headers.sequence;
+        tracing::warn!(
+            sequence,
+            found,
+            "the index of a disk is not that of the last clean end: its headers are read"
+        );
+    }
+    matches
 }
 
 /// First page and listed length of each block.

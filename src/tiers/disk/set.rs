@@ -361,8 +361,15 @@ impl DiskSet {
     /// Flushes, and writes the index, so that the next start need not read the headers.
     pub(super) fn close(&self) -> io::Result<()> {
         self.flush()?;
+        let (first, segment, _) = self.geometry().slot_at(0, 0);
+        if self.existing_segment(first, segment).is_none() {
+            return Ok(());
+        }
+        // The last write of the headers is that of region 0, so that a start sees which index belongs to them.
+        self.table().checkpoint();
+        self.flush()?;
         let table = self.table();
-        if table.is_dirty() {
+        if table.is_dirty() || table.newest_of(0) != table.sequence() {
             return Ok(());
         }
         let (set, sequence) = (self.file.set, table.sequence());

@@ -168,6 +168,11 @@ impl Table {
         self.sequence
     }
 
+    /// The sequence number of the last write of a region; 0 before the first.
+    pub(super) fn newest_of(&self, region: u32) -> u64 {
+        self.regions.get(&region).map_or(0, |slots| slots.sequence)
+    }
+
     /// Notes that all writes up to this sequence number are durable.
     pub(super) fn note_durable(&mut self, sequence: u64) {
         self.durable = self.durable.max(sequence);

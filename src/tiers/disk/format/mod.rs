@@ -32,7 +32,9 @@
 //!   from which such pages were removed are durable before the pages are overwritten, so that no header lists pages that
 //!   are not there, however a process ends.
 //! * A slot is not overwritten while it is the only durable one of its region.
-//! * The index is a copy of the headers, written at a clean end and removed at the next start before anything changes.
+//! * The index is a copy of the headers, written at a clean end and removed at the next start before anything changes. Its
+//!   sequence number is that of the last write of region 0, which each start writes once more: an index that is put back
+//!   later is not used.
 //!
 //! # What is durable when
 //!

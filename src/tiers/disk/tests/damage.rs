@@ -34,6 +34,67 @@ fn a_clean_end_leaves_an_index_that_the_next_start_uses() {
 }
 
 #[test]
+fn an_older_index_that_is_put_back_is_not_used() {
+    for (reset, clean) in [(false, false), (true, false), (true, true)] {
+        let mut world = filled();
+        world.tier().close().expect("closed");
+        world.tier = None;
+        let kept = world.disks[0].keep("index");
+        let found = world.start(key(1)).expect("opened");
+        assert!(found.by_index);
+        if reset {
+            let record = world.record(200, (0, 4), 2);
+            world.store(&record).expect("stored");
+            world.reset(Some(1)).expect("reset");
+            let record = world.record(220, (0, 4), 2);
+            world.store(&record).expect("stored");
+            world.tier().flush().expect("flushed");
+        }
+        let served = world.served();
+        assert_eq!(served.len(), if reset { 8 } else { 50 });
+        let sequence = world.set().table().sequence();
+        if clean {
+            world.tier().close().expect("closed");
+        }
+        world.tier = None;
+        world.disks[0].put_back("index", kept);
+        let found = world.start(key(1)).expect("opened");
+        assert!(!found.by_index, "reset: {reset}, clean: {clean}");
+        assert_eq!(world.served(), served);
+        assert!(world.set().table().sequence() >= sequence);
+    }
+}
+
+#[test]
+fn an_older_index_is_not_used_after_a_start_that_was_interrupted() {
+    for changes in 0..12 {
+        let mut world = World::new(1, 4 << 20);
+        world.start(key(1)).expect("a fresh disk");
+        // The reset leaves the header of region 0 as it was.
+        for (start, namespace) in [(0, 2), (40, 1)] {
+            let record = world.record(start, (0, 10), namespace);
+            world.store(&record).expect("stored");
+        }
+        world.tier().close().expect("closed");
+        world.tier = None;
+        let kept = world.disks[0].keep("index");
+        world.disks[0].die_after(Some(changes));
+        let interrupted = world.start(key(1));
+        assert!(changes > 2 || interrupted.is_err());
+        world.disks[0].die_after(None);
+        world.tier = None;
+        world.start(key(1)).expect("opened");
+        assert_eq!(world.served().len(), 20);
+        world.reset(Some(1)).expect("reset");
+        world.tier().flush().expect("flushed");
+        world.tier = None;
+        world.disks[0].put_back("index", kept);
+        let found = world.start(key(1)).expect("opened");
+        assert!(!found.by_index && world.served().len() == 10);
+    }
+}
+
+#[test]
 fn two_layouts_in_turn_find_their_own_pages() {
     let mut world = filled();
     let first = world.served();

@@ -347,7 +347,7 @@ fn a_stale_generation_is_found_and_not_served() {
     world.tier = None;
     // The header of the pages that were there before, beside the new pages.
     file.write(old.bytes(), at).expect("written");
-    let served = found_and_repaired(&mut world, &before, &[FindingKind::RecentPage]);
+    let served = found_and_repaired(&mut world, &before, &[FindingKind::Page]);
     assert_eq!(served.len(), 40);
 }
 

@@ -243,6 +243,29 @@ impl SimDisk {
         disk.waiting -= usize::from(write);
     }
 
+    /// Keeps a copy of a file that is replaced or removed later, never written: its directory and its number.
+    pub(in super::super) fn keep(&self, name: &str) -> (usize, usize) {
+        let disk = self.lock();
+        let inode = disk.inode_named(name);
+        let has = |directory: &SimDirectory| {
+            let now = directory.now();
+            matches!(now.get(name), Some(Entry::File(found)) if *found == inode)
+        };
+        let directory = disk.directories.iter().position(has);
+        (directory.expect("a directory with the file"), inode)
+    }
+
+    /// Puts a file back that was kept.
+    pub(in super::super) fn put_back(&self, name: &str, (directory, inode): (usize, usize)) {
+        let mut disk = self.lock();
+        let directory = &mut disk.directories[directory];
+        directory.durable = directory.now();
+        directory.changes.clear();
+        directory
+            .durable
+            .insert(name.to_owned(), Entry::File(inode));
+    }
+
     /// The contents after a loss of power. The disk works again.
     pub(in super::super) fn crash(&self, rng: &mut fastrand::Rng) {
         let mut disk = self.lock();
