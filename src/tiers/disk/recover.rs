@@ -10,8 +10,8 @@ use kvferry_types::Stored;
 use super::buffer::AlignedBuffer;
 use super::files::{DiskFile, Files};
 use super::format::{
-    BlockHeader, FormatError, Geometry, INDEX_NAME, Marks, REGION_PAGES, Region, SetFile, SetKey,
-    read_index,
+    BlockHeader, FormatError, Geometry, INDEX_NAME, Mark, Marks, REGION_PAGES, Region, SetFile,
+    SetKey, read_index,
 };
 use super::room::Room;
 use super::set::{DiskSet, Segments, lock_file, region_id, segment_name, segment_number};
@@ -108,6 +108,11 @@ pub(super) fn open_set(
         by_index: index.is_some(),
         ..Recovered::default()
     };
+    let mut recovering = Recovering {
+        progress,
+        marks,
+        stale: Vec::new(),
+    };
     let headers = match index {
         Some(index) => {
             let blocks = index.blocks.into_iter();
@@ -121,7 +126,7 @@ pub(super) fn open_set(
                 bad_slots: 0,
             }
         }
-        None => read_tables(&file, &segments, &mut Recovering(progress))?,
+        None => read_tables(&file, &segments, &mut recovering)?,
     };
     found.bad_slots = headers.bad_slots;
     let Headers {
@@ -152,6 +157,8 @@ pub(super) fn open_set(
         }
         found.reset_pages += before - table.pages();
     }
+    let stale = recovering.stale.into_iter();
+    stale.for_each(|region| table.rewrite(region));
     (found.pages, found.blocks) = (table.pages(), table.len() as u64);
     let set = DiskSet::new(file, directories, segments, Arc::clone(room), table);
     if !found.by_index {
@@ -177,7 +184,7 @@ fn matches_headers(file: &SetFile, segments: &[Segments], sequence: u64) -> bool
         segment_of(segments, disk, segment).and_then(|opened| opened.read(slots.bytes_mut(), at));
     let mut headers = Headers::default();
     if read.is_ok() {
-        headers.add(file, 0, slots.bytes(), &mut Recovering(&|_, _| {}));
+        headers.add(file, 0, slots.bytes(), &mut Unchecked);
     }
     let matches = headers.bad_slots == 0 && headers.sequence == sequence;
     if !matches {
@@ -333,14 +340,43 @@ pub(super) trait TableReader {
 
     /// Called for each slot of a region that is not whole.
     fn bad_slot(&mut self, _region: u32, _slot: u8, _error: FormatError) {}
+
+    /// Called for a whole slot that does not count, because the other one of its region is newer.
+    fn older_slot(&mut self, _region: u32, _slot: &Region) {}
 }
 
-/// Recovery counts slots that are not whole, and goes on.
-struct Recovering<'a>(&'a dyn Fn(u64, u64));
+/// Counts slots that are not whole, and goes on.
+struct Unchecked;
+
+impl TableReader for Unchecked {
+    fn progress(&mut self, _: u64, _: u64) {}
+}
+
+/// Recovery finds the slots that would bring pages of a reset back, if the newer slot of their region were damaged after
+/// the marks are dropped.
+struct Recovering<'a> {
+    progress: &'a dyn Fn(u64, u64),
+    marks: &'a Marks,
+    /// Regions whose older slot lists a page that a mark covers.
+    stale: Vec<u32>,
+}
 
 impl TableReader for Recovering<'_> {
     fn progress(&mut self, done: u64, all: u64) {
-        (self.0)(done, all);
+        (self.progress)(done, all);
+    }
+
+    fn older_slot(&mut self, region: u32, slot: &Region) {
+        let covers = |mark: &Mark, block: &BlockHeader| {
+            block.pages.iter().any(|page| {
+                let old = page.stored <= mark.through;
+                old && mark.scope.contains(block.domain, page.fingerprint)
+            })
+        };
+        let mut blocks = slot.blocks.iter();
+        if blocks.any(|(_, block)| self.marks.iter().any(|mark| covers(mark, block))) {
+            self.stale.push(region);
+        }
     }
 }
 
@@ -401,11 +437,18 @@ impl Headers {
                 Ok(Some(region)) => {
                     self.sequence = self.sequence.max(region.sequence);
                     self.durable = self.durable.max(region.durable);
-                    if newest
-                        .as_ref()
-                        .is_none_or(|(_, other)| other.sequence < region.sequence)
-                    {
-                        newest = Some((slot, region));
+                    let older = match newest.take() {
+                        Some(other) if other.1.sequence >= region.sequence => {
+                            newest = Some(other);
+                            Some(region)
+                        }
+                        other => {
+                            newest = Some((slot, region));
+                            other.map(|(_, region)| region)
+                        }
+                    };
+                    if let Some(older) = older {
+                        reader.older_slot(number, &older);
                     }
                 }
             }

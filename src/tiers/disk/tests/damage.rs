@@ -66,6 +66,29 @@ fn an_older_index_that_is_put_back_is_not_used() {
 }
 
 #[test]
+fn a_damaged_header_does_not_bring_back_pages_of_a_reset_that_a_restart_interrupted() {
+    for slot in 0..2 {
+        let mut world = filled();
+        let slot_bytes = world.set().geometry().slot_bytes;
+        world.reset(Some(1)).expect("reset");
+        // The first slots of all regions; the second ones follow with a later flush.
+        world.set().write_dirty(0, 100).expect("written");
+        world.tier = None;
+        world.start(key(1)).expect("opened");
+        assert!(world.served().is_empty());
+        // From here on, no mark says that the pages were removed.
+        world.tier().flush().expect("flushed");
+        world.tier = None;
+        // The block of page 20 is one of region 1.
+        let at = (2 + slot) * slot_bytes + 40;
+        world.disks[0].flip_bit(&segment_name(0), at, 2);
+        let found = world.start(key(1)).expect("opened");
+        assert_eq!(found.bad_slots, 1);
+        assert!(world.served().is_empty(), "slot {slot}");
+    }
+}
+
+#[test]
 fn an_older_index_is_not_used_after_a_start_that_was_interrupted() {
     for changes in 0..12 {
         let mut world = World::new(1, 4 << 20);
