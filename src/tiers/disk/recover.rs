@@ -8,6 +8,7 @@ use std::sync::Arc;
 use kvferry_types::Stored;
 
 use super::buffer::AlignedBuffer;
+use super::faults::is_full;
 use super::files::{DiskFile, Files};
 use super::format::{
     BlockHeader, FormatError, Geometry, INDEX_NAME, Mark, Marks, REGION_PAGES, Region, SetFile,
@@ -82,9 +83,11 @@ pub(super) fn open_set(
     let file = set_file(of, &directories, room.share())?;
     let geometry = file.geometry;
     let count = geometry.segments(room.share());
-    let mut segments = Vec::new();
+    let (mut segments, mut short) = (Vec::new(), false);
     for directory in &directories {
-        segments.push(open_segments(directory.as_ref(), &geometry, count)?);
+        let (opened, complete) = open_segments(directory.as_ref(), &geometry, count)?;
+        segments.push(opened);
+        short |= !complete;
     }
     let segments_bytes = u64::from(count) * geometry.segment_bytes();
     room.open(
@@ -161,6 +164,9 @@ pub(super) fn open_set(
     stale.for_each(|region| table.rewrite(region));
     (found.pages, found.blocks) = (table.pages(), table.len() as u64);
     let set = DiskSet::new(file, directories, segments, Arc::clone(room), table);
+    if short {
+        set.shrink();
+    }
     if !found.by_index {
         // What was read need not be durable: a process that ended may not have flushed it.
         set.flush()?;
@@ -297,13 +303,14 @@ pub(super) fn invalid(error: FormatError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-/// Opens the segments of a disk for which the cap has room, and removes those behind.
+/// Opens the segments of a disk for which the cap has room, and removes those behind. A segment whose creation did not
+/// end, and that the disk has no room for, is removed, too; the second value is false then.
 fn open_segments(
     directory: &dyn Files,
     geometry: &Geometry,
     count: u32,
-) -> io::Result<Vec<Option<Arc<dyn DiskFile>>>> {
-    let mut segments = vec![None; count as usize];
+) -> io::Result<(Segments, bool)> {
+    let (mut segments, mut complete) = (vec![None; count as usize], true);
     for name in directory.names()? {
         let Some(number) = segment_number(&name) else {
             continue;
@@ -312,14 +319,24 @@ fn open_segments(
             directory.remove(&name)?;
             continue;
         };
-        *place = directory.open(&segment_name(number))?;
-        if let Some(file) = place {
-            lock_file(file.as_ref())?;
-            file.allocate(geometry.segment_bytes())?;
+        let Some(file) = directory.open(&segment_name(number))? else {
+            continue;
+        };
+        lock_file(file.as_ref())?;
+        match file.allocate(geometry.segment_bytes()) {
+            Ok(()) => *place = Some(file),
+            // No header lists a page of a file that ends in its table.
+            Err(error) if is_full(&error) && file.bytes()? <= geometry.table_bytes() => {
+                tracing::warn!(%error, name, "the disk has no room for a segment: it is removed");
+                drop(file);
+                directory.remove(&name)?;
+                complete = false;
+            }
+            Err(error) => return Err(error),
         }
     }
     directory.sync()?;
-    Ok(segments)
+    Ok((segments, complete))
 }
 
 /// How the tables of a set are read, and what is done with slots that are not whole.

@@ -3,6 +3,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
+use super::super::set::segment_name;
 use super::world::{World, key};
 
 #[test]
@@ -31,4 +32,25 @@ fn neither_the_capacity_nor_a_read_waits_for_the_creation_of_a_segment() {
         assert_eq!(found, Ok(((capacity, true, false), true, one)));
     });
     assert!(set.existing_segment(0, 1).is_some());
+}
+
+#[test]
+fn a_segment_whose_creation_did_not_end_does_not_stop_a_start_on_a_full_disk() {
+    let mut world = World::new(1, 4 << 20);
+    world.start(key(1)).expect("a fresh disk");
+    let record = world.record(0, (0, 10), 1);
+    world.store(&record).expect("stored");
+    world.tier().flush().expect("flushed");
+    let (served, full) = (world.served(), world.set().capacity_pages());
+    world.tier = None;
+    world.disks[0].create_beside(&segment_name(0), &segment_name(1));
+    world.disks[0].set_room(Some(0));
+    world.start(key(1)).expect("opened");
+    let set = world.set();
+    assert_eq!(world.served(), served);
+    assert!(set.is_short() && set.existing_segment(0, 1).is_none());
+    assert_eq!(set.capacity_pages(), set.geometry().pages(1));
+    world.disks[0].set_room(None);
+    assert!(set.grow());
+    assert_eq!(set.capacity_pages(), full);
 }

@@ -255,6 +255,13 @@ impl SimDisk {
         (directory.expect("a directory with the file"), inode)
     }
 
+    /// Creates a file beside one that has this name, somewhere.
+    pub(in super::super) fn create_beside(&self, name: &str, fresh: &str) {
+        let (directory, _) = self.keep(name);
+        let made = SimFiles(self.clone(), directory).create(fresh);
+        made.expect("no file of this name");
+    }
+
     /// Puts a file back that was kept.
     pub(in super::super) fn put_back(&self, name: &str, (directory, inode): (usize, usize)) {
         let mut disk = self.lock();
@@ -509,16 +516,16 @@ impl DiskFile for SimFile {
         if let Some(kind) = disk.failing {
             return Err(kind.into());
         }
-        if disk.room.is_some_and(|room| room < bytes) {
+        let has = disk.inodes[self.1].lengths.last().copied().unwrap_or(0);
+        let more = bytes.saturating_sub(has);
+        if disk.room.is_some_and(|room| room < more) {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        let inode = &mut disk.inodes[self.1];
-        let grown = inode.lengths.last().is_none_or(|len| *len < bytes);
-        if grown {
-            inode.lengths.push(bytes);
+        if more > 0 {
+            disk.inodes[self.1].lengths.push(bytes);
         }
-        if let Some(room) = disk.room.as_mut().filter(|_| grown) {
-            *room -= bytes;
+        if let Some(room) = disk.room.as_mut() {
+            *room -= more;
         }
         Ok(())
     }
