@@ -84,16 +84,16 @@ pub(super) fn open_set(
     let geometry = file.geometry;
     let count = geometry.segments(room.share());
     let (mut segments, mut short) = (Vec::new(), false);
-    for directory in &directories {
-        let (opened, complete) = open_segments(directory.as_ref(), &geometry, count)?;
+    let name = of.key.name();
+    for (disk, directory) in directories.iter().enumerate() {
+        let (opened, complete) = open_segments(directory.as_ref(), &geometry, count, &|| {
+            room.remove_closed(disk, &name)
+        })?;
         segments.push(opened);
         short |= !complete;
     }
     let segments_bytes = u64::from(count) * geometry.segment_bytes();
-    room.open(
-        Some(&of.key.name()),
-        room.share().saturating_sub(segments_bytes),
-    )?;
+    room.open(Some(&name), room.share().saturating_sub(segments_bytes))?;
     let index = match directories.first() {
         Some(directory) => {
             let index = read_index(directory.as_ref(), file.set)?;
@@ -309,6 +309,7 @@ fn open_segments(
     directory: &dyn Files,
     geometry: &Geometry,
     count: u32,
+    make_room: &dyn Fn() -> io::Result<bool>,
 ) -> io::Result<(Segments, bool)> {
     let (mut segments, mut complete) = (vec![None; count as usize], true);
     for name in directory.names()? {
@@ -323,7 +324,13 @@ fn open_segments(
             continue;
         };
         lock_file(file.as_ref())?;
-        match file.allocate(geometry.segment_bytes()) {
+        let allocated = loop {
+            let allocated = file.allocate(geometry.segment_bytes());
+            if !allocated.as_ref().is_err_and(is_full) || !make_room()? {
+                break allocated;
+            }
+        };
+        match allocated {
             Ok(()) => *place = Some(file),
             // No header lists a page of a file that ends in its table.
             Err(error) if is_full(&error) && file.bytes()? <= geometry.table_bytes() => {

@@ -114,6 +114,27 @@ impl Room {
         }
     }
 
+    /// Removes a set of another layout than `kept` from a disk that has less room than the cap. Returns false if none is
+    /// left.
+    pub(super) fn remove_closed(&self, disk: usize, kept: &str) -> io::Result<bool> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(disk) = state.disks.get_mut(disk) else {
+            return Ok(false);
+        };
+        let name = disk.closed.keys().find(|name| *name != kept).cloned();
+        let Some(name) = name else {
+            return Ok(false);
+        };
+        let left = disk.closed.remove(&name);
+        tracing::info!(
+            set = name,
+            bytes = left,
+            "the disk is full: the set of another layout makes room"
+        );
+        remove_set(disk.directory.as_ref(), &name)?;
+        Ok(true)
+    }
+
     fn make_room(&self, state: &mut State, disk: usize, bytes: u64) -> io::Result<()> {
         let limit = self.share.saturating_sub(state.reserved);
         let Some(disk) = state.disks.get_mut(disk) else {

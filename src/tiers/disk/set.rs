@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvferry_types::{PageRecord, PageRun, Record, Stored, TransferId};
 
 use super::buffer::AlignedBuffer;
-use super::faults::FaultyPages;
+use super::faults::{FaultyPages, is_full};
 use super::files::{DiskFile, Files};
 use super::format::{
     Geometry, HeaderPage, INDEX_NAME, PageSum, Region, RegionId, SET_NAME, SetFile, SetKeys,
@@ -247,28 +247,22 @@ impl DiskSet {
         Ok(created)
     }
 
+    /// Creates a segment. On a disk with less room than the cap, sets of other layouts make room.
     fn create_segment(&self, disk: usize, segment: u32) -> io::Result<Arc<dyn DiskFile>> {
         let bytes = self.geometry().segment_bytes();
         self.room.make(disk, bytes)?;
-        let directory = &self.directories[disk];
         let name = segment_name(segment);
-        let created = match directory.open(&name)? {
-            Some(file) => file,
-            None => directory.create(&name)?,
-        };
-        let prepared = created
-            .allocate(bytes)
-            .and_then(|()| lock_file(created.as_ref()));
-        if let Err(error) = prepared.and_then(|()| directory.sync()) {
-            // A file without room for all of its pages would count as one that has it.
-            drop(created);
-            self.room.take_back(disk, bytes);
-            if let Err(second) = directory.remove(&name) {
-                tracing::warn!(%second, name, "a segment without room for its pages is not removed");
+        let created = loop {
+            let created = create_file(self.directories[disk].as_ref(), &name, bytes);
+            let full = created.as_ref().is_err_and(is_full);
+            if !full || !self.room.remove_closed(disk, &self.file.key.name())? {
+                break created;
             }
-            return Err(error);
+        };
+        if created.is_err() {
+            self.room.take_back(disk, bytes);
         }
-        Ok(created)
+        created
     }
 
     /// Makes durable what the disk has to know before the pages of a run are overwritten: otherwise a header could
@@ -388,6 +382,26 @@ impl DiskSet {
     pub(super) fn region_id(&self, number: u32) -> RegionId {
         region_id(&self.file, number)
     }
+}
+
+/// Creates the file of a segment with room for all of its pages.
+fn create_file(directory: &dyn Files, name: &str, bytes: u64) -> io::Result<Arc<dyn DiskFile>> {
+    let created = match directory.open(name)? {
+        Some(file) => file,
+        None => directory.create(name)?,
+    };
+    let prepared = created
+        .allocate(bytes)
+        .and_then(|()| lock_file(created.as_ref()));
+    if let Err(error) = prepared.and_then(|()| directory.sync()) {
+        // A file without room for all of its pages would count as one that has it.
+        drop(created);
+        if let Err(second) = directory.remove(name) {
+            tracing::warn!(%second, name, "a segment without room for its pages is not removed");
+        }
+        return Err(error);
+    }
+    Ok(created)
 }
 
 /// Identity of a region of a set.

@@ -42,8 +42,9 @@ fn a_segment_whose_creation_did_not_end_does_not_stop_a_start_on_a_full_disk() {
     world.store(&record).expect("stored");
     world.tier().flush().expect("flushed");
     let (served, full) = (world.served(), world.set().capacity_pages());
+    world.set().segment(0, 1).expect("created");
     world.tier = None;
-    world.disks[0].create_beside(&segment_name(0), &segment_name(1));
+    world.disks[0].cut_file(&segment_name(1));
     world.disks[0].set_room(Some(0));
     world.start(key(1)).expect("opened");
     let set = world.set();
@@ -53,4 +54,54 @@ fn a_segment_whose_creation_did_not_end_does_not_stop_a_start_on_a_full_disk() {
     world.disks[0].set_room(None);
     assert!(set.grow());
     assert_eq!(set.capacity_pages(), full);
+}
+
+#[test]
+fn sets_of_other_layouts_make_room_on_a_disk_that_is_smaller_than_the_cap() {
+    let mut world = World::new(1, 64 << 20);
+    for layout in 1..4 {
+        world.start(key(layout)).expect("opened");
+        let record = world.record(0, (0, 10), 1);
+        world.store(&record).expect("stored");
+        world.tier().close().expect("closed");
+        world.tier = None;
+    }
+    world.start(key(4)).expect("a new set");
+    let segment = world.set().geometry().segment_bytes();
+    let used = world.disks[0].used();
+    assert!(used + 4 * segment < 60 << 20, "the cap has room");
+    world.disks[0].set_room(Some(0));
+    let set = world.set();
+    for number in 0..3 {
+        set.segment(0, number).expect("a closed set makes room");
+    }
+    let error = set.segment(0, 3).expect_err("no closed set is left");
+    assert_eq!(error.kind(), std::io::ErrorKind::StorageFull);
+    assert!(set.used_bytes() < 4 * segment);
+    for number in 0..3 {
+        assert!(set.existing_segment(0, number).is_some());
+    }
+}
+
+#[test]
+fn a_set_of_another_layout_makes_room_for_a_segment_whose_creation_did_not_end() {
+    let mut world = World::new(1, 64 << 20);
+    for layout in 1..3 {
+        world.start(key(layout)).expect("opened");
+        let record = world.record(0, (0, 10), 1);
+        world.store(&record).expect("stored");
+        world.tier().flush().expect("flushed");
+        world.tier = None;
+    }
+    world.start(key(2)).expect("opened");
+    let served = world.served();
+    assert_eq!(served.len(), 10);
+    world.set().segment(0, 1).expect("created");
+    world.tier = None;
+    world.disks[0].cut_file(&segment_name(1));
+    world.disks[0].set_room(Some(0));
+    world.start(key(2)).expect("opened");
+    assert_eq!(world.served(), served);
+    let set = world.set();
+    assert!(!set.is_short() && set.existing_segment(0, 1).is_some());
 }

@@ -255,11 +255,14 @@ impl SimDisk {
         (directory.expect("a directory with the file"), inode)
     }
 
-    /// Creates a file beside one that has this name, somewhere.
-    pub(in super::super) fn create_beside(&self, name: &str, fresh: &str) {
-        let (directory, _) = self.keep(name);
-        let made = SimFiles(self.clone(), directory).create(fresh);
-        made.expect("no file of this name");
+    /// Cuts a file that has this name, somewhere, to no bytes.
+    pub(in super::super) fn cut_file(&self, name: &str) {
+        let mut disk = self.lock();
+        let inode = disk.inode_named(name);
+        disk.inodes[inode] = Inode {
+            lengths: vec![0],
+            units: BTreeMap::new(),
+        };
     }
 
     /// Puts a file back that was kept.
@@ -411,6 +414,10 @@ impl Files for SimFiles {
 
     fn remove(&self, name: &str) -> io::Result<()> {
         let mut disk = self.0.change()?;
+        if let Some(Entry::File(inode)) = disk.directories[self.1].now().get(name) {
+            let bytes = disk.inodes[*inode].lengths.last().copied().unwrap_or(0);
+            disk.room = disk.room.map(|room| room + bytes);
+        }
         disk.directories[self.1]
             .changes
             .push(NameChange::Remove(name.to_owned()));
