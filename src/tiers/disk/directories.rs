@@ -211,6 +211,7 @@ fn identity(
     tier: Option<u128>,
 ) -> Result<DiskIdentity, DiskError> {
     let begun = Instant::now();
+    let mut locked = false;
     loop {
         let read = DiskIdentity::read(disk).map_err(failed(path, "read its identity"))?;
         match read {
@@ -221,10 +222,13 @@ fn identity(
                     error,
                 });
             }
+            None if locked => break,
             None => {}
         }
         if disk.try_lock().map_err(failed(path, "lock it"))? {
-            break;
+            // Another process may have written the identity and ended since it was read.
+            locked = true;
+            continue;
         }
         if begun.elapsed() > IDENTITY_LIMIT {
             let text = "another process has it locked and writes no identity";

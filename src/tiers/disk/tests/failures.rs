@@ -2,6 +2,7 @@
 
 use std::io;
 
+use super::super::format::DiskIdentity;
 use super::super::scrub::Scrub;
 use super::super::set::segment_name;
 use super::super::{DiskDirectories, DiskError, DiskIo, is_full, is_read_only};
@@ -186,6 +187,18 @@ fn a_disk_that_is_gone_is_missing_until_it_is_back() {
     world.tier = None;
     world.start(key(1)).expect("opened");
     assert_eq!(world.served().len(), 4);
+}
+
+#[test]
+fn an_identity_that_another_process_wrote_before_the_lock_is_kept() {
+    let world = World::new(1, 64 << 20);
+    let (disk, disks) = (0, 1);
+    let tier = 77;
+    world.disks[0].write_before_lock(DiskIdentity { tier, disk, disks });
+    let directories = world.directories().expect("opened");
+    assert_eq!(directories.tier, tier);
+    let again = world.directories().expect("opened");
+    assert_eq!(again.tier, tier);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use super::super::files::{DiskFile, Entry as Named, EntryKind, Files, UNIT_BYTES};
+use super::super::format::DiskIdentity;
 
 type Unit = Arc<[u8]>;
 
@@ -90,6 +91,8 @@ struct Disk {
     silent: bool,
     /// Writes that wait.
     waiting: usize,
+    /// The identity that another process writes before the first lock is taken.
+    late: Option<DiskIdentity>,
 }
 
 /// Bytes of a file that the disk does not read, or does not write.
@@ -253,6 +256,11 @@ impl SimDisk {
         };
         let directory = disk.directories.iter().position(has);
         (directory.expect("a directory with the file"), inode)
+    }
+
+    /// Another process writes this identity and ends, right before a lock is taken.
+    pub(in super::super) fn write_before_lock(&self, identity: DiskIdentity) {
+        self.lock().late = Some(identity);
     }
 
     /// Cuts a file that has this name, somewhere, to no bytes.
@@ -441,6 +449,8 @@ impl Files for SimFiles {
     }
 
     fn try_lock(&self) -> io::Result<bool> {
+        let late = self.0.lock().late.take();
+        late.map_or(Ok(()), |late| late.write(self))?;
         Ok(true)
     }
 }
