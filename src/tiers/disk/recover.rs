@@ -255,13 +255,27 @@ fn set_file(of: SetOf, directories: &[Arc<dyn Files>], share: u64) -> io::Result
         Some(Ok(file)) => {
             let expected = (of.tier, of.shard, of.key, disks);
             let found = (file.tier, file.shard, file.key, file.geometry.disks);
-            match expected == found {
-                true => Ok(file),
-                false => Err(invalid(FormatError::Field {
+            if expected != found {
+                return Err(invalid(FormatError::Field {
                     field: "identity of the set",
                     value: file.shard.into(),
-                })),
+                }));
             }
+            let fitting = Geometry::new(&of.key, disks, share).map_err(invalid)?;
+            if file.geometry.segments(share) > 0 || fitting == file.geometry {
+                return Ok(file);
+            }
+            // The set was made for a larger cap: its segments would stay too large for this one for ever.
+            if remove_segments(directories)? {
+                tracing::warn!(
+                    set = of.key.name(),
+                    share,
+                    segment = file.geometry.segment_bytes(),
+                    "g3 leaves {share} bytes of a disk to this shard, less than one segment of the set needs: its pages are \
+                     removed, and it begins anew with smaller segments"
+                );
+            }
+            new_set(of, first.as_ref(), (disks, share))
         }
         Some(Err(FormatError::Checksum | FormatError::Short)) => {
             // Without it, nothing says where the pages lie. The pages are lost.
@@ -269,19 +283,25 @@ fn set_file(of: SetOf, directories: &[Arc<dyn Files>], share: u64) -> io::Result
                 set = of.key.name(),
                 "the set file is damaged: its pages are removed"
             );
-            for directory in directories {
-                let names = directory.names()?;
-                let segments = names.iter().filter(|name| segment_number(name).is_some());
-                segments
-                    .into_iter()
-                    .try_for_each(|name| directory.remove(name))?;
-                directory.sync()?;
-            }
+            remove_segments(directories)?;
             new_set(of, first.as_ref(), (disks, share))
         }
         Some(Err(error)) => Err(invalid(error)),
         None => new_set(of, first.as_ref(), (disks, share)),
     }
+}
+
+/// Removes all segments of a set. Returns false if there were none.
+fn remove_segments(directories: &[Arc<dyn Files>]) -> io::Result<bool> {
+    let mut removed = false;
+    for directory in directories {
+        let mut names = directory.names()?;
+        names.retain(|name| segment_number(name).is_some());
+        removed |= !names.is_empty();
+        names.iter().try_for_each(|name| directory.remove(name))?;
+        directory.sync()?;
+    }
+    Ok(removed)
 }
 
 fn new_set(of: SetOf, first: &dyn Files, (disks, share): (u16, u64)) -> io::Result<SetFile> {

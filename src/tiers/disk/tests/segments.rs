@@ -57,6 +57,32 @@ fn a_segment_whose_creation_did_not_end_does_not_stop_a_start_on_a_full_disk() {
 }
 
 #[test]
+fn a_set_that_was_made_for_a_much_larger_cap_gets_segments_that_fit() {
+    for segments in 0..2 {
+        let mut world = World::new(2, 2 << 30);
+        world.start(key(1)).expect("fresh disks");
+        if segments > 0 {
+            let record = world.record(0, (0, 10), 1);
+            world.store(&record).expect("stored");
+        }
+        world.tier().close().expect("closed");
+        world.tier = None;
+        world.cap = 8 << 20;
+        for _ in 0..2 {
+            world.start(key(1)).expect("opened");
+            let capacity = world.set().capacity_pages();
+            assert!(capacity > 0 && capacity == world.tier().capacity_pages(&key(1)));
+            world.tier = None;
+        }
+        world.start(key(1)).expect("opened");
+        assert!(world.served().is_empty());
+        let record = world.record(0, (0, 10), 1);
+        world.store(&record).expect("stored");
+        assert!(world.disks.iter().all(|disk| disk.used() <= 4 << 20));
+    }
+}
+
+#[test]
 fn sets_of_other_layouts_make_room_on_a_disk_that_is_smaller_than_the_cap() {
     let mut world = World::new(1, 64 << 20);
     for layout in 1..4 {
