@@ -96,7 +96,7 @@ pub(super) fn open_set(
     room.open(Some(&name), room.share().saturating_sub(segments_bytes))?;
     let index = match directories.first() {
         Some(directory) => {
-            let index = read_index(directory.as_ref(), file.set)?;
+            let index = read_index(directory.as_ref(), file.set, geometry.pages(count))?;
             let index = index.filter(|index| matches_headers(&file, &segments, index.sequence));
             // From here on the headers change, and the index does not.
             if directory.open(INDEX_NAME)?.is_some() {
@@ -277,7 +277,7 @@ fn set_file(of: SetOf, directories: &[Arc<dyn Files>], share: u64) -> io::Result
             }
             new_set(of, first.as_ref(), (disks, share))
         }
-        Some(Err(FormatError::Checksum | FormatError::Short)) => {
+        Some(Err(FormatError::Checksum | FormatError::Short | FormatError::Magic(_))) => {
             // Without it, nothing says where the pages lie. The pages are lost.
             tracing::error!(
                 set = of.key.name(),

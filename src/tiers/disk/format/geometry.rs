@@ -124,6 +124,7 @@ impl Geometry {
             ("page_bytes", self.page_bytes, 1..=1 << 40),
             ("ratio", u64::from(ratio), 1..=256),
             ("disks", u64::from(self.disks), 1..=64),
+            ("slot_bytes", self.slot_bytes, 1..=slot_bytes(256)),
             ("stripe_pages", u64::from(self.stripe_pages), 1..=1 << 16),
             (
                 "segment_pages",
@@ -341,6 +342,11 @@ mod tests {
         let good = Geometry::new(&key(4096, 32), 1, 1 << 30).expect("valid");
         let bad = Geometry {
             stride: 5000,
+            ..good
+        };
+        assert!(bad.check(32).is_err());
+        let bad = Geometry {
+            slot_bytes: slot_bytes(256) + UNIT_BYTES,
             ..good
         };
         assert!(bad.check(32).is_err());

@@ -10,12 +10,14 @@ use std::io;
 use super::super::files::Files;
 use super::super::table::Slots;
 use super::FormatError;
-use super::codec::{Reader, Writer, read, replace};
-use super::region::BlockHeader;
+use super::codec::{Reader, Writer, file_bytes, read, replace};
+use super::region::{BlockHeader, INDEX_BYTES_PER_PAGE};
 
 /// Name of the file.
 pub const INDEX_NAME: &str = "index";
 const MAGIC: &[u8; 8] = b"KVFINDEX";
+/// Bytes of the body without regions and blocks.
+const BODY_BYTES: u64 = 16 + 8 + 4 + 4;
 
 /// All headers of a set.
 #[derive(Debug, PartialEq, Eq)]
@@ -51,10 +53,14 @@ pub(in super::super) fn write_index<'a>(
     replace(files, INDEX_NAME, MAGIC, &body.0)
 }
 
-/// Reads the index of a set; `None` if there is none, or if it is that of another set or damaged: the headers say the
-/// same.
-pub(in super::super) fn read_index(files: &dyn Files, set: u128) -> io::Result<Option<Index>> {
-    match check_index(files, set)? {
+/// Reads the index of a set; `None` if there is none, or if it is that of another set, damaged, or
+/// longer than that of a set of `pages` pages: the headers say the same.
+pub(in super::super) fn read_index(
+    files: &dyn Files,
+    set: u128,
+    pages: u32,
+) -> io::Result<Option<Index>> {
+    match check_index(files, set, pages)? {
         Some(Ok(index)) => Ok(Some(index)),
         Some(Err(error)) => {
             tracing::warn!(%error, "the index of a disk cannot be used: its headers are read");
@@ -64,12 +70,20 @@ pub(in super::super) fn read_index(files: &dyn Files, set: u128) -> io::Result<O
     }
 }
 
-/// Reads the index of a set; `None` if there is none.
+/// Reads the index of a set of `pages` pages; `None` if there is none.
 pub(in super::super) fn check_index(
     files: &dyn Files,
     set: u128,
+    pages: u32,
 ) -> io::Result<Option<Result<Index, FormatError>>> {
-    let body = read(files, INDEX_NAME, (MAGIC, "index"), u64::MAX)?;
+    let most = file_bytes(BODY_BYTES + u64::from(pages) * INDEX_BYTES_PER_PAGE);
+    if let Some(file) = files.open(INDEX_NAME)?
+        && file.bytes()? > most
+    {
+        let (field, value) = ("length of the index", file.bytes()?);
+        return Ok(Some(Err(FormatError::Field { field, value })));
+    }
+    let body = read(files, INDEX_NAME, (MAGIC, "index"), most)?;
     Ok(body.map(|body| decode(&body?, set)))
 }
 

@@ -144,7 +144,7 @@ impl<'a, 'b> SetCheck<'a, 'b> {
             let (disk, segment, _) = geometry.slot_at(region, 0);
             segment_of(&segments, disk, segment).is_ok()
         };
-        let (headers, by_index) = self.index(first.as_ref(), &file, headers, &is_open);
+        let (headers, by_index) = self.index(first.as_ref(), &file, headers, count, &is_open);
         let (mut table, recent) = self.table(&directories, &segments, headers, count);
         let before = table.pages();
         for mark in marks.iter() {
@@ -262,10 +262,11 @@ impl<'a, 'b> SetCheck<'a, 'b> {
         first: &dyn Files,
         file: &SetFile,
         headers: Headers,
+        count: u32,
         is_open: &dyn Fn(u32) -> bool,
     ) -> (Headers, bool) {
         let place = self.file(0, INDEX_NAME);
-        let (what, index) = match check_index(first, file.set) {
+        let (what, index) = match check_index(first, file.set, file.geometry.pages(count)) {
             Ok(None) => return (headers, false),
             Ok(Some(Ok(index))) if index.sequence >= headers.sequence => (None, Some(index)),
             Ok(Some(Ok(index))) => {

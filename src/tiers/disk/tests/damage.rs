@@ -177,6 +177,32 @@ fn a_changed_bit_in_the_index_costs_the_index_alone() {
 }
 
 #[test]
+fn an_index_that_is_longer_than_the_set_permits_is_not_read() {
+    let mut world = filled();
+    let served = world.served();
+    world.tier().close().expect("closed");
+    world.tier = None;
+    world.disks[0].lengthen("index", 512 << 10);
+    let found = world.start(key(1)).expect("opened");
+    assert!(!found.by_index);
+    assert_eq!(world.served(), served);
+}
+
+#[test]
+fn a_changed_bit_in_the_set_file_costs_the_pages_of_the_set_alone() {
+    for at in [0, 20, 40] {
+        let mut world = filled();
+        world.tier = None;
+        // Byte 40 is one of the set's id.
+        world.disks[0].flip_bit("set", at, 3);
+        world.start(key(1)).expect("opened");
+        assert!(world.served().is_empty(), "byte {at}");
+        let record = world.record(0, (0, 10), 1);
+        world.store(&record).expect("stored");
+    }
+}
+
+#[test]
 fn a_new_block_costs_its_bytes_and_one_header() {
     let mut world = filled();
     let set = world.set();

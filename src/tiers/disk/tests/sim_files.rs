@@ -263,6 +263,13 @@ impl SimDisk {
         self.lock().late = Some(identity);
     }
 
+    /// Lengthens a file that has this name, somewhere.
+    pub(in super::super) fn lengthen(&self, name: &str, bytes: u64) {
+        let mut disk = self.lock();
+        let inode = disk.inode_named(name);
+        disk.inodes[inode].lengths = vec![bytes];
+    }
+
     /// Cuts a file that has this name, somewhere, to no bytes.
     pub(in super::super) fn cut_file(&self, name: &str) {
         let mut disk = self.lock();
