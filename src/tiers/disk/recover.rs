@@ -21,6 +21,8 @@ use super::verify::{Verifier, segment_of};
 
 /// Bytes of a table that are read at one time.
 const TABLE_PART_BYTES: u64 = 4 << 20;
+/// What stands in the place of a slot that cannot be read: no slot begins with it.
+const NO_SLOT: u8 = 0xff;
 
 /// What a set was opened for.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +114,7 @@ pub(super) fn open_set(
         ..Recovered::default()
     };
     let mut recovering = Recovering {
+        slot_bytes: geometry.slot_bytes,
         progress,
         marks,
         stale: Vec::new(),
@@ -399,6 +402,7 @@ impl TableReader for Unchecked {
 /// Recovery finds the slots that would bring pages of a reset back, if the newer slot of their region were damaged after
 /// the marks are dropped.
 struct Recovering<'a> {
+    slot_bytes: u64,
     progress: &'a dyn Fn(u64, u64),
     marks: &'a Marks,
     /// Regions whose older slot lists a page that a mark covers.
@@ -406,6 +410,32 @@ struct Recovering<'a> {
 }
 
 impl TableReader for Recovering<'_> {
+    /// One slot that the disk does not read does not hide the others. It counts as one that is not whole.
+    fn read(
+        &mut self,
+        file: &dyn DiskFile,
+        (disk, segment): (usize, u32),
+        out: &mut [u8],
+        at: u64,
+    ) -> io::Result<()> {
+        let Err(first) = file.read(out, at) else {
+            return Ok(());
+        };
+        let slot_bytes = self.slot_bytes;
+        let mut whole = false;
+        for (index, slot) in (at / slot_bytes..).zip(out.chunks_exact_mut(slot_bytes as usize)) {
+            match file.read(slot, index * slot_bytes) {
+                Ok(()) => whole = true,
+                Err(error) => {
+                    tracing::warn!(%error, disk, segment, index, "a slot of headers cannot be read");
+                    slot.fill(NO_SLOT);
+                }
+            }
+        }
+        // A disk that reads nothing has not lost its headers.
+        if whole { Ok(()) } else { Err(first) }
+    }
+
     fn progress(&mut self, done: u64, all: u64) {
         (self.progress)(done, all);
     }

@@ -203,6 +203,24 @@ fn a_changed_bit_in_the_set_file_costs_the_pages_of_the_set_alone() {
 }
 
 #[test]
+fn a_header_that_cannot_be_read_costs_the_pages_of_its_region_alone() {
+    let mut world = filled();
+    let mut served = world.served();
+    let geometry = *world.set().geometry();
+    world.tier = None;
+    // The second slot of region 1, which was written first; the block of page 20 begins there.
+    let at = 3 * geometry.slot_bytes;
+    world.disks[0].fail_place(&segment_name(0), at..at + 4096, false);
+    let found = world.start(key(1)).expect("opened");
+    assert_eq!((found.bad_slots, found.pages), (1, 40));
+    served.retain(|page, _| !(20..30).contains(page));
+    assert_eq!(world.served(), served);
+    world.tier = None;
+    world.disks[0].fail_place(&segment_name(0), 0..geometry.table_bytes(), false);
+    assert!(world.start(key(1)).is_err(), "the disk reads nothing");
+}
+
+#[test]
 fn a_new_block_costs_its_bytes_and_one_header() {
     let mut world = filled();
     let set = world.set();
