@@ -150,7 +150,8 @@ pub struct Flags {
     pub g3: Option<ByteSize>,
     /// Directories of the blocks on disk, one for each disk.
     ///
-    /// Absolute paths separated by commas. Their parents must exist. Needed for g3 above 0.
+    /// Absolute paths separated by commas, none inside another. Their parents must exist. Needed for g3 above 0, and
+    /// rejected without it.
     #[arg(long, value_name = "DIR[,DIR...]")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g3_dir: Option<Directories>,
@@ -282,8 +283,23 @@ impl Config {
             settings.get("g2", expected, |_: ByteSize| None::<()>)?;
         }
         if config.g3.0 > 0 && config.g3_dir.0.is_empty() {
-            let expected = "a directory, because g3 is above 0";
+            let expected = "a directory, because g3 is above 0: give --g3-dir DIR";
             settings.get("g3_dir", expected, |_: Directories| None::<()>)?;
+        }
+        if config.g3.0 == 0 && !config.g3_dir.0.is_empty() {
+            let expected = "no directory, because g3 is 0, and nothing would be kept there: give --g3 SIZE, or leave \
+                            g3_dir out";
+            settings.get("g3_dir", expected, |_: Directories| None::<()>)?;
+        }
+        if let Some((outer, inner)) = config.g3_dir.overlapping() {
+            let (outer, inner) = (outer.display(), inner.display());
+            let expected = match outer.to_string() == inner.to_string() {
+                true => format!("each directory once, and {outer} is named twice: leave one out"),
+                false => format!(
+                    "directories beside each other, and {inner} lies in {outer}: name another one"
+                ),
+            };
+            settings.get("g3_dir", &expected, |_: Directories| None::<()>)?;
         }
         Ok(config)
     }

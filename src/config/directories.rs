@@ -1,7 +1,7 @@
 //! A list of directories, written as paths with commas between them.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -22,6 +22,34 @@ impl Directories {
     pub fn are_absolute(&self) -> bool {
         self.0.iter().all(|path| path.is_absolute())
     }
+
+    /// The first directory that lies inside another one, or equals it: the outer one, and the inner one. Reads only the
+    /// paths, and follows no links.
+    pub fn overlapping(&self) -> Option<(&Path, &Path)> {
+        let plain: Vec<PathBuf> = self.0.iter().map(|path| without_dots(path)).collect();
+        let pairs = (0..plain.len())
+            .flat_map(|inner| (0..plain.len()).map(move |outer| (outer, inner)))
+            .filter(|(outer, inner)| outer != inner);
+        let mut overlapping =
+            pairs.filter(|(outer, inner)| plain[*inner].starts_with(&plain[*outer]));
+        let (outer, inner) = overlapping.next()?;
+        Some((&self.0[outer], &self.0[inner]))
+    }
+}
+
+/// The path without `.` and `..`, by its text alone.
+fn without_dots(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::CurDir => {}
+            Component::ParentDir => {
+                plain.pop();
+            }
+            other => plain.push(other),
+        }
+    }
+    plain
 }
 
 impl From<String> for Directories {

@@ -323,6 +323,44 @@ fn bad_values_name_key_value_source_and_what_is_expected() {
 }
 
 #[test]
+fn directories_of_the_disk_are_needed_with_g3_rejected_without_it_and_lie_beside_each_other() {
+    let cases = [
+        (
+            "g3 = '1GiB'",
+            "expected a directory, because g3 is above 0: give --g3-dir DIR",
+        ),
+        (
+            "g3_dir = '/d'",
+            "kvferry.toml: 'g3_dir' is \"/d\": expected no directory, because g3 is 0, and nothing would be kept there: \
+             give --g3 SIZE, or leave g3_dir out",
+        ),
+        (
+            "g3 = '1GiB'\ng3_dir = '/d,/e,/d'",
+            "expected each directory once, and /d is named twice: leave one out",
+        ),
+        (
+            "g3 = '1GiB'\ng3_dir = '/d/e,/f,/d/'",
+            "expected directories beside each other, and /d/e lies in /d/: name another one",
+        ),
+        (
+            "g3 = '1GiB'\ng3_dir = '/d,/d/f/../e'",
+            "and /d/f/../e lies in /d: name another one",
+        ),
+    ];
+    for (text, expected) in cases {
+        let error = message(Toml::new(text).load());
+        assert!(error.contains(expected), "{error}");
+    }
+    for text in [
+        "g3 = '1GiB'\ng3_dir = '/d,/de'",
+        "g3 = '1GiB'\ng3_dir = '/d/a,/d/b'",
+        "g3_dir = ''",
+    ] {
+        assert!(Toml::new(text).load().is_ok(), "{text}");
+    }
+}
+
+#[test]
 fn a_file_that_is_missing_broken_or_huge_is_refused() {
     let toml = Toml::new("ratio = \nranks = 1");
     let error = message(toml.load());
