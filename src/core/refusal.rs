@@ -238,8 +238,10 @@ pub enum Refusal {
     /// A flush of a leader that has no disk tier.
     #[error("no tier keeps pages over a restart: start kvferry with g3 and g3_dir")]
     NothingLasts,
-    /// A flush of a disk that takes no writes.
-    #[error("the disk of a rank takes no writes: status says why; retry once it does")]
+    /// A flush or a reset of a disk that takes no writes.
+    #[error(
+        "the disk of a rank takes no writes, and nothing was flushed or removed: status says why; retry once it does"
+    )]
     OnlyRead,
     /// Pages are still on their way to the disk.
     #[error(

@@ -101,3 +101,39 @@ fn a_reset_of_a_tier_that_the_leader_does_not_have_is_refused() {
         assert_eq!((field, value), ("tier", tier.to_string()));
     }
 }
+
+#[test]
+fn a_reset_of_a_disk_that_is_only_read_is_refused_at_once_and_removes_nothing() {
+    let mut tiered = in_both();
+    let writable = |tiered: &mut Tiered, writable| {
+        tiered.step(LeaderEvent::Writable {
+            worker: worker(0, 1),
+            tier: TierId::Disk,
+            writable,
+        });
+    };
+    let everywhere = |tiered: &mut Tiered| {
+        tiered.invalidations.clear();
+        tiered.request(Request::Reset {
+            scope: ResetScope::Everything,
+            tier: None,
+        })
+    };
+    writable(&mut tiered, false);
+    assert_eq!(everywhere(&mut tiered), Some(Err(Refusal::OnlyRead)));
+    let refused = reset(&mut tiered, TierId::Disk);
+    assert_eq!(refused, Some(Err(Refusal::OnlyRead)));
+    assert_eq!(tiered.invalidations, []);
+    for tier in [TierId::Host, TierId::Disk] {
+        assert_eq!(ready(&tiered, tier), RATIO, "{tier}");
+    }
+    assert_eq!(
+        reset(&mut tiered, TierId::Host),
+        None,
+        "its pages are in memory"
+    );
+    assert_eq!(confirmed(&mut tiered), removed(RATIO));
+    writable(&mut tiered, true);
+    assert_eq!(everywhere(&mut tiered), None);
+    assert_eq!(confirmed(&mut tiered), removed(RATIO));
+}

@@ -358,6 +358,12 @@ impl Leader {
                 remedy: "name a tier that the leader has, or none for all tiers",
             });
         }
+        // The workers could not remove the pages from the list on that disk, and would find them again.
+        let covers_disk = self.settings.tiers.contains(&TierId::Disk)
+            && tier.is_none_or(|tier| tier == TierId::Disk);
+        if covers_disk && !self.roster.is_writable(TierId::Disk) {
+            return Err(Refusal::OnlyRead);
+        }
         self.resets.room_for(&scope)?;
         let scope = self.scope(scope);
         let needed = tier.unwrap_or(TierId::Host);
