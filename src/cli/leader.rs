@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::cli::shutdown::{DRAIN_LIMIT, Ending, FenceWorker, end_with_supervisor};
+use crate::cli::shutdown::{DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
@@ -38,7 +38,7 @@ impl Arguments {
         // One thread: a message passes through several tasks, and waking another thread for each would take longer than
         // most requests.
         block_on(1, async move {
-            let mut ending = Ending::listen(self.supervised)?;
+            let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let socket_paths = SocketPaths::new(&config.socket_dir);
             prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
             let listener = ZmqTransport

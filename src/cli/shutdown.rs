@@ -56,38 +56,71 @@ pub(super) fn end_with_supervisor(supervised: bool) -> Result<(), CommandError> 
     }
 }
 
+/// The byte that a supervisor writes before it closes the standard input of a process, if it ends that process in
+/// order. Without the byte, the supervisor itself has ended.
+pub(super) const END_IN_ORDER: u8 = b'e';
+
+/// Who ends the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EndedBy {
+    /// Signals alone.
+    Signals,
+    /// SIGTERM, or the end of standard input.
+    SignalOrInput,
+    /// The end of standard input alone.
+    Input,
+}
+
+impl EndedBy {
+    /// What ends a process that `up` may have started.
+    pub(super) fn child(supervised: bool) -> Self {
+        match supervised {
+            true => Self::Input,
+            false => Self::Signals,
+        }
+    }
+}
+
 /// Receives requests to end the process, from its creation on. Create it before starting anything that must be ended.
 pub(super) struct Ending {
     signals: Signals,
-    supervised: bool,
+    by: EndedBy,
 }
 
 impl Ending {
-    pub(super) fn listen(supervised: bool) -> Result<Self, CommandError> {
+    pub(super) fn listen(by: EndedBy) -> Result<Self, CommandError> {
         Ok(Self {
             signals: Signals::listen()?,
-            supervised,
+            by,
         })
     }
 
-    /// Waits for a request to end. Without a supervisor that is SIGTERM, SIGINT or SIGHUP. Under a supervisor it is
-    /// SIGTERM or the end of standard input, which is closed when the supervisor ends in any way. SIGINT and SIGHUP are
-    /// left to the supervisor, because a terminal sends them to it as well, and it ends its processes in its own order.
+    /// Waits for a request to end. Signals are SIGTERM, SIGINT and SIGHUP. A leader or worker that `up` has started
+    /// ends with its standard input, which is closed when `up` ends it, and when `up` ends in any way. Signals are left
+    /// to `up`, because a terminal or a service manager sends them to it as well, and it ends its processes in its own
+    /// order, after the stored pages are on the disk.
     pub(super) async fn requested(&mut self) {
-        match self.supervised {
-            false => self.signals.any().await,
-            true => tokio::select! {
+        match self.by {
+            EndedBy::Signals => self.signals.any().await,
+            EndedBy::SignalOrInput => tokio::select! {
                 () = self.signals.terminated() => {}
-                () = end_of_input() => tracing::warn!("the supervisor is gone"),
+                () = end_of_input() => {}
             },
+            EndedBy::Input => end_of_input().await,
         }
     }
 }
 
 async fn end_of_input() {
     let mut input = tokio::io::stdin();
-    let mut byte = [0];
-    while matches!(input.read(&mut byte).await, Ok(1)) {}
+    let (mut byte, mut in_order) = ([0], false);
+    while matches!(input.read(&mut byte).await, Ok(1)) {
+        in_order |= byte[0] == END_IN_ORDER;
+    }
+    match in_order {
+        true => tracing::debug!("the supervisor ends this process"),
+        false => tracing::warn!("the supervisor is gone"),
+    }
 }
 
 #[cfg(test)]

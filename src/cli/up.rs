@@ -7,14 +7,13 @@ use std::task::Poll;
 use std::time::Duration;
 
 use command_fds::{CommandFdExt, FdMapping};
-use rustix::process::{Pid, Signal, kill_process};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::cli::preflight::preflight_memory;
-use crate::cli::shutdown::{Ending, FenceWorker};
+use crate::cli::shutdown::{END_IN_ORDER, EndedBy, Ending, FenceWorker};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths, status};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
@@ -105,7 +104,10 @@ impl Arguments {
         let (no_tiers, supervised) = (self.no_tiers, self.supervised);
         let config = self.config.load()?;
         block_on(1, async move {
-            let mut ending = Ending::listen(supervised)?;
+            let mut ending = Ending::listen(match supervised {
+                true => EndedBy::SignalOrInput,
+                false => EndedBy::Signals,
+            })?;
             warn_of_sizes(&config);
             let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
             if !no_tiers {
@@ -417,12 +419,9 @@ impl Supervisor {
             let Some(mut child) = supervised.child.take() else {
                 continue;
             };
-            let pid = child
-                .id()
-                .and_then(|id| i32::try_from(id).ok())
-                .and_then(Pid::from_raw);
-            if let Some(pid) = pid
-                && let Err(error) = kill_process(pid, Signal::TERM)
+            // Not by a signal: children leave signals to this process, which may have received the same one.
+            if let Some(mut input) = supervised.input.take()
+                && let Err(error) = input.write_all(&[END_IN_ORDER]).await
             {
                 tracing::debug!(%error, "{} had ended", supervised.part);
             }

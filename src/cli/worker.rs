@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 
-use crate::cli::shutdown::{Ending, end_with_supervisor};
+use crate::cli::shutdown::{EndedBy, Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::config::Config;
 use crate::error::CommandError;
@@ -74,7 +74,7 @@ impl Arguments {
         let held = self.depot_fd.map(reopen).transpose()?;
         open_as_many_files_as_allowed();
         block_on(2, async move {
-            let mut ending = Ending::listen(self.supervised)?;
+            let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let socket_paths = SocketPaths::new(&config.socket_dir);
             prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
             let directory = socket_paths.worker(worker);

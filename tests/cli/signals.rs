@@ -2,9 +2,9 @@
 
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use tokio::signal::unix::SignalKind;
 
 use crate::support::{self, Running, signals, socket_dir};
@@ -24,6 +24,9 @@ fn ended(running: Running, folder: &tempfile::TempDir) {
     let (code, errors) = running.end(LIMIT);
     assert_eq!(code, Some(0), "{errors}");
     assert!(errors.contains("leader ended"), "{errors}");
+    for wrong in ["starting it again", "the supervisor is gone"] {
+        assert!(!errors.contains(wrong), "{errors}");
+    }
     assert!(!folder.path().join("leader/kvferry.sock").exists());
     assert!(
         rustix::process::test_kill_process_group(group).is_err(),
@@ -43,10 +46,32 @@ fn up_ends_in_order_by_a_signal_to_it_alone() {
     }
 }
 
-/// A terminal sends its signals to each process of a group.
+/// A service manager sends SIGTERM to each process of a group, and children must not end before `up` has flushed.
+#[test]
+fn children_leave_sigterm_to_up() {
+    let folder = socket_dir();
+    let mut command = support::command();
+    command.arg("up").process_group(0);
+    let running = up(command, folder.path().to_str().expect("UTF-8"));
+    let own = running.0.id();
+    let children = format!("/proc/{own}/task/{own}/children");
+    let children = || std::fs::read_to_string(&children).expect("children");
+    let before = children();
+    assert_eq!(before.split_whitespace().count(), 3, "{before}");
+    for child in before.split_whitespace() {
+        let child = Pid::from_raw(child.parse().expect("a number")).expect("above 0");
+        kill_process(child, Signal::TERM).expect("a child");
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(children(), before);
+    running.terminate();
+    ended(running, &folder);
+}
+
+/// A terminal and a service manager send their signals to each process of a group.
 #[test]
 fn up_ends_in_order_by_a_signal_to_all_its_processes() {
-    for signal in [Signal::INT, Signal::HUP] {
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
         let folder = socket_dir();
         let mut command = support::command();
         command.arg("up").process_group(0);

@@ -9,7 +9,7 @@ use indicatif::ProgressBar;
 use tokio::time::Instant;
 
 use crate::cli::leader::random;
-use crate::cli::shutdown::Ending;
+use crate::cli::shutdown::{EndedBy, Ending};
 use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, status};
 use crate::error::CommandError;
@@ -45,7 +45,7 @@ pub(super) fn run(
 ) -> Result<ReplayReport, CommandError> {
     check_memory(arguments, workload)?;
     block_on(2, async {
-        let mut ending = Ending::listen(false)?;
+        let mut ending = Ending::listen(EndedBy::Signals)?;
         let mut replay = Replay::new(arguments, workload);
         loop {
             let mut up = Up::start(arguments, workload)?;
