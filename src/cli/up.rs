@@ -18,6 +18,7 @@ use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths, status};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
+use kvferry_protocol::StatusAnswer;
 use kvferry_transport::{DirectoryLock, TransportError, prepare_directory};
 use kvferry_types::{Rank, Replica, WorkerId};
 
@@ -174,7 +175,14 @@ fn warn_of_sizes(config: &Config) {
 /// Moves what is stored to the disk before the processes end, so that the next start serves it.
 async fn flush(socket_dir: &Path) {
     let begun = Instant::now();
-    let leader = status::admin(&SocketPaths::new(socket_dir), "up");
+    let socket_paths = SocketPaths::new(socket_dir);
+    if let Ok(status) = status::request(&socket_paths, false).await
+        && holds_nothing(&status)
+    {
+        tracing::info!("no engine has registered: no pages are moved to the disk");
+        return;
+    }
+    let leader = status::admin(&socket_paths, "up");
     match leader.flush(FLUSH_LIMIT).await {
         Ok(pages) => {
             tracing::info!(pages, took = ?begun.elapsed(), "the disk has all stored pages")
@@ -183,6 +191,14 @@ async fn flush(socket_dir: &Path) {
             tracing::warn!(%failure, "stored pages may not all be on the disk, and are computed again");
         }
     }
+}
+
+/// True if no engine has registered since the leader started, and nothing was stored.
+fn holds_nothing(status: &StatusAnswer) -> bool {
+    let stored = status.counters.get("blocks_stored");
+    !status.ready
+        && stored.is_none_or(|blocks| *blocks == 0)
+        && status.ranks.iter().all(|rank| !rank.attached)
 }
 
 fn supervisor_failed(error: &CommandError) {

@@ -81,6 +81,21 @@ fn up_ends_in_order_by_a_signal_to_all_its_processes() {
     }
 }
 
+#[test]
+fn up_with_a_disk_ends_without_a_warning_when_no_engine_has_registered() {
+    let folder = socket_dir();
+    let directory = folder.path().join("disk");
+    let mut command = support::command();
+    command.args(["up", "--g3", "64MiB", "--g3-dir"]);
+    command.arg(&directory).process_group(0);
+    let running = up(command, folder.path().to_str().expect("UTF-8"));
+    running.terminate();
+    let (code, errors) = running.end(LIMIT);
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(errors.contains("no engine has registered"), "{errors}");
+    assert!(!errors.contains("stored pages may not"), "{errors}");
+}
+
 /// A shell that ignores signals passes that on to its children.
 #[test]
 fn signals_that_are_ignored_at_the_start_stay_ignored() {
