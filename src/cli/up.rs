@@ -183,7 +183,8 @@ async fn flush(socket_dir: &Path) {
         return;
     }
     let leader = status::admin(&socket_paths, "up");
-    match leader.flush(FLUSH_LIMIT).await {
+    let left = FLUSH_LIMIT.saturating_sub(begun.elapsed());
+    match leader.flush(left).await {
         Ok(pages) => {
             tracing::info!(pages, took = ?begun.elapsed(), "the disk has all stored pages")
         }
