@@ -204,8 +204,8 @@ impl Host {
                     tracing::warn!(
                         worker = %self.worker,
                         gpu = %gpu.uuid,
-                        "MPS serves this GPU: a worker that is killed while it copies may end the engine, too; end it by \
-                         SIGTERM"
+                        "MPS serves this GPU: a worker that is killed while it copies may end the engine, too; end \
+                         kvferry by SIGTERM"
                     );
                 }
                 GpuState::Ready(gpu)

@@ -131,7 +131,9 @@ impl SimWorld {
         let mut out = 0;
         for (page, pages) in pool.spans_out() {
             if held[page as usize] {
-                return Err(format!("arena page {page} is in a block, and its place failed").into());
+                return Err(
+                    format!("arena page {page} is in a block, and its place failed").into(),
+                );
             }
             out += pages;
         }

@@ -151,6 +151,15 @@ impl DiskTier {
         geometry.map_or(0, |geometry| geometry.pages(geometry.segments(share)))
     }
 
+    /// The last store that a reset through this one covers. The disk has stores of a later leader only where the leader's
+    /// epoch file was replaced by an older one: they came before the reset, too.
+    fn covers(&self, through: Stored) -> Stored {
+        let newest = self.open_set().map(|set| set.newest());
+        newest
+            .filter(|newest| newest.epoch > through.epoch)
+            .unwrap_or(through)
+    }
+
     /// Carries out a reset: removes the pages of a scope that were stored by `through` or before. When the call returns, no
     /// start of a process finds a page that the reset covers, in any set.
     ///
@@ -158,6 +167,7 @@ impl DiskTier {
     ///
     /// The error of the file system: the reset must not be answered as carried out.
     pub fn reset(&self, scope: &Scope, through: Stored) -> io::Result<()> {
+        let through = self.covers(through);
         let open = {
             let mut state = self.state();
             let mut marks = state.marks.clone();

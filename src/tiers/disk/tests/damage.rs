@@ -3,6 +3,7 @@
 use super::super::format::REGION_PAGES;
 use super::super::set::segment_name;
 use super::world::{World, key};
+use kvferry_types::Epoch;
 
 fn filled() -> World {
     let mut world = World::new(1, 4 << 20);
@@ -273,4 +274,22 @@ fn a_disk_with_less_room_than_the_cap_uses_what_it_has() {
     world.disks.iter().for_each(|disk| disk.set_room(None));
     assert!(set.grow() && !set.is_short());
     assert_eq!(set.capacity_pages(), full);
+}
+
+/// The file with the last epoch of a leader was replaced by an older one: the disk has pages of later leaders.
+#[test]
+fn a_reset_covers_pages_of_leaders_with_later_epochs() {
+    let mut world = World::new(1, 4 << 20);
+    world.start(key(1)).expect("a fresh disk");
+    for (start, epoch) in [(0, 1), (20, 9)] {
+        let mut record = world.record(start, (0, 10), 1);
+        record.stored.epoch = Epoch(epoch);
+        world.store(&record).expect("stored");
+    }
+    world.tier().flush().expect("flushed");
+    world.reset(None).expect("noted");
+    assert!(world.served().is_empty());
+    world.tier = None;
+    world.start(key(1)).expect("opened");
+    assert!(world.served().is_empty());
 }
