@@ -94,7 +94,7 @@ pub(super) const KEYS: [Key; 24] = [
     text("g3", Fallback::Text("0")),
     text("g3_dir", Fallback::Text("")),
     text("g3_policy", Fallback::Text("pieces=0")),
-    number("g3_depth", 8),
+    number("g3_depth", 16),
     text("g3_io", Fallback::Text("auto")),
     text("g3_scrub_bytes_per_s", Fallback::Text("8MiB")),
     switch("g3_discard", false),

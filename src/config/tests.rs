@@ -52,7 +52,7 @@ fn defaults_are_those_of_the_docs() {
         g3: ByteSize(0),
         g3_dir: Directories::default(),
         g3_policy: TierPolicy::evict_first(),
-        g3_depth: 8,
+        g3_depth: 16,
         g3_io: DiskIo::Auto,
         g3_scrub_bytes_per_s: ByteSize(8 << 20),
         g3_discard: false,

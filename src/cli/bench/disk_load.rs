@@ -53,7 +53,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     copy_threads: u16,
     /// Reads and writes in flight.
-    #[arg(long, default_value = "8", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, default_value = "16", value_parser = clap::value_parser!(u16).range(1..=256))]
     depth: u16,
     /// How they are submitted: auto, io_uring or threads.
     #[arg(long, default_value = "auto")]

@@ -22,7 +22,7 @@ use queue::{Queue, Task};
 use uring::Ring;
 
 /// Default number of reads and writes in flight.
-pub const DISK_DEPTH: usize = 8;
+pub const DISK_DEPTH: usize = 16;
 /// Largest number of them.
 pub const DISK_DEPTH_MAX: usize = 256;
 
