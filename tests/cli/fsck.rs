@@ -70,14 +70,12 @@ fn a_tier_is_refused_while_it_is_in_use_and_checked_afterwards() {
     assert!(text.contains("findings   0, 0 repaired"), "{text}");
     assert!(output.stderr.is_empty(), "progress is for terminals");
 
-    let index = fs::OpenOptions::new().write(true).open(set.join("index"));
-    index
-        .expect("opened")
-        .write_all_at(&[7], 40)
-        .expect("written");
-    let mut short = fs::OpenOptions::new();
-    let short = short.write(true).create_new(true).mode(0o600);
-    short.open(set.join("segment-00000")).expect("created");
+    // A set without segments has no index of its own.
+    let mut new = fs::OpenOptions::new();
+    let new = new.write(true).create_new(true).mode(0o600);
+    let index = new.open(set.join("index")).expect("created");
+    index.write_all_at(&[7; 4096], 0).expect("written");
+    new.open(set.join("segment-00000")).expect("created");
     fs::write(set.join("notes"), "mine").expect("written");
     let (code, report) = checked(&directories, &[]);
     assert_eq!(code, Some(1));
