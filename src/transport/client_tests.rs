@@ -130,8 +130,10 @@ async fn unknown_messages_end_neither_the_connection_nor_a_request() {
     });
     assert_eq!(server.receive_more().await.correlation, RequestId(42));
     // Answers of unknown kinds, under the id of an open request, and an answer to no open request.
+    let unassigned = (17..).step_by(2);
+    let mut unassigned = unassigned.filter(|number| MessageKind::from_number(*number).is_none());
     server.send(header(999, 42), &[0xc1]);
-    server.send(header(63, 42), &[0xc1]);
+    server.send(header(unassigned.next().expect("a number"), 42), &[0xc1]);
     server.send(header(MessageKind::LookupAnswer.number(), 41), &[0xc1]);
     // Requests: of an unknown kind, of a kind that is not for a client, and one that does not decode.
     let requests = [
