@@ -353,6 +353,8 @@ fn disk_reported(
     let Some(disk) = &mut host.disk else {
         return Ok(());
     };
+    // The thread reports the state regularly and after each flush: not once more at the end of every copy.
+    let mut changes = !matches!(report, DiskReport::Ended(_));
     match report {
         DiskReport::Opened(key, set) => {
             if disk.opened(key, set) {
@@ -364,6 +366,11 @@ fn disk_reported(
                 shell.tiers_changed(host)?;
             }
         }
+        DiskReport::OpensAnew => {
+            if disk.opens_anew() {
+                shell.tiers_changed(host)?;
+            }
+        }
         DiskReport::Grown => shell.tiers_changed(host)?,
         DiskReport::ReadOnly(why) => disk.only_read(why),
         DiskReport::Writable => disk.writable(),
@@ -371,6 +378,7 @@ fn disk_reported(
         DiskReport::Ended(end) => {
             let shorter = disk.ended(&end);
             shell.copies_ended(host, vec![end.ended])?;
+            changes = shorter;
             if shorter {
                 shell.tiers_changed(host)?;
             }
@@ -388,7 +396,7 @@ fn disk_reported(
             shell.continue_invalidations(host)?;
         }
     }
-    if let Some(disk) = &host.disk {
+    if let Some(disk) = host.disk.as_ref().filter(|_| changes) {
         host.readiness.disk(disk.status());
     }
     Ok(())

@@ -82,6 +82,8 @@ pub(super) enum DiskReport {
     Flushed(Result<(), String>),
     /// The disk failed: its set is closed.
     Failed(String),
+    /// The set is closed, to be opened anew at once.
+    OpensAnew,
     /// The disk takes no writes, and is only read.
     ReadOnly(String),
     /// The disk takes writes again.
@@ -120,15 +122,9 @@ impl WritesFail {
     fn of(action: &str, error: &std::io::Error) -> Self {
         Self {
             why: format!("{action}: {error}"),
-            anew: !is_full(error) && !is_permission(error),
+            anew: !is_full(error) && !is_read_only(error),
         }
     }
-}
-
-/// True for an error that left everything on the disk as it was.
-fn is_permission(error: &std::io::Error) -> bool {
-    use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
-    matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem)
 }
 
 type Report = Arc<dyn Fn(DiskReport) + Send + Sync>;
@@ -246,8 +242,8 @@ impl Disk {
         }
     }
 
-    /// No engine's memory is registered: a worker of another replica may open the disk. An open set that nobody else may
-    /// open stays open, so that the next engine finds it ready.
+    /// Closes the set, because no engine's memory is registered, so that a worker of another replica can open it. Without
+    /// other replicas an open set stays open, and is ready for the next engine.
     pub(super) fn leave(&mut self) {
         if self.wanted.is_none() || (self.open.is_some() && !self.settings.shared) {
             return;
@@ -302,6 +298,11 @@ impl Disk {
             tracing::error!(why, "the disk tier is closed");
             self.problem = Some(why);
         }
+        self.opens_anew()
+    }
+
+    /// Notes that the set is being opened anew. Returns whether it was open.
+    pub(super) fn opens_anew(&mut self) -> bool {
         self.read_only = None;
         self.open.take().is_some()
     }

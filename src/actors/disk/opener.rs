@@ -192,9 +192,10 @@ impl Opener<'_> {
         }
         if fail.anew {
             // Writes that failed may have left anything. What is there is read again, and resets are carried out again.
-            self.fail("the disk takes writes again, and is opened anew".to_owned());
+            tracing::info!("the disk takes writes again, and is opened anew");
+            self.close();
             self.next_try = Instant::now();
-            return;
+            return (self.report)(DiskReport::OpensAnew);
         }
         if self.flush().is_ok() && self.open.is_some() {
             tracing::info!("the disk takes writes again");
@@ -354,14 +355,19 @@ impl Opener<'_> {
         }
     }
 
-    /// Closes the set of a disk that cannot be read, and tries again later.
-    fn fail(&mut self, why: String) {
+    /// Closes the set without a flush: what the disk has is read again. Nothing stays open that would keep the disk from
+    /// being unmounted.
+    fn close(&mut self) {
         self.open = None;
         self.read_only = None;
         self.scrub = None;
-        // Without a flush: what the disk has is read again. Nothing stays open that would keep it from being unmounted.
         self.tier = None;
         self.directories.close();
+    }
+
+    /// Closes the set of a disk that cannot be read, and tries again later.
+    fn fail(&mut self, why: String) {
+        self.close();
         self.next_try = Instant::now() + OPEN_EVERY;
         (self.report)(DiskReport::Failed(why));
     }
@@ -380,11 +386,7 @@ impl Opener<'_> {
     /// Closes the set cleanly, and lets another process take the lock.
     fn release(&mut self) {
         self.end();
-        self.open = None;
-        self.read_only = None;
-        self.scrub = None;
-        self.tier = None;
-        self.directories.close();
+        self.close();
     }
 
     fn end(&mut self) {

@@ -33,6 +33,8 @@ struct Rig {
     transfers: u64,
     /// How often the number of pages changed.
     changes: u32,
+    /// How often the disk failed, or could not be opened.
+    attempts: u32,
     /// Flushes that have ended.
     flushes: Vec<(u64, Result<(), String>)>,
 }
@@ -78,6 +80,7 @@ impl Rig {
             depot: Arc::new(depot),
             transfers: 0,
             changes: 0,
+            attempts: 0,
             flushes: Vec::new(),
         }
     }
@@ -89,7 +92,11 @@ impl Rig {
             DiskReport::Opened(key, set) => {
                 self.changes += u32::from(self.disk.opened(key, set));
             }
-            DiskReport::Failed(why) => self.changes += u32::from(self.disk.failed(why)),
+            DiskReport::Failed(why) => {
+                self.attempts += 1;
+                self.changes += u32::from(self.disk.failed(why));
+            }
+            DiskReport::OpensAnew => self.changes += u32::from(self.disk.opens_anew()),
             DiskReport::Grown => self.changes += 1,
             DiskReport::ReadOnly(why) => self.disk.only_read(why),
             DiskReport::Writable => self.disk.writable(),
@@ -403,7 +410,11 @@ fn a_directory_that_is_away_closes_the_disk_and_an_empty_one_does_not_replace_it
     std::fs::rename(&path, &away).expect("renamed");
     rig.until_health(DiskHealth::Off);
     std::fs::create_dir(&path).expect("created");
-    std::thread::sleep(Duration::from_secs(3));
+    // The second attempt from now on began when the empty directory was there.
+    let attempts = rig.attempts + 2;
+    while rig.attempts < attempts {
+        rig.step();
+    }
     assert!(rig.read(0).is_none());
     let found = std::fs::read_dir(&path).expect("read").count();
     assert_eq!(found, 0, "nothing is written to the empty directory");
