@@ -32,10 +32,21 @@ pub(super) struct BenchEngine {
     tickets: u64,
 }
 
+/// The engine that is measured.
+#[derive(Debug, clap::Args)]
+pub(super) struct EngineArguments {
+    /// Model whose page sizes are used, with 16 tokens per page.
+    #[arg(long, default_value = "llama-3-8b")]
+    pub(super) model: Model,
+    /// Layout of the pages in the engine's memory.
+    #[arg(long, default_value = "layer-separate")]
+    pub(super) layout: EngineLayout,
+}
+
 /// The arguments of a rank with `device_pages` pages of host memory.
 pub(super) fn rank_arguments(
     socket_paths: &SocketPaths,
-    (model, layout): (Model, EngineLayout),
+    engine: &EngineArguments,
     device_pages: u32,
 ) -> engine_rank::Arguments {
     let worker = WorkerId {
@@ -50,9 +61,9 @@ pub(super) fn rank_arguments(
         ranks: 1,
         engine_page_tokens: ENGINE_PAGE_TOKENS,
         device_pages,
-        model,
+        model: engine.model,
         device: EngineDevice::Cpu,
-        layout,
+        layout: engine.layout,
         start_limit_s: ANSWER_TIMEOUT.as_secs(),
     }
 }

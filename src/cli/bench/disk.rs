@@ -15,11 +15,9 @@ use kvferry_memory::Depot;
 use kvferry_tiers::disk::{
     DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, DiskTier, SetKey,
 };
-use kvferry_types::{
-    Anchor, ByteSize, DomainId, Edge, Epoch, Fingerprint, FragmentPair, PageList, PageRun, Record,
-    Stored, TierId, Time, Transfer, TransferId,
-};
+use kvferry_types::{ByteSize, PageRun};
 
+use super::disk_blocks::{BlockPlace, block_move};
 use super::plain_disk::PlainFiles;
 use super::spread;
 
@@ -192,51 +190,26 @@ impl Bench {
     /// Moves all blocks, or the first `pages` pages of each. Returns the seconds until the last one has ended; for writes
     /// until all is durable.
     fn move_all(&mut self, write: bool, pages: u32) -> Result<f64, CommandError> {
-        let (from, to) = match write {
-            true => (TierId::Host, TierId::Disk),
-            false => (TierId::Disk, TierId::Host),
-        };
         let begun = Instant::now();
         let mut records = BTreeMap::new();
         for block in 0..self.blocks {
             self.transfers += 1;
-            let id = TransferId(self.transfers);
             let start = block * RATIO;
-            let record = write.then(|| Record {
-                anchor: Anchor(start.into()),
-                domain: DomainId(1),
-                block_start: start,
-                first: 0,
-                phase: 0,
-                stored: Stored {
-                    epoch: Epoch(1),
-                    transfer: id,
-                },
-                fingerprints: (0..pages)
-                    .map(|page| Fingerprint((start + page).into()))
-                    .collect(),
-            });
-            if let Some(record) = &record {
+            let place = BlockPlace {
+                host: start,
+                disk: start,
+                pages,
+            };
+            let transfer = block_move(self.transfers, write, place, self.page_bytes);
+            if let Some(record) = &transfer.record {
                 self.set.unlist(PageRun {
                     start,
                     count: pages,
                 });
-                records.insert(id, record.clone());
+                records.insert(transfer.id, record.clone());
             }
-            let run = PageList::run(start, pages);
             self.copier.copy(DiskCopy {
-                transfer: Transfer {
-                    id,
-                    edge: Edge { from, to },
-                    device: None,
-                    page_bytes: self.page_bytes,
-                    pairs: vec![FragmentPair {
-                        src: run.clone(),
-                        dst: run,
-                    }],
-                    record,
-                    deadline: Time::NEVER,
-                },
+                transfer,
                 depot: Arc::clone(&self.depot),
                 set: Arc::clone(&self.set),
             });

@@ -14,16 +14,15 @@ use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, engine_rank, print_line, status};
 use crate::error::CommandError;
 use kvferry_client::StoredPages;
-use kvferry_engine::settings::EngineLayout;
 use kvferry_memory::Depot;
 use kvferry_tiers::disk::DiskIo;
 use kvferry_tiers::disk::format::{Geometry, SetKey};
 use kvferry_types::{GroupId, PageList, Part, RequestId};
-use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
 use super::bench_engine::{
-    ANSWER_TIMEOUT, BenchEngine, ENGINE_PAGE_TOKENS, end_up, milliseconds, rank_arguments,
+    ANSWER_TIMEOUT, BenchEngine, ENGINE_PAGE_TOKENS, EngineArguments, end_up, milliseconds,
+    rank_arguments,
 };
 use super::copy_fixture::{set_of, shuffled};
 use super::plain_disk::PlainFiles;
@@ -43,12 +42,8 @@ pub(crate) struct Arguments {
     /// MiB of each load.
     #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(64..=16_384))]
     mib: u32,
-    /// Model whose page sizes are used, with 16 tokens per page.
-    #[arg(long, default_value = "llama-3-8b")]
-    model: Model,
-    /// Layout of the pages in the engine's memory.
-    #[arg(long, default_value = "layer-separate")]
-    layout: EngineLayout,
+    #[command(flatten)]
+    engine: EngineArguments,
     /// Threads that copy between host memory and the engine.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     copy_threads: u16,
@@ -76,7 +71,7 @@ impl Arguments {
     async fn measure(&self, directory: &Path) -> Result<(), CommandError> {
         let folder = rig::folder()?;
         let socket_paths = SocketPaths::new(folder.path());
-        let geometry = self.model.geometry(ENGINE_PAGE_TOKENS, 1);
+        let geometry = self.engine.model.geometry(ENGINE_PAGE_TOKENS, 1);
         let geometry = geometry.map_err(|error| CommandError::Config(error.to_string()))?;
         let page_bytes = geometry.page_bytes();
         let pages = u32::try_from((u64::from(self.mib) << 20) / page_bytes).unwrap_or(0);
@@ -85,11 +80,11 @@ impl Arguments {
             return Err(CommandError::Config(format!(
                 "mib is {}: a block of {RATIO} pages of {} has {} bytes: give more",
                 self.mib,
-                self.model,
+                self.engine.model,
                 u64::from(RATIO) * page_bytes
             )));
         }
-        let rank = rank_arguments(&socket_paths, (self.model, self.layout), SETS * pages);
+        let rank = rank_arguments(&socket_paths, &self.engine, SETS * pages);
         let cap = u64::from(PROMPTS * pages) * page_bytes * 5 / 4 + (256 << 20);
         let g2 = Depot::bytes_for(pages + pages / 2, page_bytes);
         let up = self.start_up(folder.path(), directory, (g2, cap))?;

@@ -11,11 +11,9 @@ use crate::error::CommandError;
 use kvferry_memory::Depot;
 use kvferry_tiers::disk::format::INDEX_NAME;
 use kvferry_tiers::disk::{DiskCopier, DiskCopy, DiskDirectories, DiskIo, DiskTier, SetKey};
-use kvferry_types::{
-    Anchor, DomainId, Edge, Epoch, Fingerprint, FragmentPair, PageList, Record, Stored, TierId,
-    Time, Transfer, TransferId,
-};
+use kvferry_types::{Record, TransferId};
 
+use super::disk_blocks::{BlockPlace, block_move};
 use super::spread;
 
 /// Bytes of a page: the smallest that a disk stores without padding.
@@ -136,40 +134,15 @@ impl Arguments {
         let mut next = 0;
         while next < self.blocks || !records.is_empty() {
             while next < self.blocks && records.len() < COPIES as usize {
-                let id = TransferId(u64::from(next) + 1);
-                let start = next * self.block_pages;
-                let record = Record {
-                    anchor: Anchor(next.into()),
-                    domain: DomainId(1),
-                    block_start: start,
-                    first: 0,
-                    phase: 0,
-                    stored: Stored {
-                        epoch: Epoch(1),
-                        transfer: id,
-                    },
-                    fingerprints: (0..self.block_pages)
-                        .map(|page| Fingerprint((start + page).into()))
-                        .collect(),
+                let place = BlockPlace {
+                    host: next % COPIES * self.block_pages,
+                    disk: next * self.block_pages,
+                    pages: self.block_pages,
                 };
-                records.insert(id, record.clone());
-                let pair = FragmentPair {
-                    src: PageList::run(next % COPIES * self.block_pages, self.block_pages),
-                    dst: PageList::run(start, self.block_pages),
-                };
+                let transfer = block_move(u64::from(next) + 1, true, place, PAGE_BYTES);
+                records.extend(transfer.record.clone().map(|record| (transfer.id, record)));
                 copier.copy(DiskCopy {
-                    transfer: Transfer {
-                        id,
-                        edge: Edge {
-                            from: TierId::Host,
-                            to: TierId::Disk,
-                        },
-                        device: None,
-                        page_bytes: PAGE_BYTES,
-                        pairs: vec![pair],
-                        record: Some(record),
-                        deadline: Time::NEVER,
-                    },
+                    transfer,
                     depot: Arc::clone(&depot),
                     set: Arc::clone(&set),
                 });

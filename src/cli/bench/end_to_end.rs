@@ -14,15 +14,13 @@ use crate::cli::{block_on, engine_rank, print_line, status};
 use crate::error::CommandError;
 use kvferry_client::{RequestGuard, StoredPages};
 use kvferry_engine::layout::describe;
-use kvferry_engine::settings::EngineLayout;
 use kvferry_memory::{CopyEngine, Depot};
 use kvferry_types::{Direction, GroupId, Nonce, PageList, Part, RequestId};
-use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
 use super::bench_engine::{
-    ANSWER_TIMEOUT, ARENA_PAGES_MIN, BenchEngine, ENGINE_PAGE_TOKENS, end_up, milliseconds,
-    rank_arguments,
+    ANSWER_TIMEOUT, ARENA_PAGES_MIN, BenchEngine, ENGINE_PAGE_TOKENS, EngineArguments, end_up,
+    milliseconds, rank_arguments,
 };
 use super::copy_fixture::{CopyFixture, set_of, shuffled};
 use super::rig;
@@ -39,12 +37,8 @@ pub(crate) struct Arguments {
     /// MiB of each store and load.
     #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(2..=16_384))]
     mib: u32,
-    /// Model whose page sizes are used, with 16 tokens per page.
-    #[arg(long, default_value = "llama-3-8b")]
-    model: Model,
-    /// Layout of the pages in the engine's memory.
-    #[arg(long, default_value = "layer-separate")]
-    layout: EngineLayout,
+    #[command(flatten)]
+    engine: EngineArguments,
     /// Threads that copy, on both sides.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     copy_threads: u16,
@@ -149,17 +143,17 @@ impl Arguments {
     async fn measure(&self) -> Result<MoveReport, CommandError> {
         let folder = rig::folder()?;
         let socket_paths = SocketPaths::new(folder.path());
-        let geometry = self.model.geometry(ENGINE_PAGE_TOKENS, 1);
+        let geometry = self.engine.model.geometry(ENGINE_PAGE_TOKENS, 1);
         let geometry = geometry.map_err(|error| CommandError::Config(error.to_string()))?;
         let page_bytes = geometry.page_bytes();
         let pages = u32::try_from((u64::from(self.mib) << 20) / page_bytes).unwrap_or(0);
         if pages == 0 {
             return Err(CommandError::Config(format!(
                 "mib is {}: a page of {} has {page_bytes} bytes: give more",
-                self.mib, self.model
+                self.mib, self.engine.model
             )));
         }
-        let rank = rank_arguments(&socket_paths, (self.model, self.layout), SETS * pages);
+        let rank = rank_arguments(&socket_paths, &self.engine, SETS * pages);
         let bare = Bare::new(self, rank.clone(), pages)?;
         let arena_pages = (PLACES * pages).max(ARENA_PAGES_MIN);
         let up = self.start_up(folder.path(), Depot::bytes_for(arena_pages, page_bytes))?;

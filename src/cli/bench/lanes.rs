@@ -17,15 +17,13 @@ use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, print_line};
 use crate::error::CommandError;
 use kvferry_client::StoredPages;
-use kvferry_engine::settings::EngineLayout;
 use kvferry_memory::Depot;
 use kvferry_types::{ByteSize, GroupId, Part, RequestId};
-use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
 use super::bench_engine::{
-    ANSWER_TIMEOUT, ARENA_PAGES_MIN, BenchEngine, ENGINE_PAGE_TOKENS, end_up, late, milliseconds,
-    rank_arguments,
+    ANSWER_TIMEOUT, ARENA_PAGES_MIN, BenchEngine, ENGINE_PAGE_TOKENS, EngineArguments, end_up,
+    late, milliseconds, rank_arguments,
 };
 use super::copy_fixture::shuffled;
 use super::{percentiles, rig};
@@ -53,12 +51,8 @@ pub(crate) struct Arguments {
     /// Limit of the stores, as `store_bytes_per_s`; 0 for no limit.
     #[arg(long, default_value = "1GiB")]
     store_bytes_per_s: ByteSize,
-    /// Model whose page sizes are used, with 16 tokens per page.
-    #[arg(long, default_value = "llama-3-8b")]
-    model: Model,
-    /// Layout of the pages in the engine's memory.
-    #[arg(long, default_value = "layer-separate")]
-    layout: EngineLayout,
+    #[command(flatten)]
+    engine: EngineArguments,
     /// Threads that share one copy.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     copy_threads: u16,
@@ -209,13 +203,13 @@ impl Arguments {
     async fn measure(&self) -> Result<LanesReport, CommandError> {
         let folder = rig::folder()?;
         let socket_paths = SocketPaths::new(folder.path());
-        let geometry = self.model.geometry(ENGINE_PAGE_TOKENS, 1);
+        let geometry = self.engine.model.geometry(ENGINE_PAGE_TOKENS, 1);
         let geometry = geometry.map_err(|error| CommandError::Config(error.to_string()))?;
         let page_bytes = geometry.page_bytes();
         let pages_of = |name: &str, mib: u32| match (u64::from(mib) << 20) / page_bytes {
             0 => Err(CommandError::Config(format!(
                 "{name} is {mib}: a page of {} has {page_bytes} bytes: give more",
-                self.model
+                self.engine.model
             ))),
             pages => Ok(u32::try_from(pages).unwrap_or(u32::MAX)),
         };
@@ -223,7 +217,7 @@ impl Arguments {
         let load_pages = pages_of("load-mib", self.load_mib)?;
         let stores = (pages_of("queued-mib", self.queued_mib)? / store_pages).max(1);
         let device_pages = stores * store_pages + 2 * load_pages;
-        let rank = rank_arguments(&socket_paths, (self.model, self.layout), device_pages);
+        let rank = rank_arguments(&socket_paths, &self.engine, device_pages);
         // Room for the stores of two rounds: what is stored evicts nothing that is in flight.
         let arena_pages = (2 * device_pages).max(ARENA_PAGES_MIN);
         let (up, lines) =

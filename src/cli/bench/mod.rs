@@ -5,6 +5,7 @@ mod bench_engine;
 mod copy;
 mod copy_fixture;
 mod disk;
+mod disk_blocks;
 mod disk_load;
 mod disk_recovery;
 mod dispatch_latency;
