@@ -65,6 +65,8 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
             assert admin.status().counters["hit_pages"] == 3
             assert admin.reset(b"another namespace") == 0
             assert admin.reset(b"n") == 3
+            with pytest.raises(Failure, match="start kvferry with g3"):
+                admin.flush()
             found = answer_of(engine.lookup(3, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
             assert found == wire.LookupAnswer(0)
         finally:

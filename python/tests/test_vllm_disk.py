@@ -8,6 +8,8 @@ import pytest
 from daemon import Daemon, eventually
 from engine import PAGE_TOKENS, Engine, config, said, settled, tokens
 
+from kvferry.admin import AdminClient
+
 BASE = tokens(270, seed=21)
 #: Prompts that share, branch and extend prefixes.
 PROMPTS = [BASE, BASE[:150] + tokens(90, seed=22), BASE + tokens(140, seed=23), tokens(PAGE_TOKENS * 4, seed=24)]
@@ -70,7 +72,8 @@ def test_results_are_equal_after_a_restart_of_everything(tmp_path: Path, disk: d
     def warm(engine: Engine, daemon: Daemon) -> None:
         eventually("the disk is read", lambda: daemon.counter("recovered_pages") >= pages())
         loads_everything(engine, cold)
-        assert daemon.flush() >= pages(), "pages of generated tokens come on top"
+        with AdminClient(daemon.socket_dir / "leader", name="test") as admin:
+            assert admin.flush() == daemon.flush() >= pages(), "pages of generated tokens come on top"
 
     # At the end in order, pages that are only in host memory are moved to the disk first.
     run(compute, Daemon.stop)

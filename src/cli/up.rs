@@ -186,7 +186,7 @@ async fn flush(socket_dir: &Path) {
     let left = FLUSH_LIMIT.saturating_sub(begun.elapsed());
     match leader.flush(left).await {
         Ok(pages) => {
-            tracing::info!(pages, took = ?begun.elapsed(), "the disk has all stored pages")
+            tracing::info!(pages, took = ?begun.elapsed(), "the pages on the disk are durable")
         }
         Err(failure) => {
             tracing::warn!(%failure, "stored pages may not all be on the disk, and are computed again");

@@ -436,7 +436,7 @@ impl RequestTask {
 ///
 /// # Errors
 /// The leader does not answer, or its moves do not end.
-pub async fn no_moves(leader: &AdminClient, limit: Duration) -> Result<(), Failure> {
+async fn no_moves(leader: &AdminClient, limit: Duration) -> Result<(), Failure> {
     let until = Instant::now() + limit;
     loop {
         let left = until.saturating_duration_since(Instant::now());

@@ -201,7 +201,8 @@ fn a_disk_that_a_rank_loses_closes_alone_and_opens_with_the_pages_that_it_has_th
     assert_eq!(tiered.ready(TierId::Host), in_host_memory);
 }
 
-/// Of two workers of a shard, one has the disk open. When its process ends, nobody has, until the other one states pages.
+/// One of two workers of a shard has the disk open. After the end of its process the tier is closed, until the other
+/// worker has opened the disk and states its pages.
 #[test]
 fn a_disk_closes_with_the_process_that_had_it_open_although_another_replica_is_complete() {
     let ratio = Ratio::new(RATIO).expect("in bounds");

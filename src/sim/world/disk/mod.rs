@@ -103,7 +103,8 @@ pub(super) struct SimDisk {
     /// The set that is open, or was last: copies still use it.
     current: Option<SetKey>,
     open: Option<OpenSet>,
-    /// The process that has the lock, and until when nobody gets it, because writes of an ended process are in flight.
+    /// The process that has the lock, and the time before which no other process gets it, because writes of an ended process
+    /// are in flight.
     holder: Option<(WorkerId, u32)>,
     locked_until: Time,
     /// Copies that read or write the current set.

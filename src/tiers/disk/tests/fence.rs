@@ -121,6 +121,15 @@ impl Drop for SlowWriter {
     }
 }
 
+/// Bytes that a process has given to the kernel for a disk.
+fn written_bytes(pid: u32) -> u64 {
+    let counts = std::fs::read_to_string(format!("/proc/{pid}/io")).expect("counts");
+    let line = counts
+        .lines()
+        .find_map(|line| line.strip_prefix("write_bytes: "));
+    line.expect("a count").parse().expect("a number")
+}
+
 /// All bytes of the set's files.
 fn content(set: &Path) -> Vec<Vec<u8>> {
     let entries = std::fs::read_dir(set).expect("a set");
@@ -164,8 +173,15 @@ fn a_successor_waits(io: DiskIo) {
     let slow = SlowWriter::new(writer.id(), &disk);
     drop(writer.stdin.take());
     wait_for("writing");
-    // Long enough for the writes to be with the kernel, and much shorter than they take.
-    std::thread::sleep(Duration::from_secs(1));
+    // Some writes are with the kernel, and most of them cannot have ended.
+    let begun = Instant::now();
+    while written_bytes(writer.id()) < u64::from(PAGES) * PAGE_BYTES / 4 {
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "it does not write"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
     writer.kill().expect("it lives");
     let killed = Instant::now();
     let tier = loop {
@@ -182,7 +198,8 @@ fn a_successor_waits(io: DiskIo) {
     let opened = killed.elapsed();
     let files = directory.join("shard-0").join(key().name());
     let before = content(&files);
-    // No write of the dead process is carried out from here on.
+    // No write of the dead process is carried out from here on. Without the locks the last one would end 16 s after the
+    // first: the absence of a write can only be waited for.
     std::thread::sleep(Duration::from_secs(20).saturating_sub(opened));
     assert!(content(&files) == before, "a write came after the opening");
     let written = before.iter().flatten().filter(|byte| **byte == 0xa5);
