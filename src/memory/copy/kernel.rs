@@ -74,11 +74,21 @@ impl Kernel {
         let next = next.map_or(Ok(from), |next| Ok(next.start(0)?.cast_const()))?;
         // The length of a range in a mapping fits in usize.
         let len = len_bytes as usize;
+        // SAFETY: `start` checked that `len` bytes lie in each mapping, and the borrowed buffers keep the mappings alive.
+        unsafe { self.copy_unchecked(from, to, len, next) }
+        Ok(())
+    }
+
+    /// Copies `len` bytes, and prefetches the first bytes at `next`, which may be any address.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes are readable at `from` and writable at `to`. They may overlap.
+    unsafe fn copy_unchecked(self, from: *const u8, to: *mut u8, len: usize, next: *const u8) {
         match self {
             Self::Plain => {
                 prefetch(next);
-                // SAFETY: `start` checked that `len` bytes lie in each mapping, and the borrowed buffers keep the
-                // mappings alive; `copy` takes overlapping ranges too.
+                // SAFETY: the caller guarantees both ranges; `copy` takes overlapping ones too.
                 unsafe { std::ptr::copy(from, to, len) }
             }
             #[cfg(target_arch = "x86_64")]
@@ -88,7 +98,6 @@ impl Kernel {
             // SAFETY: as above; SSE2 is part of x86-64.
             Self::StreamSse2 => unsafe { x86::stream_sse2(from, to, len, next) },
         }
-        Ok(())
     }
 
     /// Makes this thread's streaming stores visible before its later writes. Called at the end of each share of a
@@ -99,6 +108,24 @@ impl Kernel {
             // SAFETY: SSE, which has the instruction, is part of x86-64.
             unsafe { std::arch::x86_64::_mm_sfence() }
         }
+    }
+}
+
+impl SharedBuffer {
+    /// Copies `bytes` into the buffer, starting at `offset_bytes`, with the widest streaming stores of this processor:
+    /// past the caches, for bytes that nobody reads soon. All of them are visible before this thread's later writes.
+    ///
+    /// # Errors
+    ///
+    /// A range that does not lie in the buffer.
+    pub fn write_streaming(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), BufferError> {
+        let to = self.range(offset_bytes, bytes.len() as u64)?;
+        let kernel = Kernel::non_temporal();
+        // SAFETY: `range` checked that the bytes lie in the mapping, which lives as long as `self`; no reference into it is
+        // ever formed, so that `bytes` cannot overlap it; and `non_temporal` found the instructions.
+        unsafe { kernel.copy_unchecked(bytes.as_ptr(), to, bytes.len(), bytes.as_ptr()) }
+        kernel.finish();
+        Ok(())
     }
 }
 

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use self::bench::{Bench, Layout, Shape};
 use super::plan::CopyRange;
 use super::*;
+use crate::SharedBuffer;
 use kvferry_types::{PageList, PageRun};
 
 fn pair(src: &[(u32, u32)], dst: &[(u32, u32)]) -> FragmentPair {
@@ -253,6 +254,29 @@ fn a_refused_job_copies_nothing() {
         Err(CopyError::Layout { fragment: 2 })
     ));
     assert!(bench.snapshot() == before);
+}
+
+#[test]
+fn streaming_writes_change_exactly_their_range() {
+    let buffer = SharedBuffer::create("kvferry-test", 8192).expect("memory");
+    for (at, len) in [
+        (0, 8192),
+        (1, 4096),
+        (63, 511),
+        (64, 512),
+        (7000, 1192),
+        (5, 0),
+    ] {
+        buffer.write_from(0, &[7; 8192]).expect("in bounds");
+        let bytes: Vec<u8> = (0..len).map(|byte| byte as u8 ^ 0x80).collect();
+        buffer.write_streaming(at, &bytes).expect("in bounds");
+        let mut expected = vec![7; 8192];
+        expected[at as usize..][..len].copy_from_slice(&bytes);
+        let mut found = vec![0; 8192];
+        buffer.read_into(0, &mut found).expect("in bounds");
+        assert!(found == expected, "{len} bytes at {at}");
+    }
+    assert!(buffer.write_streaming(8191, &[0; 2]).is_err());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
-use kvferry_memory::{Depot, page_stride_bytes};
+use kvferry_memory::{Depot, NON_TEMPORAL_MIN_BYTES, page_stride_bytes};
 use kvferry_types::{EndedCopy, PageRun, Record, Transfer};
 
 use super::super::faults::is_of_a_place;
@@ -390,6 +390,7 @@ impl Job {
             return Ok(0);
         }
         let geometry = self.copy.set.geometry();
+        let streaming = buffer.len() as u64 >= NON_TEMPORAL_MIN_BYTES;
         let pages = buffer.chunks_exact(geometry.stride as usize);
         for (count, page) in pages.take(part.pages as usize).enumerate() {
             let index = part.first + count;
@@ -399,7 +400,11 @@ impl Job {
             let mut at = self.host_offset(index);
             for bytes in bytes.chunks(STEP_BYTES) {
                 sum.add(bytes);
-                let written = self.copy.depot.buffer().write_from(at, bytes);
+                let depot = self.copy.depot.buffer();
+                let written = match streaming {
+                    true => depot.write_streaming(at, bytes),
+                    false => depot.write_from(at, bytes),
+                };
                 written.map_err(io::Error::other)?;
                 at += bytes.len() as u64;
             }

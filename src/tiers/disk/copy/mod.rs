@@ -65,7 +65,7 @@ impl std::str::FromStr for DiskIo {
 }
 
 /// Threads that share the parts in flight with io_uring: each also copies and computes checksums.
-const RING_THREADS: usize = 4;
+const RING_THREADS: usize = 8;
 
 /// Receives the ends of copies, on the thread that ended the last part.
 type Ended = Box<dyn Fn(DiskCopyEnd) + Send + Sync>;
