@@ -8,12 +8,20 @@ use kvferry_types::{
     Transfer, TransferId,
 };
 
+/// Bytes that one order moves between two tiers, at most, unless a single transfer has more: an order is answered after
+/// its last transfer has ended, and what waits for its first pages waits as long.
+const MOVE_ORDER_BYTES: u64 = 16 << 20;
+/// Number of orders into which the moves of one step are divided for that reason, at most.
+const MOVE_ORDERS: u64 = 64;
+
 /// How full a transfer message is.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct MessageFill {
     transfers: usize,
     pages: u64,
     bytes: usize,
+    /// Most pages of a message.
+    pages_max: u64,
 }
 
 impl MessageFill {
@@ -24,6 +32,25 @@ impl MessageFill {
     const ITEM_BYTES: usize = 11;
     /// Most pages of a message: as many as also fit when encoded page by page, as version 1 does.
     const PAGES_MAX: u64 = (BODY_BYTES_MAX / 2 / Self::ITEM_BYTES) as u64;
+
+    /// An empty message for consecutive transfers like these. A load or a store is answered as a whole, so that its
+    /// transfers share a message as long as they fit.
+    fn of(transfers: &[&Transfer]) -> Self {
+        let pages = match transfers.first() {
+            Some(first) if first.device.is_none() => {
+                let pages = transfers.iter().flat_map(|transfer| &transfer.pairs);
+                let pages: u64 = pages.map(|pair| pair.src.pages()).sum();
+                (pages / MOVE_ORDERS).max(MOVE_ORDER_BYTES / first.page_bytes.max(1))
+            }
+            _ => u64::MAX,
+        };
+        Self {
+            transfers: 0,
+            pages: 0,
+            bytes: 0,
+            pages_max: pages.min(Self::PAGES_MAX),
+        }
+    }
 
     /// Adds a transfer. Returns false when it does not fit beside those before it. The first one always fits.
     fn take(&mut self, transfer: &Transfer) -> bool {
@@ -37,7 +64,7 @@ impl MessageFill {
         let record = transfer.record.as_ref();
         bytes += record.map_or(0, |record| record.fingerprints.len() * 16);
         let fits = self.transfers < COPIES_MAX
-            && self.pages + pages <= Self::PAGES_MAX
+            && self.pages + pages <= self.pages_max
             && self.bytes + bytes <= BODY_BYTES_MAX / 2;
         if self.transfers > 0 && !fits {
             return false;
@@ -51,7 +78,7 @@ impl MessageFill {
 
 impl TransferOrder {
     /// Groups transfers into orders, each with its deadline: one order for consecutive transfers of one request, or
-    /// several where they do not fit into one message. A single transfer that is too large for a message gets an order
+    /// several where they do not fit into one message, or would move more than [`MOVE_ORDER_BYTES`] between tiers. A single transfer that is too large for a message gets an order
     /// of its own, which cannot be encoded.
     pub fn all_of(transfers: &[&Transfer]) -> Vec<(Time, Self)> {
         let alike = |one: &&Transfer, other: &&Transfer| {
@@ -59,9 +86,10 @@ impl TransferOrder {
                 == (other.edge, other.device, other.page_bytes, other.deadline)
         };
         let mut orders = Vec::new();
-        for mut rest in transfers.chunk_by(alike) {
+        for alike in transfers.chunk_by(alike) {
+            let mut rest = alike;
             while let Some(first) = rest.first() {
-                let mut room = MessageFill::default();
+                let mut room = MessageFill::of(alike);
                 let fit = rest
                     .iter()
                     .take_while(|transfer| room.take(transfer))
@@ -293,6 +321,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn moves_between_tiers_are_divided_by_bytes_and_copies_of_an_engine_are_not() {
+        let of = |count: u64, pages: u32, moved: bool| {
+            let transfers = (0..count).map(|id| Transfer {
+                device: transfer(id, 7, pages).device.filter(|_| !moved),
+                page_bytes: 1 << 20,
+                ..transfer(id, 7, pages)
+            });
+            let transfers: Vec<Transfer> = transfers.collect();
+            let list: Vec<&Transfer> = transfers.iter().collect();
+            let orders = TransferOrder::all_of(&list);
+            let all: Vec<u64> = list.iter().map(|transfer| transfer.id.0).collect();
+            assert_eq!(ids_of(&orders), all);
+            let sizes = orders.iter().map(|(_, order)| order.transfers.len());
+            sizes.collect::<Vec<usize>>()
+        };
+        assert_eq!(of(9, 4, true), [4, 4, 1]);
+        assert_eq!(of(9, 4, false), [9]);
+        assert_eq!(of(3, 32, true), [1, 1, 1], "a transfer is not divided");
+        let many = of(10_000, 4, true);
+        assert!(many.len() <= 2 * MOVE_ORDERS as usize, "{}", many.len());
     }
 
     #[test]
