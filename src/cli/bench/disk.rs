@@ -18,7 +18,7 @@ use kvferry_tiers::disk::{
 use kvferry_types::{ByteSize, PageRun};
 
 use super::disk_blocks::{BlockPlace, block_move};
-use super::plain_disk::PlainFiles;
+use super::plain_disk::{PlainFiles, ReadWork};
 use super::spread;
 
 /// Pages of a block.
@@ -60,6 +60,11 @@ struct Bench {
     plain: PlainFiles,
 }
 
+/// The floor's reads with the work that a disk tier has to do: a checksum, and a copy into host memory.
+const WORKED: &str = "floor read, verify, copy";
+/// Threads that do it: more than cores, so that some work while others wait.
+const WORK_DEPTH: usize = 8;
+
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let page_bytes = self.block.0 / u64::from(RATIO);
@@ -80,16 +85,31 @@ impl Arguments {
     fn measure(&self, directory: &Path, page_bytes: u64) -> Result<(), CommandError> {
         let mut bench = Bench::new(self, directory, page_bytes)?;
         bench.move_all(true, RATIO)?;
-        let depth = bench.plain.best_depth()?;
+        let depth = bench.plain.best_depth(false)?;
+        let write_depth = bench.plain.best_depth(true)?;
+        let work = ReadWork::new(1, self.bytes.0)?;
         let mut seconds: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
         for round in 0..self.rounds {
             let mut note = |what, took| seconds.entry(what).or_default().push(took);
-            note("floor write", bench.plain.run(true, depth)?);
-            note("write", bench.move_all(true, RATIO)?);
-            // The second read of the same bytes may come from a cache of the disk or of a host: each side is first in turn.
+            // A disk takes the first writes after a pause faster: each side is first in turn.
             for side in 0..2 {
                 match (round + side) % 2 {
+                    0 => note("floor write", bench.plain.run(true, write_depth)?),
+                    _ => note("write", bench.move_all(true, RATIO)?),
+                }
+            }
+            if round % 2 == 1 {
+                // The floor has overwritten the pages.
+                bench.move_all(true, RATIO)?;
+            }
+            // The second read of the same bytes may come from a cache of the disk or of a host: each side is first in turn.
+            for side in 0..3 {
+                match (round + side) % 3 {
                     0 => note("floor read", bench.plain.run(false, depth)?),
+                    1 => note(
+                        WORKED,
+                        bench.plain.read_and_work(WORK_DEPTH, (0, 1), &work)?,
+                    ),
                     _ => note("read", bench.move_all(false, RATIO)?),
                 }
             }
@@ -98,13 +118,14 @@ impl Arguments {
         let bytes = f64::from(bench.blocks) * self.block.0 as f64;
         let of = |what: &str| spread(seconds.get(what).cloned().unwrap_or_default());
         print_line(&format!(
-            "blocks of {}, {} each round, depth {}, floor at depth {depth}, {} rounds",
+            "blocks of {}, {} each round, depth {}, floor at depth {depth} for reads and {write_depth} for writes, {} rounds",
             self.block, self.bytes, self.depth, self.rounds
         ));
         for (what, floor) in [
             ("floor write", "floor write"),
             ("write", "floor write"),
             ("floor read", "floor read"),
+            (WORKED, "floor read"),
             ("read", "floor read"),
             ("read of 8 of 32 pages", "read"),
         ] {
@@ -116,7 +137,7 @@ impl Arguments {
                 _ => format!("{:.2} of the floor", base / median),
             };
             print_line(&format!(
-                "{what:<22} {:>6.2} GB/s (median; {:.2} to {:.2})  {ratio}",
+                "{what:<26} {:>6.2} GB/s (median; {:.2} to {:.2})  {ratio}",
                 rate(median),
                 rate(most),
                 rate(least)

@@ -25,7 +25,7 @@ use super::bench_engine::{
     rank_arguments,
 };
 use super::copy_fixture::{set_of, shuffled};
-use super::plain_disk::PlainFiles;
+use super::plain_disk::{PlainFiles, ReadWork};
 use super::{rig, spread};
 
 /// Prompts that are loaded in turn.
@@ -92,7 +92,7 @@ impl Arguments {
             .play(&socket_paths, &rank, (directory, cap, pages))
             .await;
         let ended = end_up(up).await;
-        let (floor, load, depth) = played?;
+        let (times, depth) = played?;
         ended?;
         let bytes = f64::from(pages) * page_bytes as f64;
         print_line(&format!(
@@ -102,12 +102,16 @@ impl Arguments {
             self.depth,
             self.rounds
         ));
-        for (what, times) in [("floor read", floor.clone()), ("load", load)] {
+        let (_, base, _) = spread(times.floor.clone());
+        for (what, times) in [
+            ("floor read", times.floor),
+            ("floor read, verify, copy twice", times.worked),
+            ("load", times.load),
+        ] {
             let (least, median, most) = spread(times);
             let rate = |ms: f64| bytes / ms / 1e6;
-            let (_, base, _) = spread(floor.clone());
             print_line(&format!(
-                "{what:<12} {:>6.2} GB/s (median; {:.2} to {:.2})  {:.2} of the floor",
+                "{what:<30} {:>6.2} GB/s (median; {:.2} to {:.2})  {:.2} of the floor",
                 rate(median),
                 rate(most),
                 rate(least),
@@ -153,13 +157,13 @@ impl Arguments {
         rig::process(&arguments, folder)
     }
 
-    /// Measures both sides in turn. Returns the milliseconds of the floor and of the loads, and the floor's depth.
+    /// Measures all sides in turn. Returns the milliseconds of each, and the floor's depth.
     async fn play(
         &self,
         socket_paths: &SocketPaths,
         rank: &engine_rank::Arguments,
         (directory, cap, pages): (&Path, u64, u32),
-    ) -> Result<(Vec<f64>, Vec<f64>, usize), CommandError> {
+    ) -> Result<(Times, usize), CommandError> {
         let mut loads = Loads {
             engine: BenchEngine::start(socket_paths, rank).await?,
             pages,
@@ -178,17 +182,25 @@ impl Arguments {
             flushed.map_err(CommandError::failed)?;
         }
         let plain = plain(&directory.join("shard-0"), cap, PROMPTS * pages)?;
-        let depth = plain.best_depth()?;
+        let depth = plain.best_depth(false)?;
+        let work = ReadWork::new(2, u64::from(self.mib) << 20)?;
         let before = promoted(socket_paths).await?;
-        let (mut floor, mut load) = (Vec::new(), Vec::new());
+        let mut times = Times::default();
         for round in 0..=self.rounds {
             let prompt = round % PROMPTS;
             let share = (prompt as usize, PROMPTS as usize);
             // The second read of the same bytes may come from a cache of the disk or of a host: each side is first in turn.
-            for side in 0..2 {
-                let (times, took) = match (round + side) % 2 {
-                    0 => (&mut floor, plain.run_parts(false, depth, share)? * 1e3),
-                    _ => (&mut load, loads.load(prompt).await?),
+            for side in 0..3 {
+                let (times, took) = match (round + side) % 3 {
+                    0 => (
+                        &mut times.floor,
+                        plain.run_parts(false, depth, share)? * 1e3,
+                    ),
+                    1 => {
+                        let took = plain.read_and_work(WORK_DEPTH, share, &work)?;
+                        (&mut times.worked, took * 1e3)
+                    }
+                    _ => (&mut times.load, loads.load(prompt).await?),
                 };
                 // The first round warms up.
                 if round > 0 {
@@ -204,9 +216,21 @@ impl Arguments {
                 "{promoted} pages came from the disk, not {expected}"
             )));
         }
-        Ok((floor, load, depth))
+        Ok((times, depth))
     }
 }
+
+/// Milliseconds of each side.
+#[derive(Debug, Default)]
+struct Times {
+    floor: Vec<f64>,
+    /// The floor's reads with the work that a load has to do: a checksum, a copy into host memory, and one into the engine's.
+    worked: Vec<f64>,
+    load: Vec<f64>,
+}
+
+/// Threads that do the work beside the floor's reads: more than cores, so that some work while others wait.
+const WORK_DEPTH: usize = 8;
 
 /// The files of the only set below a shard's directory.
 fn plain(shard: &Path, cap: u64, pages: u32) -> Result<PlainFiles, CommandError> {
