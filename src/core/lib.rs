@@ -71,8 +71,8 @@ pub use group::{
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
     CANCELS_MAX, COUNTERS, Counter, FLUSHES_OPEN_MAX, LOAD_RUNS_MAX, Leader, LeaderCounts,
-    LeaderSettings, MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX,
-    RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
+    LeaderSettings, MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX,
+    REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
 pub use model::{Model, Sequence};
 pub use policy::{PIECES_MAX, TierPolicy};

@@ -1,5 +1,6 @@
 //! Flushes: answered after everything that was stored before is on the disk and durable on every shard.
 
+use kvferry_core::MOVE_ATTEMPTS_MAX;
 use kvferry_types::{Answer, FlushAnswer, TierId};
 
 use super::moves::{DOWN, RATIO, Tiered};
@@ -59,6 +60,46 @@ fn a_flush_does_not_wait_for_what_is_stored_after_it() {
     assert_eq!(flushes.len(), usize::from(RANKS));
     after.iter().for_each(|one| tiered.end(one, RATIO, false));
     assert_eq!(tiered.flushes, [], "requested once");
+}
+
+#[test]
+fn a_write_that_fails_is_tried_again_before_what_was_stored_later_and_a_flush_waits_for_it() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    tiered.stored(0);
+    assert_eq!(flush(&mut tiered), None);
+    for name in 1..=6 {
+        tiered.stored(2 * name);
+    }
+    let ordered = tiered.take(DOWN);
+    let source = ordered[0].pairs[0].src.clone();
+    tiered.end(&ordered[0], RATIO / 2, false);
+    let again = tiered.take(DOWN);
+    let sources: Vec<_> = again.iter().map(|one| &one.pairs[0].src).collect();
+    assert_eq!(sources, [&source], "the first in the queue");
+    ordered[1..]
+        .iter()
+        .for_each(|one| tiered.end(one, RATIO, false));
+    assert_eq!(tiered.flushes, [], "it has not ended");
+    tiered.end(&again[0], RATIO, false);
+    assert_eq!(tiered.flushes.len(), usize::from(RANKS));
+    assert_eq!(tiered.leader.counts().moves_left_out, 0);
+}
+
+#[test]
+fn a_write_that_fails_each_time_is_left_out_and_counted() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    tiered.stored(0);
+    assert_eq!(flush(&mut tiered), None);
+    for _ in 0..MOVE_ATTEMPTS_MAX {
+        assert_eq!(tiered.flushes, []);
+        let [one] = &tiered.take(DOWN)[..] else {
+            panic!("one move");
+        };
+        tiered.end(one, 0, false);
+    }
+    assert_eq!(tiered.take(DOWN), []);
+    assert_eq!(tiered.leader.counts().moves_left_out, 1);
+    assert_eq!(confirmed(&mut tiered), durable(0));
 }
 
 #[test]

@@ -45,7 +45,8 @@ pub struct LeaderCounts {
     pub moved_pages: u64,
     /// Pages of those that were written to a slower tier.
     pub written_through_pages: u64,
-    /// Blocks that were not moved to a slower tier, or not fetched from one, because too many waited.
+    /// Blocks that were not moved to a slower tier, or not fetched from one, because too many waited, or because their moves
+    /// failed several times.
     pub moves_left_out: u64,
     /// Pages of a source that failed their checksum or were not read; they are not served again.
     pub bad_sources: u64,
@@ -166,7 +167,7 @@ pub const COUNTERS: &[Counter] = &[
     ),
     counter(
         "moves_left_out",
-        "Blocks that were not moved, because too many waited: the slower tier is too slow for what is stored",
+        "Blocks that were not moved, because too many waited: the slower tier is too slow for what is stored; or because their moves failed three times",
         |l, _| l.moves_left_out,
     ),
     counter(

@@ -50,7 +50,7 @@ use flush::Flushes;
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
 use moves::Moves;
-pub use moves::{MOVES_WAITING_MAX, MoveEdge};
+pub use moves::{MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge};
 use rates::Rates;
 use recovery::InventoryPart;
 pub use requests::OPEN_REQUESTS_MAX;

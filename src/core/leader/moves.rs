@@ -22,11 +22,13 @@ use kvferry_types::{
 use super::Leader;
 use super::plan::{PlanWalk, plan};
 use super::tier::Tiers;
-use super::transfers::Begun;
+use super::transfers::{Begun, TransferOutcome};
 
 /// Blocks that wait to be moved over one edge, at most. A further one is not moved: it stays in its tier, and moves when
 /// it grows or is stored again. About 50 bytes each.
 pub const MOVES_WAITING_MAX: usize = 16_384;
+/// Times that a block is written to a slower tier before it stays where it is, until it is used or grows.
+pub const MOVE_ATTEMPTS_MAX: u8 = 3;
 
 /// An edge over which the leader moves pages by itself: to a slower tier every page that is new in the faster one, to a
 /// faster tier the pages that a lookup found.
@@ -67,6 +69,15 @@ impl MoveEdge {
     }
 }
 
+/// The place of a block in the queue of an edge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Queued {
+    /// Ascends in the order in which blocks were queued first.
+    number: u64,
+    /// Moves of the block under this number that have failed.
+    failed: u8,
+}
+
 /// A move that is in flight.
 #[derive(Debug)]
 struct Move {
@@ -77,20 +88,21 @@ struct Move {
     source: u32,
     /// Number of pages.
     pages: u32,
-    /// Number in the queue, of a move that a setting ordered, and not a load.
-    queued: Option<u64>,
+    /// Place in the queue, of a move that a setting ordered, and not a load.
+    queued: Option<Queued>,
 }
 
 /// The blocks that wait at one edge.
 #[derive(Debug, Default)]
 struct WaitingBlocks {
     /// The blocks, with ascending numbers.
-    queue: VecDeque<(u64, BlockRef)>,
+    queue: VecDeque<(Queued, BlockRef)>,
     queued: BTreeSet<(u32, u64)>,
 }
 
 impl WaitingBlocks {
-    fn push(&mut self, number: u64, block: BlockRef) -> bool {
+    /// Adds a block at its place. Returns false if too many wait.
+    fn push(&mut self, queued: Queued, block: BlockRef) -> bool {
         let key = (block.index, block.stamp);
         if self.queued.contains(&key) {
             return true;
@@ -98,15 +110,17 @@ impl WaitingBlocks {
         let room = self.queue.len() < MOVES_WAITING_MAX;
         if room {
             self.queued.insert(key);
-            self.queue.push_back((number, block));
+            let before = |(other, _): &(Queued, BlockRef)| other.number <= queued.number;
+            let place = self.queue.partition_point(before);
+            self.queue.insert(place, (queued, block));
         }
         room
     }
 
-    fn pop(&mut self) -> Option<(u64, BlockRef)> {
-        let (number, block) = self.queue.pop_front()?;
+    fn pop(&mut self) -> Option<(Queued, BlockRef)> {
+        let (queued, block) = self.queue.pop_front()?;
         self.queued.remove(&(block.index, block.stamp));
-        Some((number, block))
+        Some((queued, block))
     }
 }
 
@@ -125,8 +139,22 @@ impl Moves {
     /// Adds a block to those that wait at an edge. Returns false if too many wait.
     pub(super) fn queue(&mut self, edge: Edge, block: BlockRef) -> bool {
         self.last_queued += 1;
-        let number = self.last_queued;
-        self.waiting.entry(edge).or_default().push(number, block)
+        let queued = Queued {
+            number: self.last_queued,
+            failed: 0,
+        };
+        self.waiting.entry(edge).or_default().push(queued, block)
+    }
+
+    /// Adds the block of a write that failed to those that wait, at its place, so that a flush waits for it. Returns false
+    /// if it is not moved again.
+    fn queue_again(&mut self, edge: Edge, block: BlockRef, before: Queued) -> bool {
+        let queued = Queued {
+            failed: before.failed + 1,
+            ..before
+        };
+        queued.failed < MOVE_ATTEMPTS_MAX
+            && self.waiting.entry(edge).or_default().push(queued, block)
     }
 
     /// The number of the block that was queued last.
@@ -138,10 +166,10 @@ impl Moves {
     pub(super) fn are_over(&self, to: TierId, through: u64) -> bool {
         let written = |edge: &Edge| edge.to == to && edge.to > edge.from;
         let mut waiting = self.waiting.iter().filter(|(edge, _)| written(edge));
-        let first = |blocks: &WaitingBlocks| blocks.queue.front().map(|(number, _)| *number);
+        let first = |blocks: &WaitingBlocks| blocks.queue.front().map(|(queued, _)| queued.number);
         let mut running = self.running.values().filter(|one| written(&one.edge));
         waiting.all(|(_, blocks)| first(blocks).is_none_or(|number| number > through))
-            && running.all(|one| one.queued.is_none_or(|number| number > through))
+            && running.all(|one| one.queued.is_none_or(|queued| queued.number > through))
     }
 
     /// Number of pins that moves hold.
@@ -228,8 +256,8 @@ pub(super) struct MoveSource {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MoveTerms {
     pub(super) deadline: Time,
-    /// Number in the queue, if a setting orders the move, and not a load: its edge limits how many run.
-    pub(super) queued: Option<u64>,
+    /// Place in the queue, if a setting orders the move, and not a load: its edge limits how many run.
+    pub(super) queued: Option<Queued>,
 }
 
 impl Leader {
@@ -259,12 +287,12 @@ impl Leader {
             }
             while self.moves.running(edge) < running_max {
                 let waiting = self.moves.waiting.get_mut(&edge);
-                let Some((number, block)) = waiting.and_then(WaitingBlocks::pop) else {
+                let Some((queued, block)) = waiting.and_then(WaitingBlocks::pop) else {
                     break;
                 };
                 let terms = MoveTerms {
                     deadline: now + deadline,
-                    queued: Some(number),
+                    queued: Some(queued),
                 };
                 self.move_block(now, edge, block, terms, effects);
             }
@@ -461,19 +489,32 @@ impl Leader {
     }
 
     /// A transfer has ended on every worker. If it was a move, releases its source, and cuts it at a page that failed its
-    /// checksum: page `bad_page` of the transfer.
-    pub(super) fn move_ended(&mut self, id: TransferId, bad_page: Option<u32>) {
+    /// checksum. A write that failed for another reason is tried again: a place of the disk that failed is not used again,
+    /// and a disk that fails is only read or closed.
+    pub(super) fn move_ended(&mut self, id: TransferId, outcome: &TransferOutcome) {
         let Some(Move {
-            edge, pin, source, ..
+            edge,
+            pin,
+            source,
+            queued,
+            ..
         }) = self.moves.remove(id)
         else {
             return;
         };
         let block = pin.block();
         self.tiers.unpin(edge.from, pin);
-        if let (Some(page), Some(pool)) = (bad_page, self.tiers.serving_mut(edge.from)) {
+        let Some(pool) = self.tiers.serving_mut(edge.from) else {
+            return;
+        };
+        if let Some(page) = outcome.bad_page {
             pool.cut(block, source + page);
             self.counts.bad_sources += 1;
+        } else if let Some(queued) = queued.filter(|_| outcome.failed > 0 && edge.to > edge.from)
+            && self.tiers.serving(edge.to).is_some()
+        {
+            let again = self.moves.queue_again(edge, block, queued);
+            self.counts.moves_left_out += u64::from(!again);
         }
     }
 }

@@ -377,7 +377,7 @@ impl Leader {
             self.source_is_bad(id, complete_pages);
         }
         if let Some(outcome) = outcome {
-            self.move_ended(id, outcome.bad_page);
+            self.move_ended(id, &outcome);
             self.loads_go_on(id, outcome, effects);
         }
         Some(edge)
