@@ -149,6 +149,7 @@ impl Arguments {
 pub(super) fn disks(config: &Config) -> Result<Option<DiskDirectories>, CommandError> {
     let opened = (config.g3.0 > 0).then(|| DiskDirectories::open(&config.g3_dir.0));
     let opened = opened.transpose();
+    let opened = opened.map(|opened| Some(opened?.for_shards(config.kv_shards.shards())));
     opened.map_err(|error| CommandError::Config(error.to_string()))
 }
 

@@ -69,6 +69,8 @@ pub struct DiskDirectories {
     pub(super) disks: Vec<Arc<dyn Files>>,
     opened_by: Open,
     pub(super) tier: u128,
+    /// Number of shards that use the tier; 0 if it is not known.
+    shards: u16,
 }
 
 type OpenDirectory = dyn Fn(&Path) -> io::Result<Arc<dyn Files>> + Send + Sync;
@@ -134,7 +136,50 @@ impl DiskDirectories {
             disks,
             opened_by: Open(Arc::new(open)),
             tier: tier.unwrap_or_default(),
+            shards: 0,
         })
+    }
+
+    /// The directories, as used by this number of shards. Files of shards beyond it, which were left when there were more,
+    /// count towards the caps of these, and make room first.
+    #[must_use]
+    pub fn for_shards(self, shards: u16) -> Self {
+        Self { shards, ..self }
+    }
+
+    /// Of each disk the directories of shards that no worker has now, and whose room a shard may use. No other process uses
+    /// them as long as they are open.
+    pub(super) fn left_by_others(&self, shard: u16) -> io::Result<Vec<Vec<Arc<dyn Files>>>> {
+        let mut found = vec![Vec::new(); self.disks.len()];
+        let Some(first) = self.disks.first().filter(|_| self.shards > 0) else {
+            return Ok(found);
+        };
+        for name in first.names()? {
+            let number = name.strip_prefix("shard-");
+            let number = number.and_then(|number| number.parse::<u16>().ok());
+            let left = number.is_some_and(|number| {
+                number >= self.shards && number % self.shards == shard % self.shards
+            });
+            let directory = match left {
+                true => first.directory(&name)?,
+                false => None,
+            };
+            let Some(directory) = directory else {
+                continue;
+            };
+            if !directory.try_lock()? {
+                tracing::warn!(
+                    name,
+                    "another process uses a shard beyond the number of shards"
+                );
+                continue;
+            }
+            for (disk, others) in self.disks.iter().zip(&mut found).skip(1) {
+                others.extend(disk.directory(&name)?);
+            }
+            found[0].push(directory);
+        }
+        Ok(found)
     }
 
     /// The directories that have the paths now: other ones than these where a disk was mounted again. Creates nothing.

@@ -11,11 +11,52 @@ use super::set::{is_ours, segment_number};
 /// The files of one disk.
 #[derive(Debug)]
 struct DiskRoom {
-    directory: Arc<dyn Files>,
+    /// The shard's directory, then those of shards that no worker has, because their number was larger.
+    directories: Vec<Arc<dyn Files>>,
     /// Bytes of the segments of the open set.
     open_bytes: u64,
-    /// The sets that are not open, by name, with the bytes of their files.
-    closed: BTreeMap<String, u64>,
+    /// The sets that are not open, by the number of their directory and name, with the bytes of their files.
+    closed: BTreeMap<(usize, String), u64>,
+}
+
+impl DiskRoom {
+    /// Counts the files of all sets. The one of this name in the shard's directory is the open one.
+    fn count(&mut self, open: Option<&str>) -> io::Result<()> {
+        self.closed.clear();
+        self.open_bytes = 0;
+        for (number, directory) in self.directories.iter().enumerate() {
+            for name in directory.names()? {
+                let Some(set) = directory.directory_of_set(&name)? else {
+                    continue;
+                };
+                match number == 0 && Some(name.as_str()) == open {
+                    true => self.open_bytes = segment_bytes(set.as_ref())?,
+                    false => {
+                        let bytes = set_bytes(set.as_ref())?;
+                        self.closed.insert((number, name), bytes);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a set that is not open and has not the name `kept`, of a shard that no worker has first. Returns false if none
+    /// is left.
+    fn remove_closed(&mut self, kept: Option<&str>, why: &str) -> io::Result<bool> {
+        let mut closed = self.closed.iter().rev();
+        let found = closed.find(|((number, name), _)| *number > 0 || Some(name.as_str()) != kept);
+        let Some((key, bytes)) = found.map(|(key, bytes)| (key.clone(), *bytes)) else {
+            return Ok(false);
+        };
+        self.closed.remove(&key);
+        let (number, set) = key;
+        tracing::info!(set, bytes, "{why}: a set that is not in use makes room");
+        if let Some(directory) = self.directories.get(number) {
+            remove_set(directory.as_ref(), &set)?;
+        }
+        Ok(true)
+    }
 }
 
 /// Use of the cap by one shard.
@@ -34,22 +75,19 @@ struct State {
 }
 
 impl Room {
-    /// The use of the shard's directories, of which no set is open.
-    pub(super) fn new(share: u64, directories: &[Arc<dyn Files>]) -> io::Result<Self> {
-        let mut disks = Vec::new();
-        for directory in directories {
-            let mut closed = BTreeMap::new();
-            for name in directory.names()? {
-                if let Some(set) = directory.directory_of_set(&name)? {
-                    closed.insert(name, set_bytes(set.as_ref())?);
-                }
-            }
-            disks.push(DiskRoom {
-                directory: Arc::clone(directory),
+    /// The use of these directories, of which no set is open: of each disk the shard's directory, and those of shards that
+    /// no worker has.
+    pub(super) fn new(share: u64, disks: Vec<Vec<Arc<dyn Files>>>) -> io::Result<Self> {
+        let disks = disks.into_iter().map(|directories| {
+            let mut disk = DiskRoom {
+                directories,
                 open_bytes: 0,
-                closed,
-            });
-        }
+                closed: BTreeMap::new(),
+            };
+            disk.count(None)?;
+            Ok(disk)
+        });
+        let disks = disks.collect::<io::Result<_>>()?;
         Ok(Self {
             share,
             state: Mutex::new(State { disks, reserved: 0 }),
@@ -74,21 +112,10 @@ impl Room {
     pub(super) fn open(&self, name: Option<&str>, reserved: u64) -> io::Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.reserved = reserved;
-        for disk in &mut state.disks {
-            disk.closed.clear();
-            disk.open_bytes = 0;
-            for found in disk.directory.names()? {
-                let Some(set) = disk.directory.directory_of_set(&found)? else {
-                    continue;
-                };
-                match Some(found.as_str()) == name {
-                    true => disk.open_bytes = segment_bytes(set.as_ref())?,
-                    false => {
-                        disk.closed.insert(found, set_bytes(set.as_ref())?);
-                    }
-                }
-            }
-        }
+        state
+            .disks
+            .iter_mut()
+            .try_for_each(|disk| disk.count(name))?;
         (0..state.disks.len()).try_for_each(|disk| self.make_room(&mut state, disk, 0))
     }
 
@@ -121,18 +148,7 @@ impl Room {
         let Some(disk) = state.disks.get_mut(disk) else {
             return Ok(false);
         };
-        let name = disk.closed.keys().find(|name| *name != kept).cloned();
-        let Some(name) = name else {
-            return Ok(false);
-        };
-        let left = disk.closed.remove(&name);
-        tracing::info!(
-            set = name,
-            bytes = left,
-            "the disk is full: the set of another layout makes room"
-        );
-        remove_set(disk.directory.as_ref(), &name)?;
-        Ok(true)
+        disk.remove_closed(Some(kept), "the disk is full")
     }
 
     fn make_room(&self, state: &mut State, disk: usize, bytes: u64) -> io::Result<()> {
@@ -145,22 +161,17 @@ impl Room {
             if disk.open_bytes + closed + bytes <= limit {
                 return Ok(());
             }
-            let Some((name, left)) = disk.closed.pop_first() else {
-                if bytes == 0 {
-                    return Ok(());
-                }
-                let text = format!(
-                    "the cap of {} bytes has no room for {bytes} more",
-                    self.share
-                );
-                return Err(io::Error::new(io::ErrorKind::StorageFull, text));
-            };
-            tracing::info!(
-                set = name,
-                bytes = left,
-                "the set of another layout makes room"
+            if disk.remove_closed(None, "the cap is reached")? {
+                continue;
+            }
+            if bytes == 0 {
+                return Ok(());
+            }
+            let text = format!(
+                "the cap of {} bytes has no room for {bytes} more",
+                self.share
             );
-            remove_set(disk.directory.as_ref(), &name)?;
+            return Err(io::Error::new(io::ErrorKind::StorageFull, text));
         }
     }
 

@@ -83,7 +83,12 @@ impl DiskTier {
             error,
         });
         let share = cap / disks.len() as u64;
-        let room = Room::new(share, &disks).map_err(failed(path, "list its sets"))?;
+        let others = directories.left_by_others(shard);
+        let others = others.map_err(failed(path, "list the shards of other numbers of them"))?;
+        let of_disks = disks.iter().zip(others);
+        let of_disks = of_disks.map(|(disk, others)| [vec![Arc::clone(disk)], others].concat());
+        let room = Room::new(share, of_disks.collect());
+        let room = room.map_err(failed(path, "list its sets"))?;
         let marks = marks?;
         Ok(Some(Self {
             directories: directories.clone(),

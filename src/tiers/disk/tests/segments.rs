@@ -3,6 +3,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
+use super::super::DiskTier;
 use super::super::set::segment_name;
 use super::world::{World, key};
 
@@ -130,4 +131,40 @@ fn a_set_of_another_layout_makes_room_for_a_segment_whose_creation_did_not_end()
     assert_eq!(world.served(), served);
     let set = world.set();
     assert!(!set.is_short() && set.existing_segment(0, 1).is_some());
+}
+
+#[test]
+fn files_of_shards_that_no_worker_has_count_and_make_room() {
+    let mut world = World::new(1, 16 << 20);
+    for shard in [1, 3, 2, 0] {
+        world.start_shard(shard, key(1)).expect("opened");
+        let record = world.record(0, (0, 10), 1);
+        world.store(&record).expect("stored");
+        world.tier().close().expect("closed");
+        world.tier = None;
+    }
+    let found = |world: &World| -> Vec<u16> {
+        let root = world.disks[0].root();
+        let shards = (0..4).filter(|shard| {
+            let directory = root.directory(&format!("shard-{shard}"));
+            let directory = directory.expect("read").expect("exists");
+            directory.names().expect("read").contains(&key(1).name())
+        });
+        shards.collect()
+    };
+    let take = |world: &World, cap: u64| {
+        let directories = world.directories().expect("a tier").for_shards(2);
+        let tier = DiskTier::take(&directories, 0, cap).expect("usable");
+        tier.expect("not locked")
+    };
+    let tier = take(&world, 16 << 20);
+    let used = tier.used_bytes()[0];
+    tier.open(key(1), &|_, _| {}).expect("opened");
+    assert_eq!(found(&world), [0, 1, 2, 3], "there is room");
+    assert!(tier.used_bytes()[0] >= used / 2);
+    drop(tier);
+    let tier = take(&world, used - 1);
+    tier.open(key(1), &|_, _| {}).expect("opened");
+    assert_eq!(found(&world), [0, 1, 3], "shards 1 and 3 are another's");
+    assert!(tier.used_bytes()[0] < used);
 }
