@@ -376,7 +376,12 @@ fn disk_reported(
         DiskReport::Writable => disk.writable(),
         DiskReport::Status => {}
         DiskReport::Ended(end) => {
+            let before = disk.is_read_only();
             let shorter = disk.ended(&end);
+            if before != disk.is_read_only() {
+                // Before the end of the write that failed, after which the leader orders the next one.
+                host.readiness.disk(disk.status());
+            }
             shell.copies_ended(host, vec![end.ended])?;
             changes = shorter;
             if shorter {

@@ -1,6 +1,6 @@
 //! Flushes: answered after everything that was stored before is on the disk and durable on every shard.
 
-use kvferry_core::MOVE_ATTEMPTS_MAX;
+use kvferry_core::{MOVE_ATTEMPTS_MAX, TierPolicy};
 use kvferry_types::{Answer, FlushAnswer, TierId};
 
 use super::moves::{DOWN, RATIO, Tiered};
@@ -100,6 +100,114 @@ fn a_write_that_fails_each_time_is_left_out_and_counted() {
     assert_eq!(tiered.take(DOWN), []);
     assert_eq!(tiered.leader.counts().moves_left_out, 1);
     assert_eq!(confirmed(&mut tiered), durable(0));
+}
+
+#[test]
+fn a_failed_write_keeps_its_place_although_its_block_was_queued_again_by_a_use() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    (0..4).for_each(|name| tiered.stored(2 * name));
+    assert_eq!(flush(&mut tiered), None);
+    let running = tiered.take(DOWN);
+    let source = running[0].pairs[0].src.clone();
+    // The pages are not on the disk yet: the use queues the block, behind four that run and a later one.
+    tiered.stored(9);
+    tiered.lookup(0);
+    tiered.end(&running[0], 0, false);
+    running[1..]
+        .iter()
+        .for_each(|one| tiered.end(one, RATIO, false));
+    assert_eq!(tiered.flushes, [], "the first one has not ended");
+    let again = tiered.take(DOWN);
+    assert_eq!(again[0].pairs[0].src, source, "before the later one");
+    tiered.end(&again[0], RATIO, false);
+    assert_eq!(tiered.flushes.len(), usize::from(RANKS));
+    assert_eq!(again.len(), 2, "queued once");
+}
+
+/// A transfer that is late on one worker counts as late everywhere, although others may report it complete.
+#[test]
+fn a_write_that_is_complete_and_late_is_tried_again() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    tiered.stored(0);
+    let first = tiered.take(DOWN);
+    tiered.now = tiered.now + Duration::from_secs(61);
+    tiered.step(LeaderEvent::Tick);
+    let later = tiered.now + Duration::from_secs(5);
+    assert_eq!(tiered.request_until(later, Request::Flush), None);
+    tiered.end(&first[0], RATIO, false);
+    assert_eq!(tiered.ready(TierId::Disk), 0, "nothing late is served");
+    assert_eq!(tiered.flushes, []);
+    assert_eq!(tiered.end_all(DOWN), 1);
+    assert_eq!(confirmed(&mut tiered), durable(RATIO));
+}
+
+#[test]
+fn blocks_wait_for_a_disk_that_closes_and_a_flush_waits_with_them() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    (0..6).for_each(|name| tiered.stored(2 * name));
+    assert_eq!(flush(&mut tiered), None);
+    let request = tiered.last_request();
+    let running = tiered.take(DOWN);
+    let state = |tiered: &mut Tiered, number: u64, disk: u32| {
+        for rank in 0..RANKS {
+            let memory = Some(tiered.memory_with(64, disk));
+            tiered.step(LeaderEvent::Memory(MemoryStatement {
+                worker: worker(0, rank),
+                number: MemoryId(number),
+                memory,
+            }));
+        }
+    };
+    state(&mut tiered, 100, 0);
+    assert!(tiered.leader.pool_of(TierId::Disk).is_none());
+    running.iter().for_each(|one| tiered.end(one, 0, false));
+    assert_eq!((tiered.take(DOWN).len(), tiered.flushes.len()), (0, 0));
+    // The disk has less room than before.
+    state(&mut tiered, 101, 56);
+    for left in [4, 2] {
+        assert_eq!(tiered.flushes, [], "{left} moves have not ended");
+        assert_eq!(tiered.end_all(DOWN), left);
+    }
+    confirmed(&mut tiered);
+    assert_eq!(tiered.answered(request), durable(6 * RATIO));
+    assert_eq!(tiered.leader.counts().moves_left_out, 0);
+}
+
+#[test]
+fn nothing_is_written_before_a_worker_that_comes_back_has_the_disk_open() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    (0..6).for_each(|name| tiered.stored(2 * name));
+    let running = tiered.take(DOWN);
+    tiered.step(LeaderEvent::WorkerLost(worker(0, 0)));
+    running.iter().for_each(|one| tiered.end(one, 0, false));
+    assert_eq!(tiered.take(DOWN).len(), 0);
+    tiered.attach(0, 64, 0);
+    assert_eq!((tiered.end_all(DOWN), tiered.end_all(DOWN)), (4, 2));
+    assert_eq!(tiered.ready(TierId::Disk), 6 * RATIO);
+    assert_eq!(tiered.leader.counts().moves_left_out, 0);
+}
+
+#[test]
+fn a_write_that_is_tried_again_is_admitted_once() {
+    let page_bytes = u64::from(geometry().page_bytes);
+    // The budget of an hour has room for one block.
+    let admission = format!(
+        "admission=bytes-per-day:{}",
+        24 * u64::from(RATIO) * page_bytes
+    );
+    let policy: TierPolicy = admission.parse().expect("a policy");
+    let mut tiered = Tiered::with(geometry().into(), 64, &[DOWN], |settings| {
+        settings.tier_policies.insert(TierId::Disk, policy);
+    });
+    tiered.stored(0);
+    let [one] = &tiered.take(DOWN)[..] else {
+        panic!("one move");
+    };
+    tiered.end(one, 0, false);
+    assert_eq!(tiered.end_all(DOWN), 1);
+    assert_eq!(tiered.ready(TierId::Disk), RATIO);
+    tiered.stored(2);
+    assert_eq!(tiered.end_all(DOWN), 0, "the budget is used");
 }
 
 #[test]

@@ -35,7 +35,7 @@ impl Tiered {
         }
     }
 
-    fn ready(&self, tier: TierId) -> u32 {
+    pub(super) fn ready(&self, tier: TierId) -> u32 {
         let pool = self.leader.pool_of(tier);
         pool.map_or(0, |pool| pool.page_states().ready)
     }

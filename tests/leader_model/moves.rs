@@ -177,7 +177,7 @@ impl Tiered {
         self.request_until(Time(5_000_000_000), request)
     }
 
-    fn request_until(&mut self, deadline: Time, request: Request) -> Option<Reply> {
+    pub(super) fn request_until(&mut self, deadline: Time, request: Request) -> Option<Reply> {
         self.last_request += 1;
         let id = RequestId(self.last_request);
         self.step(LeaderEvent::Request {

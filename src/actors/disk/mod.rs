@@ -449,6 +449,11 @@ impl Disk {
         shorter
     }
 
+    /// True while nothing is written.
+    pub(super) fn is_read_only(&self) -> bool {
+        self.read_only.is_some()
+    }
+
     pub(super) fn unlist(&self, run: PageRun) {
         if let Some((_, set)) = &self.open {
             set.unlist(run);

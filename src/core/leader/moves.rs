@@ -101,8 +101,8 @@ struct WaitingBlocks {
 }
 
 impl WaitingBlocks {
-    /// Adds a block at its place. Returns false if too many wait.
-    fn push(&mut self, queued: Queued, block: BlockRef) -> bool {
+    /// Adds a block at the end, if it does not wait already. Returns false if too many wait.
+    fn push(&mut self, number: u64, block: BlockRef) -> bool {
         let key = (block.index, block.stamp);
         if self.queued.contains(&key) {
             return true;
@@ -110,11 +110,20 @@ impl WaitingBlocks {
         let room = self.queue.len() < MOVES_WAITING_MAX;
         if room {
             self.queued.insert(key);
-            let before = |(other, _): &(Queued, BlockRef)| other.number <= queued.number;
-            let place = self.queue.partition_point(before);
-            self.queue.insert(place, (queued, block));
+            self.queue.push_back((Queued { number, failed: 0 }, block));
         }
         room
+    }
+
+    /// Adds a block at its place, also beyond the limit: as many as run. One that was queued again meanwhile moves to this
+    /// place.
+    fn push_again(&mut self, queued: Queued, block: BlockRef) {
+        if !self.queued.insert((block.index, block.stamp)) {
+            self.queue.retain(|(_, other)| *other != block);
+        }
+        let before = |(other, _): &(Queued, BlockRef)| other.number <= queued.number;
+        let place = self.queue.partition_point(before);
+        self.queue.insert(place, (queued, block));
     }
 
     fn pop(&mut self) -> Option<(Queued, BlockRef)> {
@@ -139,11 +148,8 @@ impl Moves {
     /// Adds a block to those that wait at an edge. Returns false if too many wait.
     pub(super) fn queue(&mut self, edge: Edge, block: BlockRef) -> bool {
         self.last_queued += 1;
-        let queued = Queued {
-            number: self.last_queued,
-            failed: 0,
-        };
-        self.waiting.entry(edge).or_default().push(queued, block)
+        let number = self.last_queued;
+        self.waiting.entry(edge).or_default().push(number, block)
     }
 
     /// Adds the block of a write that failed to those that wait, at its place, so that a flush waits for it. Returns false
@@ -153,8 +159,18 @@ impl Moves {
             failed: before.failed + 1,
             ..before
         };
-        queued.failed < MOVE_ATTEMPTS_MAX
-            && self.waiting.entry(edge).or_default().push(queued, block)
+        let waiting = self.waiting.entry(edge).or_default();
+        if queued.failed >= MOVE_ATTEMPTS_MAX {
+            return waiting.queued.contains(&(block.index, block.stamp));
+        }
+        waiting.push_again(queued, block);
+        true
+    }
+
+    /// Adds the block of a write whose tier closed to those that wait, at its place, until the tier is open again.
+    fn queue_until_open(&mut self, edge: Edge, block: BlockRef, queued: Queued) {
+        let waiting = self.waiting.entry(edge).or_default();
+        waiting.push_again(queued, block);
     }
 
     /// The number of the block that was queued last.
@@ -214,9 +230,12 @@ impl Moves {
         Some(one)
     }
 
-    /// Forgets the blocks of a tier that wait.
+    /// Forgets the blocks of a tier that wait, and those that wait to be fetched into it. Blocks that wait to be written to
+    /// it are written when it is open again.
     pub(super) fn forget(&mut self, tier: TierId) {
-        self.waiting.retain(|edge, _| !edge.touches(tier));
+        let written = |edge: &Edge| edge.to == tier && edge.to > edge.from;
+        self.waiting
+            .retain(|edge, _| !edge.touches(tier) || written(edge));
     }
 
     /// Checks that the source of every move has a pool, and recounts the moves by edge. `Err` names the first
@@ -281,8 +300,7 @@ impl Leader {
                 running_max,
                 deadline,
             } = self.settings.moves[index];
-            // Blocks wait while a disk is only read, and are written once it takes writes again.
-            if !self.roster.is_writable(edge.to) {
+            if !self.can_move(edge) {
                 continue;
             }
             while self.moves.running(edge) < running_max {
@@ -297,6 +315,18 @@ impl Leader {
                 self.move_block(now, edge, block, terms, effects);
             }
         }
+    }
+
+    /// True if blocks wait at an edge that can be moved now. They wait while a tier is closed, or not open in a worker of each
+    /// shard, and while a disk is only read.
+    fn can_move(&self, edge: Edge) -> bool {
+        let waiting = self.moves.waiting.get(&edge);
+        let slower = edge.from.max(edge.to);
+        waiting.is_some_and(|blocks| !blocks.queue.is_empty())
+            && self.tiers.serving(edge.from).is_some()
+            && self.tiers.serving(edge.to).is_some()
+            && self.roster.is_writable(edge.to)
+            && !self.roster.reaching_each_shard(slower).contains(&None)
     }
 
     /// Queues the blocks that gained pages for the slower tiers.
@@ -359,7 +389,11 @@ impl Leader {
             from: phase,
             wanted: phase..end,
             trail: None,
-            offer: Some(offer).filter(|_| edge.to > edge.from),
+            // The pages of a write that failed were admitted before.
+            offer: Some(offer).filter(|_| {
+                let again = terms.queued.is_some_and(|queued| queued.failed > 0);
+                edge.to > edge.from && !again
+            }),
             around: LooksAround::default(),
         };
         let planned = plan(target, (&domain, hashes.view()), walk, &mut self.next_id);
@@ -488,10 +522,10 @@ impl Leader {
         self.counts.quarantined_places += u64::from(noted);
     }
 
-    /// A transfer has ended on every worker. If it was a move, releases its source, and cuts it at a page that failed its
-    /// checksum. A write that failed for another reason is tried again: a place of the disk that failed is not used again,
-    /// and a disk that fails is only read or closed.
-    pub(super) fn move_ended(&mut self, id: TransferId, outcome: &TransferOutcome) {
+    /// A transfer has ended on every worker, and its pages are served or not. If it was a move, releases its source, and cuts
+    /// it at a page that failed its checksum. A write whose pages are not served for another reason is tried again: a place
+    /// of the disk that failed is not used again, and a disk that fails is only read or closed.
+    pub(super) fn move_ended(&mut self, id: TransferId, outcome: &TransferOutcome, served: bool) {
         let Some(Move {
             edge,
             pin,
@@ -510,11 +544,15 @@ impl Leader {
         if let Some(page) = outcome.bad_page {
             pool.cut(block, source + page);
             self.counts.bad_sources += 1;
-        } else if let Some(queued) = queued.filter(|_| outcome.failed > 0 && edge.to > edge.from)
-            && self.tiers.serving(edge.to).is_some()
-        {
-            let again = self.moves.queue_again(edge, block, queued);
-            self.counts.moves_left_out += u64::from(!again);
+            return;
         }
+        let Some(queued) = queued.filter(|_| !served && edge.to > edge.from) else {
+            return;
+        };
+        if self.tiers.serving(edge.to).is_none() {
+            return self.moves.queue_until_open(edge, block, queued);
+        }
+        let again = self.moves.queue_again(edge, block, queued);
+        self.counts.moves_left_out += u64::from(!again);
     }
 }

@@ -517,20 +517,16 @@ impl Leader {
     }
 
     /// Notes the end of one shard's copy into a reservation. The last end publishes or frees the pages and notifies the
-    /// stores that wait for it.
+    /// stores that wait for it. Returns true if it published them, and false if it freed them.
     pub(super) fn filled(
         &mut self,
         transfer: TransferId,
         (tier, shard): (TierId, Shard),
         complete: bool,
         effects: &mut Vec<LeaderEffect>,
-    ) {
-        let Some(pool) = self.tiers.pool_mut(tier) else {
-            return;
-        };
-        let Some(published) = pool.ended(transfer, shard, complete) else {
-            return;
-        };
+    ) -> Option<bool> {
+        let pool = self.tiers.pool_mut(tier)?;
+        let published = pool.ended(transfer, shard, complete)?;
         self.counts.failed_copies += u64::from(!published);
         self.resets.store_ended(transfer);
         for key in self.stores.waiters.remove(&transfer).unwrap_or_default() {
@@ -538,6 +534,7 @@ impl Leader {
             self.counts.published_pages += u64::from(ready);
             self.answer_store(key, effects);
         }
+        Some(published)
     }
 
     /// Answers a store that has no copies left to wait for.

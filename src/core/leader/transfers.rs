@@ -363,10 +363,12 @@ impl Leader {
         {
             self.place_failed(id, edge, page);
         }
-        if edge.to != TierId::Device {
-            let shard = self.roster.shard_of(worker);
-            self.filled(id, (edge.to, shard), end == WorkerEnd::Complete, effects);
-        }
+        let shard = self.roster.shard_of(worker);
+        let complete = end == WorkerEnd::Complete;
+        let served = match edge.to {
+            TierId::Device => None,
+            tier => self.filled(id, (tier, shard), complete, effects),
+        };
         if let WorkerEnd::Failed {
             complete_pages,
             bad_source: true,
@@ -377,7 +379,7 @@ impl Leader {
             self.source_is_bad(id, complete_pages);
         }
         if let Some(outcome) = outcome {
-            self.move_ended(id, &outcome);
+            self.move_ended(id, &outcome, served == Some(true));
             self.loads_go_on(id, outcome, effects);
         }
         Some(edge)

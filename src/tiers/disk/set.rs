@@ -41,6 +41,33 @@ pub(super) fn segment_number(name: &str) -> Option<u32> {
 /// The segments of one disk, opened when first needed.
 pub(super) type Segments = Vec<Option<Arc<dyn DiskFile>>>;
 
+/// Checksums of pages that were written and not listed yet.
+#[derive(Debug, Default)]
+struct Written {
+    /// By transfer, with the number of the entry.
+    sums: BTreeMap<TransferId, (u64, Vec<PageSum>)>,
+    entries: u64,
+}
+
+impl Written {
+    /// Adds those of a transfer. A copy whose end the leader no longer waits for is never listed: the oldest ones are
+    /// dropped, whatever their ids, because a new leader numbers transfers from the beginning.
+    fn add(&mut self, transfer: TransferId, sums: Vec<PageSum>) {
+        self.entries += 1;
+        self.sums.insert(transfer, (self.entries, sums));
+        if self.sums.len() > WRITTEN_MAX {
+            let ages = self.sums.iter().map(|(id, (entry, _))| (*entry, *id));
+            if let Some((_, oldest)) = ages.min() {
+                self.sums.remove(&oldest);
+            }
+        }
+    }
+
+    fn take(&mut self, transfer: TransferId) -> Option<Vec<PageSum>> {
+        self.sums.remove(&transfer).map(|(_, sums)| sums)
+    }
+}
+
 /// An open set. All calls may block on a disk.
 #[derive(Debug)]
 pub struct DiskSet {
@@ -59,7 +86,7 @@ pub struct DiskSet {
     usable: AtomicU32,
     table: Mutex<Table>,
     /// Checksums of pages that were written and not listed yet.
-    written: Mutex<BTreeMap<TransferId, Vec<PageSum>>>,
+    written: Mutex<Written>,
     /// Pages that were listed when the last flush began.
     durable_pages: AtomicU64,
     region_locks: Vec<Mutex<()>>,
@@ -157,12 +184,7 @@ impl DiskSet {
 
     /// Notes the checksums of the pages that a transfer has written.
     pub(super) fn written(&self, transfer: TransferId, sums: Vec<PageSum>) {
-        let mut written = lock(&self.written);
-        written.insert(transfer, sums);
-        // A copy whose end the leader no longer waits for is never listed.
-        if written.len() > WRITTEN_MAX {
-            written.pop_first();
-        }
+        lock(&self.written).add(transfer, sums);
     }
 
     /// Lists the pages that a transfer has written. They are durable after the next flush.
@@ -171,7 +193,7 @@ impl DiskSet {
     ///
     /// A record that does not fit the pages that were written. Nothing is listed then.
     pub fn list(&self, record: &Record) -> Result<(), NotListed> {
-        let sums = lock(&self.written).remove(&record.stored.transfer);
+        let sums = lock(&self.written).take(record.stored.transfer);
         self.table().list(record, &sums.unwrap_or_default())
     }
 
@@ -431,4 +453,23 @@ pub(super) fn lock_file(file: &dyn DiskFile) -> io::Result<()> {
 pub(super) fn is_ours(name: &str) -> bool {
     let name = name.strip_suffix(".new").unwrap_or(name);
     matches!(name, SET_NAME | INDEX_NAME) || segment_number(name).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_of_writes_that_are_never_listed_make_room_by_age_and_not_by_id() {
+        let mut written = Written::default();
+        for id in 10_000..10_000 + WRITTEN_MAX as u64 {
+            written.add(TransferId(id), Vec::new());
+        }
+        // A new leader numbers from the beginning.
+        written.add(TransferId(1), vec![PageSum(7)]);
+        assert_eq!(written.sums.len(), WRITTEN_MAX);
+        assert_eq!(written.take(TransferId(10_000)), None);
+        assert_eq!(written.take(TransferId(1)), Some(vec![PageSum(7)]));
+        assert_eq!(written.take(TransferId(1)), None);
+    }
 }
