@@ -107,17 +107,18 @@ fn open<'a>(magic: &[u8; 8], kind: &'static str, bytes: &'a [u8]) -> Result<&'a 
         return Err(FormatError::Magic(kind));
     }
     let found = reader.u32()?;
-    if found != FORMAT_VERSION {
-        return Err(FormatError::Version { found });
-    }
     reader.u32()?;
     let len = reader.u64()?;
     let sum = reader.u64()?;
     let len = usize::try_from(len).map_err(|_| FormatError::Short)?;
     let body = reader.0.get(..len).ok_or(FormatError::Short)?;
-    match checksum(0, &[&bytes[..SUM_AT], body]) == sum {
+    // Every version has this envelope. A damaged number is no other version.
+    if checksum(0, &[&bytes[..SUM_AT], body]) != sum {
+        return Err(FormatError::Checksum);
+    }
+    match found == FORMAT_VERSION {
         true => Ok(body),
-        false => Err(FormatError::Checksum),
+        false => Err(FormatError::Version { found }),
     }
 }
 

@@ -192,6 +192,27 @@ impl Geometry {
         u32::try_from((room / each).min(most)).unwrap_or(u32::MAX)
     }
 
+    /// The smallest share of the cap on each disk that has room for pages of a key; `None` for a key that no set can have.
+    pub fn smallest_share(key: &SetKey, disks: u16) -> Option<u64> {
+        let has_room = |share: u64| {
+            let geometry = Self::new(key, disks, share).ok()?;
+            Some(geometry.segments(share) > 0)
+        };
+        let (mut less, mut enough) = (0, UNIT_BYTES);
+        while !has_room(enough)? {
+            less = enough;
+            enough = enough.checked_mul(2)?;
+        }
+        while enough - less > UNIT_BYTES {
+            let share = less + (enough - less) / 2;
+            match has_room(share)? {
+                true => enough = share,
+                false => less = share,
+            }
+        }
+        Some(enough)
+    }
+
     /// Number of pages of a set with this many segments on each disk.
     pub fn pages(&self, segments: u32) -> u32 {
         u32::try_from(u64::from(segments) * self.row_pages()).unwrap_or(u32::MAX)

@@ -1,8 +1,11 @@
 //! Checks of everything but headers and pages: files, directories, marks, identities, permissions.
 
 use std::collections::BTreeSet;
+use std::hash::Hasher as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
+
+use twox_hash::XxHash3_64;
 
 use super::super::files::{DiskFile, Files, UNIT_BYTES};
 use super::super::fsck::{FindingKind, FsckError, check, fsck};
@@ -98,13 +101,31 @@ fn a_damaged_identity_is_written_again() {
 }
 
 #[test]
+fn a_damaged_version_is_damage_and_no_other_version() {
+    let (mut world, before) = filled(1);
+    let file = file_of(&world, 0, key(1), 0, "set");
+    let mut bytes = bytes_at(file.as_ref(), 0, UNIT_BYTES);
+    bytes.bytes_mut()[9] ^= 4;
+    file.write(bytes.bytes(), 0).expect("written");
+    drop(file);
+    let served = found_and_repaired(&mut world, &before, &[FindingKind::SetFile]);
+    assert!(served.is_empty(), "what the pages are is not known");
+}
+
+#[test]
 fn directories_of_another_version_are_left_alone() {
     let (world, _) = filled(1);
     let root = world.disks[0].root();
     let write = |file: &dyn DiskFile| {
-        let mut bytes = bytes_at(file, 0, UNIT_BYTES);
-        bytes.bytes_mut()[8] += 1;
-        file.write(bytes.bytes(), 0).expect("written");
+        let mut sealed = bytes_at(file, 0, UNIT_BYTES);
+        let bytes = sealed.bytes_mut();
+        bytes[8] += 1;
+        let body = u64::from_le_bytes(bytes[16..24].try_into().expect("8 bytes"));
+        let mut sum = XxHash3_64::with_seed(0);
+        sum.write(&bytes[..24]);
+        sum.write(&bytes[32..32 + body as usize]);
+        bytes[24..32].copy_from_slice(&sum.finish().to_le_bytes());
+        file.write(sealed.bytes(), 0).expect("written");
     };
     write(file_of(&world, 0, key(1), 0, "set").as_ref());
     let changes = world.disks[0].changes();

@@ -4,6 +4,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::super::DiskTier;
+use super::super::format::{Geometry, SetKey};
 use super::super::set::segment_name;
 use super::world::{World, key};
 
@@ -167,4 +168,22 @@ fn files_of_shards_that_no_worker_has_count_and_make_room() {
     tier.open(key(1), &|_, _| {}).expect("opened");
     assert_eq!(found(&world), [0, 1, 3], "shards 1 and 3 are another's");
     assert!(tier.used_bytes()[0] < used);
+}
+
+#[test]
+fn the_smallest_share_has_room_and_a_smaller_one_has_none() {
+    for (page_bytes, ratio) in [(4096, 1), (100_000, 32), (3 << 20, 256)] {
+        let key = SetKey {
+            layout: [0; 16],
+            page_bytes,
+            ratio,
+            shards: 1,
+        };
+        let pages = |share: u64| {
+            let geometry = Geometry::new(&key, 2, share).expect("a valid key");
+            geometry.pages(geometry.segments(share))
+        };
+        let share = Geometry::smallest_share(&key, 2).expect("a share");
+        assert!(pages(share) > 0 && pages(share - 4096) == 0, "{share}");
+    }
 }
