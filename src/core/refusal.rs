@@ -8,7 +8,7 @@ use kvferry_types::{Epoch, RequestId, SlotId, TierId, WorkerId};
 pub enum Refusal {
     /// Not every rank of this engine has attached with its memory.
     #[error(
-        "not ready: {waiting_for} of {all} ranks have no engine memory yet{detail}; retry later",
+        "not ready: {waiting_for} of {all} ranks have no engine memory yet{detail}; start the engine, or retry once it has registered",
         all = u32::from(*.ranks) * u32::from(*.replicas)
     )]
     NotReady {
@@ -243,6 +243,12 @@ pub enum Refusal {
         "the disk of a rank takes no writes, and nothing was flushed or removed: status says why; retry once it does"
     )]
     OnlyRead,
+    /// A flush or a reset of a disk that no worker of a shard has open.
+    #[error(
+        "the disk of a rank is not open, and nothing was flushed or removed: status says why; retry once it is open, or \
+         reset g2 alone"
+    )]
+    NotOpen,
     /// Pages are still on their way to the disk.
     #[error(
         "the deadline passed before all stored pages were moved to the disk: retry with a later deadline"

@@ -276,3 +276,28 @@ fn a_flush_of_a_disk_that_is_only_read_is_refused_at_once() {
         assert_eq!(flush(&mut tiered), refusal);
     }
 }
+
+#[test]
+fn a_disk_that_is_not_open_on_a_rank_refuses_flushes_and_resets_at_once() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    tiered.stored(0);
+    assert_eq!(tiered.end_all(DOWN), 1);
+    // The engine has left, and one disk is closed.
+    for (number, rank) in (100..).zip(0..RANKS) {
+        tiered.step(LeaderEvent::Memory(MemoryStatement {
+            worker: worker(0, rank),
+            number: MemoryId(number),
+            memory: None,
+        }));
+    }
+    tiered.step(LeaderEvent::WorkerLost(worker(0, 0)));
+    assert_eq!(flush(&mut tiered), Some(Err(Refusal::NotOpen)));
+    let reset = |tier| Request::Reset {
+        scope: ResetScope::Everything,
+        tier,
+    };
+    let refused = Some(Err(Refusal::NotOpen));
+    assert_eq!(tiered.request(reset(None)), refused);
+    assert_eq!(tiered.request(reset(Some(TierId::Disk))), refused);
+    assert_eq!(tiered.ready(TierId::Host), RATIO, "nothing was removed");
+}

@@ -88,15 +88,24 @@ impl Leader {
                 false => self.roster.not_ready(),
             });
         }
-        if !self.roster.is_writable(TierId::Disk) {
-            return Err(Refusal::OnlyRead);
-        }
+        self.takes_writes(TierId::Disk)?;
         // Pages of the last step may not be queued yet.
         self.queue_changes();
         let through = self.moves.last_queued();
         self.flushes
             .begin(reply_to, through, &self.roster, &mut self.timers);
         Ok(())
+    }
+
+    /// Checks that a worker of each shard has a tier below host memory open, and that none of them is only read.
+    pub(super) fn takes_writes(&self, tier: TierId) -> Result<(), Refusal> {
+        if !self.roster.is_writable(tier) {
+            return Err(Refusal::OnlyRead);
+        }
+        match self.roster.reaching_each_shard(tier).contains(&None) {
+            true => Err(Refusal::NotOpen),
+            false => Ok(()),
+        }
     }
 
     /// Requests of every shard that it makes durable what was moved, for the flushes whose moves have ended.

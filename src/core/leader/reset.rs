@@ -373,6 +373,9 @@ impl Leader {
                 false => self.roster.not_ready(),
             });
         }
+        if covers_disk {
+            self.takes_writes(TierId::Disk)?;
+        }
         let sweeps = self.tiers.begin_sweeps(&scope, tier);
         let through = TransferId(self.next_id);
         self.resets.begin(

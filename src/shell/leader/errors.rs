@@ -10,6 +10,7 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         | Refusal::EpochUsed { .. }
         | Refusal::NotAttached { .. }
         | Refusal::OnlyRead
+        | Refusal::NotOpen
         | Refusal::Reading => ErrorCode::NotReady,
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
         Refusal::Groups { .. } => ErrorCode::Invalid,
