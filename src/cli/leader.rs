@@ -4,8 +4,11 @@ use std::fs;
 use std::io::Write;
 use std::num::NonZeroU64;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::cli::shutdown::{DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
@@ -16,7 +19,11 @@ use kvferry_protocol::Role;
 use kvferry_transport::{
     Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
 };
-use kvferry_types::{Epoch, PerTier, TierId, WorkerId};
+use kvferry_types::{ByteSize, Epoch, PerTier, TierId, WorkerId};
+
+/// How long a leader waits for the one before, which may still be ending.
+const LOCK_LIMIT: Duration = Duration::from_secs(5);
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -49,11 +56,15 @@ impl Arguments {
                 .await
                 .map_err(CommandError::failed)?;
             let directory = socket_paths.leader();
+            // Held to the end: two leaders would give the same numbers to different stores.
+            let mut lock = None;
             // Beside the tier that lasts longest: without the key, nothing in it is found.
             let directory = match crate::cli::worker::disks(&config)? {
                 Some(_) => {
                     let directory = config.g3_dir.0[0].join("leader");
                     prepare_directory(&directory).map_err(CommandError::failed)?;
+                    lock = Some(take(&directory, &config.g3_dir.0[0]).await?);
+                    warn_of_small_disks(config.g3, &config.g3_dir.0);
                     directory
                 }
                 None => directory,
@@ -113,6 +124,7 @@ impl Arguments {
                 tracing::warn!("copies were still under way after {DRAIN_LIMIT:?}");
             }
             process.stop().await;
+            drop(lock);
             tracing::info!("leader ended");
             Ok(())
         })
@@ -126,6 +138,43 @@ fn request_fence(worker: WorkerId, pid: Option<i32>) {
     let line = FenceWorker { worker, pid };
     if let Err(error) = writeln!(output, "{line}").and_then(|()| output.flush()) {
         tracing::error!(%error, %worker, "the supervisor does not read");
+    }
+}
+
+/// Takes the lock of the leader's directory of a disk tier. A leader that was killed releases it as it ends.
+async fn take(directory: &Path, tier: &Path) -> Result<fs::File, CommandError> {
+    let until = Instant::now() + LOCK_LIMIT;
+    let failed =
+        |error: std::io::Error| CommandError::Failed(format!("{}: {error}", directory.display()));
+    let opened = fs::File::open(directory).map_err(failed)?;
+    loop {
+        match flock(&opened, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(opened),
+            Err(Errno::AGAIN) if Instant::now() < until => tokio::time::sleep(LOCK_PAUSE).await,
+            Err(Errno::AGAIN) => {
+                return Err(CommandError::Config(format!(
+                    "g3_dir {} is in use by another leader or by fsck: end it, or name another g3_dir",
+                    tier.display()
+                )));
+            }
+            Err(error) => return Err(failed(error.into())),
+        }
+    }
+}
+
+/// Says at once that a disk tier cannot become as large as its cap, and not when a disk is full.
+fn warn_of_small_disks(g3: ByteSize, directories: &[PathBuf]) {
+    let sizes = directories.iter().map(|directory| {
+        let found = rustix::fs::statvfs(directory)?;
+        Ok(found.f_blocks.saturating_mul(found.f_frsize))
+    });
+    match sizes.sum::<Result<u64, Errno>>() {
+        Ok(bytes) if bytes < g3.0 => {
+            let all = ByteSize(bytes);
+            tracing::warn!(%g3, file_systems = %all, "g3 is larger than the file systems of g3_dir: it uses what they have");
+        }
+        Ok(_) => {}
+        Err(error) => tracing::debug!(%error, "the sizes of the file systems of g3_dir"),
     }
 }
 

@@ -44,6 +44,9 @@ pub enum FsckError {
         "{}: no disk tier is there: name the directories of g3_dir, all of them and in their order", .0.display()
     )]
     NoTier(PathBuf),
+    /// A leader uses the tier.
+    #[error("{}: it is in use: stop kvferry first", .0.display())]
+    Leader(PathBuf),
     /// A process uses the tier.
     #[error("{}: shard {shard} is in use: stop kvferry first", directory.display())]
     InUse {
@@ -129,6 +132,7 @@ pub(super) fn check(
     let identities = checker.identities()?;
     let shards = checker.shards()?;
     // Held to the end of the check.
+    let _leader = checker.lock_leader()?;
     let locked = checker.lock(&shards)?;
     let tier = match identities.iter().flatten().next() {
         Some(identity) => Some(identity.tier),
@@ -285,6 +289,22 @@ impl Checker<'_> {
             shards.extend(names.iter().filter_map(|name| shard_number(name)));
         }
         Ok(shards)
+    }
+
+    /// Opens and locks the leader's directory, if there is one.
+    fn lock_leader(&self) -> Result<Option<Arc<dyn Files>>, FsckError> {
+        let Some(first) = self.disks.first() else {
+            return Ok(None);
+        };
+        let opened = directory(first.as_ref(), LEADER_NAME);
+        let opened = opened.map_err(self.failed(0, "open the leader's directory"))?;
+        if let Some(opened) = &opened
+            && !opened.try_lock().map_err(self.failed(0, "lock it"))?
+        {
+            let path = self.paths.first().cloned().unwrap_or_default();
+            return Err(FsckError::Leader(path));
+        }
+        Ok(opened)
     }
 
     /// Opens and locks the directories of all shards. The lock of a shard is that of its first directory.
