@@ -1,13 +1,15 @@
 //! Live replays with a disk, over restarts of every process.
 
+use std::fs;
 use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::support::{kvferry, number, replay};
+use crate::support::{Running, kvferry, number, replay, socket_dir};
 
 /// A directory on a disk: temporary directories may lie in memory, where a disk tier cannot be.
 fn disk() -> TempDir {
@@ -97,6 +99,79 @@ fn a_concurrent_replay_brings_every_byte_back_over_a_kill_of_everything() {
     assert!(number(&report, "/bytes/verified") > 0);
     let from_disk = number(&report, "/restart/tokens/hit_g3");
     assert!(from_disk > 0, "the disk kept nothing");
+}
+
+/// Overwrites a part of many pages of every set. Returns their number.
+fn damage(directory: &Path) -> u64 {
+    let mut damaged = 0;
+    for set in fs::read_dir(directory.join("shard-0")).expect("a shard") {
+        let Ok(files) = fs::read_dir(set.expect("an entry").path()) else {
+            continue;
+        };
+        for file in files {
+            let path = file.expect("an entry").path();
+            if !path.to_string_lossy().contains("segment-") {
+                continue;
+            }
+            let segment = fs::File::options().write(true).open(&path).expect("opened");
+            let bytes = segment.metadata().expect("a size").len();
+            // Behind the table of headers.
+            for at in (bytes / 2..bytes).step_by(256 << 10) {
+                segment.write_all_at(&[0xa5; 64], at).expect("written");
+                damaged += 1;
+            }
+        }
+    }
+    damaged
+}
+
+#[test]
+fn pages_that_were_changed_on_the_disk_are_computed_again_and_leave_nothing_behind() {
+    let directory = disk();
+    let sequential = [&["--sequential"][..], &SIZES].concat();
+    live(directory.path(), &sequential);
+    assert!(damage(directory.path()) > 0);
+    let report = live(directory.path(), &sequential);
+    assert!(number(&report, "/tokens/hit_g3") > 0);
+    assert!(
+        number(&report, "/disturbed_requests") > 0,
+        "no damage was met"
+    );
+}
+
+#[test]
+fn a_directory_is_used_by_one_leader_at_a_time() {
+    let (directory, folder) = (disk(), socket_dir());
+    let path = directory.path().to_str().expect("UTF-8");
+    let sockets = |name: &str| {
+        let sockets = folder.path().join(name);
+        sockets.to_str().expect("UTF-8").to_owned()
+    };
+    let (one, other) = (sockets("one"), sockets("other"));
+    let leader = |sockets: &str| {
+        let disk = ["leader", "--g2", "32MiB", "--g3", "64MiB", "--g3-dir", path];
+        let all = disk
+            .iter()
+            .chain(&["--socket-dir"])
+            .map(|text| (*text).to_owned());
+        all.chain([sockets.to_owned()]).collect::<Vec<String>>()
+    };
+    let (one, other) = (leader(&one), leader(&other));
+    let first = Running::start(&one.iter().map(String::as_str).collect::<Vec<_>>());
+    let until = Instant::now() + Duration::from_secs(30);
+    while !directory.path().join("leader/epoch").exists() {
+        assert!(Instant::now() < until, "no leader");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let second = kvferry(&other.iter().map(String::as_str).collect::<Vec<_>>());
+    let errors = String::from_utf8_lossy(&second.stderr);
+    assert_eq!(second.status.code(), Some(78), "{errors}");
+    assert!(errors.contains("in use by another leader"), "{errors}");
+    let check = kvferry(&["fsck", path]);
+    let errors = String::from_utf8_lossy(&check.stderr);
+    assert!(errors.contains("stop kvferry first"), "{errors}");
+    first.terminate();
+    assert_eq!(first.end(Duration::from_secs(30)).0, Some(0));
 }
 
 #[test]
