@@ -20,14 +20,15 @@ use crossbeam::channel::{Sender, bounded};
 
 use kvferry_memory::Depot;
 use kvferry_protocol::{DiskHealth, DiskStatus};
+use kvferry_tiers::disk::format::Geometry;
 use kvferry_tiers::disk::{
     DiskCopier, DiskCopy, DiskCopyEnd, DiskDirectories, DiskIo, DiskSet, SetKey, is_full,
     is_read_only,
 };
 use kvferry_transport::SharedLogLimit;
 use kvferry_types::{
-    DepotId, Epoch, LinkId, PageRun, QUARANTINED_PAGES_MAX, Record, RequestId, Scope, Stored,
-    Transfer, TransferId,
+    ByteSize, DepotId, Epoch, LinkId, PageRun, QUARANTINED_PAGES_MAX, Record, RequestId, Scope,
+    Stored, Transfer, TransferId,
 };
 
 use health::{DiskCounters, WrittenBytes};
@@ -124,6 +125,23 @@ impl WritesFail {
             why: format!("{action}: {error}"),
             anew: !is_full(error) && !is_read_only(error),
         }
+    }
+}
+
+/// The reason why a cap has no room for pages.
+fn too_small(settings: &DiskSettings, key: &SetKey) -> String {
+    let disks = u16::try_from(settings.directories.count()).unwrap_or(u16::MAX);
+    let of = |share: u64| ByteSize(share * u64::from(disks) * u64::from(settings.shards));
+    let g3 = ByteSize(settings.cap_bytes * u64::from(settings.shards));
+    match Geometry::smallest_share(key, disks) {
+        Some(share) => format!(
+            "g3 is {g3}, and a block of this model needs more room: give it {} or more",
+            of(share)
+        ),
+        None => format!(
+            "g3 is {g3}, and cannot hold pages of {} bytes",
+            key.page_bytes
+        ),
     }
 }
 
@@ -337,6 +355,9 @@ impl Disk {
         let (health, reason) = match (&self.open, &self.read_only) {
             (None, _) => (DiskHealth::Off, self.why_closed()),
             (Some(_), Some(why)) => (DiskHealth::ReadOnly, why.clone()),
+            (Some((key, set)), None) if set.capacity_pages() == 0 && !set.is_short() => {
+                (DiskHealth::Off, too_small(&self.settings, key))
+            }
             (Some((_, set)), None) if set.is_short() => {
                 let text = "the disk has less room than g3: it uses what it has";
                 (DiskHealth::Full, text.to_owned())

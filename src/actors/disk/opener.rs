@@ -11,7 +11,7 @@ use kvferry_tiers::disk::{DiskDirectories, DiskSet, DiskTier, FLUSH_AFTER, SetKe
 use kvferry_types::{Scope, Stored};
 
 use super::health::DiskCounters;
-use super::{Command, DiskReport, DiskSettings, Report, WritesFail};
+use super::{Command, DiskReport, DiskSettings, Report, WritesFail, too_small};
 
 /// Pause between two attempts to take the lock of the directory.
 const LOCK_EVERY: Duration = Duration::from_millis(100);
@@ -335,11 +335,7 @@ impl Opener<'_> {
                 let pages = set.capacity_pages();
                 tracing::info!(pages, ?found, ms, "disk open");
                 if pages == 0 {
-                    let cap = self.settings.cap_bytes;
-                    tracing::warn!(
-                        cap,
-                        "g3 has no room for the pages of one segment of this model: give it more"
-                    );
+                    tracing::warn!("{}", too_small(self.settings, &key));
                 }
                 if self.settings.discard {
                     match set.discard_free() {

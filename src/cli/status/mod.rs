@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::cli::{ClientArguments, block_on, print_line, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
-use kvferry_protocol::{ErrorCode, RankStatus, StatusAnswer};
+use kvferry_protocol::{DiskHealth, ErrorCode, RankStatus, StatusAnswer};
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{ByteSize, Rank, Replica, WorkerId};
 
@@ -21,6 +21,8 @@ const STATUS_LIMIT: Duration = Duration::from_secs(5);
 const READY_PAUSE: Duration = Duration::from_millis(5);
 /// The pause where the waiting time is not measured.
 const WAIT_PAUSE: Duration = Duration::from_millis(200);
+/// Time after which a replay says what it waits for.
+const QUIET: Duration = Duration::from_secs(5);
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -43,14 +45,14 @@ impl Arguments {
         let (check, wait) = (self.check, self.wait_s.map(Duration::from_secs));
         let answer = block_on(1, async move {
             if let Some(limit) = wait {
-                wait_until(
-                    &socket_paths,
-                    limit,
-                    WAIT_PAUSE,
-                    all_ready,
-                    &mut say_progress,
-                )
-                .await?;
+                let mut said = String::new();
+                let mut progress = |now: &str| {
+                    if said != now {
+                        say_progress(now);
+                        now.clone_into(&mut said);
+                    }
+                };
+                wait_until(&socket_paths, limit, WAIT_PAUSE, all_ready, &mut progress).await?;
             }
             request(&socket_paths, check).await
         })?;
@@ -85,7 +87,15 @@ pub(super) async fn until_tiers_serve(
 ) -> Result<(), CommandError> {
     let served =
         |status: &StatusAnswer| status.ready && status.tiers.iter().all(|tier| tier.pages > 0);
-    wait_until(socket_paths, limit, READY_PAUSE, served, &mut |_| ()).await
+    let begun = Instant::now();
+    let mut told = String::new();
+    let mut progress = |now: &str| {
+        if begun.elapsed() > QUIET && told != now {
+            tracing::warn!(waiting_for = now, "not ready yet");
+            now.clone_into(&mut told);
+        }
+    };
+    wait_until(socket_paths, limit, READY_PAUSE, served, &mut progress).await
 }
 
 /// Whether every rank of every engine has an attached worker, and lookups are served.
@@ -93,7 +103,7 @@ fn all_ready(status: &StatusAnswer) -> bool {
     status.ready && status.ranks.iter().all(|rank| rank.attached)
 }
 
-/// Waits until `is_true` holds for a leader's status. Reports the state of the ranks whenever it changes.
+/// Waits until `is_true` holds for a leader's status. Calls `progress` with the state of the ranks at each look.
 async fn wait_until(
     socket_paths: &SocketPaths,
     limit: Duration,
@@ -103,19 +113,15 @@ async fn wait_until(
 ) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
     let client = admin(socket_paths, "status");
-    let mut reported = String::new();
     loop {
         let now = match status_by(&client, until, socket_paths, false).await {
             Ok(status) if is_true(&status) => return Ok(()),
             Ok(status) => unready(&status),
             Err(error) => error.to_string(),
         };
-        if now != reported {
-            progress(&now);
-            reported = now;
-        }
+        progress(&now);
         if Instant::now() >= until {
-            let text = format!("not ready after {limit:?}: {reported}");
+            let text = format!("not ready after {limit:?}: {now}");
             return Err(CommandError::Failed(text));
         }
         tokio::time::sleep(pause).await;
@@ -130,9 +136,18 @@ fn unready(status: &StatusAnswer) -> String {
         .filter(|rank| !rank.attached || !rank.problem.is_empty())
         .map(|rank| format!("{}: {}", name(rank), stage(rank)))
         .collect();
-    match missing.is_empty() {
+    if !missing.is_empty() {
+        return missing.join("; ");
+    }
+    let closed = status.ranks.iter().filter_map(|rank| {
+        let disk = rank.disk.as_ref()?;
+        let text = format!("{}: the disk serves nothing: {}", name(rank), disk.reason);
+        (disk.health == DiskHealth::Off).then_some(text)
+    });
+    let closed: Vec<String> = closed.collect();
+    match closed.is_empty() {
         true => "the leader reads the inventories of the depots".to_owned(),
-        false => missing.join("; "),
+        false => closed.join("; "),
     }
 }
 

@@ -140,6 +140,11 @@ impl DiskDirectories {
         })
     }
 
+    /// Number of the directories.
+    pub fn count(&self) -> usize {
+        self.paths.len()
+    }
+
     /// The directories, as used by this number of shards. Files of shards beyond it, which were left when there were more,
     /// count towards the caps of these, and make room first.
     #[must_use]
