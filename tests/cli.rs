@@ -290,6 +290,35 @@ fn a_socket_directory_without_a_parent_is_refused() {
 }
 
 #[test]
+fn directories_of_a_disk_that_cannot_be_used_are_refused_once_with_the_remedy() {
+    let folder = socket_dir();
+    let sockets = folder.path().join("sockets");
+    let open = folder.path().join("open");
+    fs::create_dir(&open).expect("created");
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o755)).expect("changed");
+    let file = folder.path().join("file");
+    fs::write(&file, "").expect("written");
+    for (directory, remedy) in [
+        (folder.path().join("missing/tier"), "create that"),
+        (open, "chmod 700"),
+        (file, "is no directory"),
+    ] {
+        let up = command()
+            .args(["up", "--g2", "32MiB", "--g3", "64MiB", "--g3-dir"])
+            .arg(&directory)
+            .arg("--socket-dir")
+            .arg(&sockets)
+            .output();
+        let up = up.expect("the program runs");
+        let errors = String::from_utf8_lossy(&up.stderr);
+        assert_eq!(up.status.code(), Some(78), "{errors}");
+        let named = directory.to_str().expect("UTF-8");
+        assert_eq!(errors.matches(named).count(), 1, "{errors}");
+        assert!(errors.contains(remedy), "{errors}");
+    }
+}
+
+#[test]
 fn commands_without_a_leader_fail_with_a_remedy() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");

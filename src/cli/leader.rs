@@ -70,6 +70,9 @@ impl Arguments {
                 None => directory,
             };
             let epoch = next_epoch(&directory)?;
+            if lock.is_some() && !directory.join("anchor-key").exists() {
+                warn_of_lost_key(&config.g3_dir.0[0]);
+            }
             let key = anchor_key(&directory)?;
             let mut settings =
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey::new(key));
@@ -175,6 +178,18 @@ fn warn_of_small_disks(g3: ByteSize, directories: &[PathBuf]) {
         }
         Ok(_) => {}
         Err(error) => tracing::debug!(%error, "the sizes of the file systems of g3_dir"),
+    }
+}
+
+/// Says that the pages of a tier whose leader's key is gone are not found.
+fn warn_of_lost_key(tier: &Path) {
+    let shards = fs::read_dir(tier).into_iter().flatten().flatten();
+    let mut names = shards.map(|entry| entry.file_name());
+    if names.any(|name| name.to_string_lossy().starts_with("shard-")) {
+        tracing::warn!(
+            g3_dir = %tier.display(),
+            "leader/anchor-key is missing: no page on the disk is found, and all make room for new ones"
+        );
     }
 }
 

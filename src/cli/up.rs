@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::cli::preflight::preflight_memory;
 use crate::cli::shutdown::{END_IN_ORDER, EndedBy, Ending, FenceWorker};
-use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths, status};
+use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths, status, worker::disks};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
@@ -111,6 +111,8 @@ impl Arguments {
             })?;
             warn_of_sizes(&config);
             let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
+            // A directory that cannot be used is reported here once, and not by each process at each start.
+            drop(disks(&config)?);
             if !no_tiers {
                 tokio::select! {
                     () = ending.requested() => return Ok(()),

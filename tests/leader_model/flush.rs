@@ -189,7 +189,7 @@ fn nothing_is_written_before_a_worker_that_comes_back_has_the_disk_open() {
 
 #[test]
 fn a_write_that_is_tried_again_is_admitted_once() {
-    let page_bytes = u64::from(geometry().page_bytes);
+    let page_bytes = geometry().page_bytes;
     // The budget of an hour has room for one block.
     let admission = format!(
         "admission=bytes-per-day:{}",

@@ -165,8 +165,9 @@ pub(super) struct Arguments {
     /// Log filter of the processes of a live replay.
     #[arg(long, value_name = "FILTER", default_value = "warn")]
     log: String,
-    /// Use a `kvferry up` that runs with this socket directory, and leave it running.
-    #[arg(long, value_name = "DIR", hide = true)]
+    /// Use a `kvferry up` that runs with this socket directory, and leave it running: `status`, `flush` and `reset` then see
+    /// what the replay has stored.
+    #[arg(long, value_name = "DIR")]
     socket_dir: Option<PathBuf>,
     /// How long an engine of a live replay waits for an answer.
     #[arg(long, value_name = "MS", hide = true, value_parser = clap::value_parser!(u64).range(1..=3_600_000))]

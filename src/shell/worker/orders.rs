@@ -127,7 +127,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             OrderRefusal::NotAttached => ErrorCode::NotReady,
             OrderRefusal::OldRead { .. } => ErrorCode::Invalid,
         };
-        tracing::warn!(worker = %self.worker, %refusal, "order refused");
+        tracing::info!(worker = %self.worker, %refusal, "order refused");
         let error = ErrorBody::new(code, refusal.to_string());
         self.answer(host, order, Message::Error(error));
     }

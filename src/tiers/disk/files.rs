@@ -123,6 +123,20 @@ pub struct RealDirectory(OwnedFd);
 #[derive(Debug)]
 pub struct RealFile(StdFile);
 
+/// The error of a directory that cannot be created or opened, with the remedy where there is a usual one.
+fn with_remedy(error: Errno) -> io::Error {
+    let user = rustix::process::getuid().as_raw();
+    let text = match error {
+        Errno::NOENT => "its parent directory does not exist: create that".to_owned(),
+        Errno::NOTDIR => "it, or a parent, is no directory: name another path".to_owned(),
+        Errno::ACCESS | Errno::PERM => {
+            format!("user {user} may not create it there: create it, with mode 700, for that user")
+        }
+        other => return other.into(),
+    };
+    io::Error::new(io::Error::from(error).kind(), text)
+}
+
 impl RealDirectory {
     /// Opens a directory, and creates it if its parent exists.
     ///
@@ -133,7 +147,7 @@ impl RealDirectory {
     pub fn open(path: &Path) -> io::Result<Self> {
         match rustix::fs::mkdir(path, DIR_MODE) {
             Ok(()) | Err(Errno::EXIST | Errno::ROFS) => {}
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(with_remedy(error)),
         }
         let directory = Self::open_existing(path)?;
         let stat = rustix::fs::fstat(&directory.0)?;
@@ -152,7 +166,11 @@ impl RealDirectory {
     /// The error of the system call; [`io::ErrorKind::PermissionDenied`] for a directory that belongs to another user.
     pub fn open_existing(path: &Path) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
-        let fd = rustix::fs::open(path, flags, Mode::empty())?;
+        let opened = rustix::fs::open(path, flags, Mode::empty());
+        let fd = opened.map_err(|error| match error {
+            Errno::NOTDIR => with_remedy(error),
+            other => other.into(),
+        })?;
         let stat = rustix::fs::fstat(&fd)?;
         let ours = rustix::process::getuid().as_raw();
         if stat.st_uid != ours {
