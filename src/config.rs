@@ -4,6 +4,7 @@ mod directories;
 mod error;
 mod reference;
 mod sources;
+mod tier_size;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,6 +20,7 @@ pub use directories::Directories;
 pub use error::ConfigError;
 pub use reference::{SettingReference, settings};
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
+pub use tier_size::TierSize;
 
 /// Largest number of ranks of an engine.
 pub const RANKS_MAX: u16 = 64;
@@ -114,10 +116,11 @@ pub struct Flags {
     pub ratio: Option<u32>,
     /// Host memory for blocks, divided evenly among the KV shards.
     ///
-    /// Such as 8GiB. 0 with g3 above 0: 256 MiB for each KV shard, through which blocks go between devices and the disk.
+    /// Such as 8GiB, or pages and their size, such as 4096x2MiB: room for 4096 pages of 2 MiB in each KV shard. 0 with g3
+    /// above 0: 256 MiB for each KV shard, through which blocks go between devices and the disk.
     #[arg(long, value_name = "SIZE")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub g2: Option<ByteSize>,
+    pub g2: Option<TierSize>,
     /// Lock the host memory, so that it is never swapped out.
     ///
     /// true or false. true needs CAP_IPC_LOCK, or a limit of locked memory of g2 / kv_shards for each worker.
@@ -144,10 +147,10 @@ pub struct Flags {
     pub g2_policy: Option<String>,
     /// Disk space for blocks, divided evenly among the KV shards and the directories.
     ///
-    /// Such as 1TiB; 0 for no disk. All files count, those of other layouts too.
+    /// Such as 1TiB, or pages and their size as for g2; 0 for no disk. All files count, those of other layouts too.
     #[arg(long, value_name = "SIZE")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub g3: Option<ByteSize>,
+    pub g3: Option<TierSize>,
     /// Directories of the blocks on disk, one for each disk.
     ///
     /// Absolute paths separated by commas, none inside another. Their parents must exist. Needed for g3 above 0, and
@@ -280,7 +283,7 @@ impl Config {
         let config = Self::check(&settings)?;
         if config.g2.0 == 0 && config.g3.0 == 0 {
             let expected = "a size above 0, such as \"8GiB\", because g3 is 0, too: without a tier nothing is kept";
-            settings.get("g2", expected, |_: ByteSize| None::<()>)?;
+            settings.get("g2", expected, |_: TierSize| None::<()>)?;
         }
         if config.g3.0 > 0 && config.g3_dir.0.is_empty() {
             let expected = "a directory, because g3 is above 0: give --g3-dir DIR";
@@ -325,34 +328,42 @@ impl Config {
             (1..=RANKS_MAX).contains(&ranks).then_some(ranks)
         })?;
         let divides = format!("a whole number that divides the {ranks} ranks, or 0 for as many");
+        let kv_shards = settings.get("kv_shards", &divides, |shards| match shards {
+            0 => Some(Sharding::each(ranks)),
+            shards => Sharding::new(ranks, shards),
+        })?;
+        let pages = bounds(1, kvferry_types::RATIO_MAX.into());
+        let ratio = settings.get("ratio", &pages, |ratio| Ratio::new(ratio).ok())?;
+        let g3_dir = settings.get(
+            "g3_dir",
+            "absolute paths, separated by commas",
+            |paths: Directories| paths.are_absolute().then_some(paths),
+        )?;
         Ok(Self {
             socket_dir: settings.get("socket_dir", &directory, |path: PathBuf| {
                 let fits = path.as_os_str().len() <= SOCKET_DIR_BYTES_MAX;
                 (path.is_absolute() && fits).then_some(path)
             })?,
             ranks,
-            kv_shards: settings.get("kv_shards", &divides, |shards| match shards {
-                0 => Some(Sharding::each(ranks)),
-                shards => Sharding::new(ranks, shards),
-            })?,
+            kv_shards,
             replicas: settings.get("replicas", &bounds(1, REPLICAS_MAX.into()), |replicas| {
                 (1..=REPLICAS_MAX).contains(&replicas).then_some(replicas)
             })?,
-            ratio: settings.get(
-                "ratio",
-                &bounds(1, kvferry_types::RATIO_MAX.into()),
-                |ratio| Ratio::new(ratio).ok(),
+            ratio,
+            g2: settings.get(
+                "g2",
+                "a size such as \"8GiB\" or \"4096x2MiB\", or 0 with g3",
+                |size: TierSize| size.host_bytes(kv_shards.shards()),
             )?,
-            g2: settings.get("g2", "a size such as \"8GiB\", or 0 with g3", Some)?,
             g2_numa: settings.get("g2_numa", "node numbers such as \"0,1\", or \"\"", Some)?,
             g2_lock: settings.get("g2_lock", "true or false", Some)?,
             g2_policy: settings.policy("g2_policy")?,
-            g3: settings.get("g3", "a size such as \"1TiB\", or 0 for none", Some)?,
-            g3_dir: settings.get(
-                "g3_dir",
-                "absolute paths, separated by commas",
-                |paths: Directories| paths.are_absolute().then_some(paths),
+            g3: settings.get(
+                "g3",
+                "a size such as \"1TiB\" or \"100000x2MiB\", or 0 for none",
+                |size: TierSize| size.disk_bytes(kv_shards.shards(), g3_dir.0.len(), ratio.pages()),
             )?,
+            g3_dir,
             g3_policy: settings.policy("g3_policy")?,
             g3_depth: settings.get("g3_depth", &bounds(1, G3_DEPTH_MAX.into()), |depth| {
                 (1..=G3_DEPTH_MAX).contains(&depth).then_some(depth)

@@ -89,7 +89,7 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
     let toml = Toml::new("ratio = 1\nranks = 2\ng2 = \"3GiB\"\nlog = 'warn'\n");
     let variables = environment(&[("KVFERRY_RANKS", "4"), ("KVFERRY_G2", " 5 MiB ")]);
     let flags = Flags {
-        g2: Some(ByteSize(6)),
+        g2: Some(TierSize::Bytes(ByteSize(6))),
         ..Flags::default()
     };
     let config = Config::load_with(Some(&toml.path()), variables, &flags).expect("good");
@@ -98,6 +98,24 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
         (1, 4, ByteSize(6))
     );
     assert_eq!((config.log.as_str(), config.copy_threads), ("warn", 4));
+}
+
+#[test]
+fn tiers_can_be_given_in_pages_of_every_shard() {
+    let toml =
+        Toml::new("ranks = 2\ng2 = '1000x2MiB'\ng3 = '4000x2MiB'\ng3_dir = '/d,/e'\nratio = 8\n");
+    let config = Config::load_with(Some(&toml.path()), Vec::new(), &Flags::default());
+    let config = config.expect("good");
+    assert_eq!(
+        config.g2.0,
+        2 * kvferry_memory::Depot::bytes_for(1000, 2 << 20)
+    );
+    let pages = 2 * 4000_u64 * (2 << 20);
+    assert!(
+        (pages..pages + pages / 20).contains(&config.g3.0),
+        "{}",
+        config.g3.0
+    );
 }
 
 #[test]
@@ -169,11 +187,11 @@ fn every_key_can_be_given_by_every_source() {
         kv_shards: Some(1),
         replicas: Some(3),
         ratio: Some(8),
-        g2: Some(ByteSize(4_096)),
+        g2: Some(TierSize::Bytes(ByteSize(4_096))),
         g2_lock: Some(true),
         g2_numa: Some("1,0".parse().expect("nodes")),
         g2_policy: Some("pieces=0".to_owned()),
-        g3: Some(ByteSize(1 << 30)),
+        g3: Some(TierSize::Bytes(ByteSize(1 << 30))),
         g3_dir: Some(Directories(vec!["/d".into(), "/e".into()])),
         g3_policy: Some("pieces=2".to_owned()),
         g3_depth: Some(4),
@@ -260,6 +278,11 @@ fn bad_values_name_key_value_source_and_what_is_expected() {
             "'g2' is 0: expected a size above 0, such as \"8GiB\"",
         ),
         ("g2 = '8 apples'", "'g2' is \"8 apples\": expected a size"),
+        ("g2 = '7x0'", "'g2' is \"7x0\": expected a size"),
+        (
+            "g2 = '0x2MiB'",
+            "'g2' is \"0x2MiB\": expected a size above 0, such as \"8GiB\"",
+        ),
         (
             "copy_threads = 0",
             "'copy_threads' is 0: expected a whole number from 1 to 256",
@@ -415,7 +438,7 @@ fn flags_are_a_part_of_any_command_line() {
     ];
     let matches = command.clone().try_get_matches_from(words).expect("flags");
     let expected = Flags {
-        g2: Some(ByteSize(3 << 29)),
+        g2: Some(TierSize::Bytes(ByteSize(3 << 29))),
         heartbeat_ms: Some(20),
         socket_dir: Some("/x".into()),
         ..Flags::default()

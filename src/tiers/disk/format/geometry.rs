@@ -194,9 +194,15 @@ impl Geometry {
 
     /// The smallest share of the cap on each disk that has room for pages of a key; `None` for a key that no set can have.
     pub fn smallest_share(key: &SetKey, disks: u16) -> Option<u64> {
+        Self::share_for(key, disks, 1)
+    }
+
+    /// A share of the cap on each disk that has room for this many pages of a key, and is hardly larger than needed. `None`
+    /// for a key that no set can have, and for more pages than a set can have.
+    pub fn share_for(key: &SetKey, disks: u16, pages: u32) -> Option<u64> {
         let has_room = |share: u64| {
             let geometry = Self::new(key, disks, share).ok()?;
-            Some(geometry.segments(share) > 0)
+            Some(geometry.pages(geometry.segments(share)) >= pages)
         };
         let (mut less, mut enough) = (0, UNIT_BYTES);
         while !has_room(enough)? {
