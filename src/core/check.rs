@@ -68,7 +68,8 @@ impl Pool {
             .by_age()
             .map(|(_, block)| u32::from(block.ready))
             .sum();
-        let sum = states.free + states.reserved + states.filling + ready + states.quarantined;
+        let set_aside = states.reserved + states.filling + states.quarantined + states.out_of_use;
+        let sum = states.free + set_aside + ready;
         if sum != self.capacity_pages() || ready != states.ready {
             return Err(
                 format!("{states:?} do not add up: blocks hold {ready} ready pages").into(),

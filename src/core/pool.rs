@@ -372,7 +372,7 @@ impl Pool {
     pub fn page_states(&self) -> PageStates {
         let mut states = PageStates {
             free: self.arena.free_pages(),
-            quarantined: self.pages_out(),
+            out_of_use: self.pages_out(),
             ..PageStates::default()
         };
         for reservation in self.reservations.values() {
@@ -382,8 +382,15 @@ impl Pool {
                 ReservationStage::Quarantined => states.quarantined += reservation.pages,
             }
         }
-        let set_aside = states.free + states.reserved + states.filling + states.quarantined;
-        states.ready = self.capacity_pages() - set_aside;
+        let PageStates {
+            free,
+            reserved,
+            filling,
+            quarantined,
+            out_of_use,
+            ready: _,
+        } = states;
+        states.ready = self.capacity_pages() - free - reserved - filling - quarantined - out_of_use;
         states
     }
 }

@@ -56,19 +56,22 @@ pub struct PageStates {
     pub filling: u32,
     /// Readable.
     pub ready: u32,
-    /// The deadline has passed, and copies may still be writing them; or their place failed, and is not used again.
+    /// The deadline has passed, and copies may still be writing them.
     pub quarantined: u32,
+    /// Their place failed, and is not used again until the tier is opened anew.
+    pub out_of_use: u32,
 }
 
 impl PageStates {
     /// Each state with its name, as status and reports show it.
-    pub fn by_name(self) -> [(&'static str, u32); 5] {
+    pub fn by_name(self) -> [(&'static str, u32); 6] {
         let Self {
             free,
             reserved,
             filling,
             ready,
             quarantined,
+            out_of_use,
         } = self;
         [
             ("free", free),
@@ -76,6 +79,7 @@ impl PageStates {
             ("filling", filling),
             ("ready", ready),
             ("quarantined", quarantined),
+            ("out_of_use", out_of_use),
         ]
     }
 }

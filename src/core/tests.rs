@@ -88,6 +88,7 @@ fn pages_are_counted_by_state() {
         ("filling", 4),
         ("ready", 7),
         ("quarantined", 4),
+        ("out_of_use", 0),
     ];
     assert_eq!(pool.page_states().by_name(), states);
     assert_eq!(
@@ -116,6 +117,7 @@ fn pages_are_counted_by_state() {
         ("filling", 0),
         ("ready", 11),
         ("quarantined", 0),
+        ("out_of_use", 0),
     ];
     assert_eq!(pool.page_states().by_name(), states);
 }

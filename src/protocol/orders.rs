@@ -33,9 +33,9 @@ impl MessageFill {
     /// Most pages of a message: as many as also fit when encoded page by page, as version 1 does.
     const PAGES_MAX: u64 = (BODY_BYTES_MAX / 2 / Self::ITEM_BYTES) as u64;
 
-    /// An empty message for consecutive transfers like these. A load or a store is answered as a whole, so that its
+    /// Most pages of a message for consecutive transfers like these. A load or a store is answered as a whole, so that its
     /// transfers share a message as long as they fit.
-    fn of(transfers: &[&Transfer]) -> Self {
+    fn pages_max(transfers: &[&Transfer]) -> u64 {
         let pages = match transfers.first() {
             Some(first) if first.device.is_none() => {
                 let pages = transfers.iter().flat_map(|transfer| &transfer.pairs);
@@ -44,11 +44,16 @@ impl MessageFill {
             }
             _ => u64::MAX,
         };
+        pages.min(Self::PAGES_MAX)
+    }
+
+    /// An empty message for at most so many pages.
+    fn new(pages_max: u64) -> Self {
         Self {
             transfers: 0,
             pages: 0,
             bytes: 0,
-            pages_max: pages.min(Self::PAGES_MAX),
+            pages_max,
         }
     }
 
@@ -78,8 +83,8 @@ impl MessageFill {
 
 impl TransferOrder {
     /// Groups transfers into orders, each with its deadline: one order for consecutive transfers of one request, or
-    /// several where they do not fit into one message, or would move more than [`MOVE_ORDER_BYTES`] between tiers. A single transfer that is too large for a message gets an order
-    /// of its own, which cannot be encoded.
+    /// several where they do not fit into one message, or would move more than [`MOVE_ORDER_BYTES`] between tiers. A
+    /// single transfer that is too large for a message gets an order of its own, which cannot be encoded.
     pub fn all_of(transfers: &[&Transfer]) -> Vec<(Time, Self)> {
         let alike = |one: &&Transfer, other: &&Transfer| {
             (one.edge, one.device, one.page_bytes, one.deadline)
@@ -87,9 +92,9 @@ impl TransferOrder {
         };
         let mut orders = Vec::new();
         for alike in transfers.chunk_by(alike) {
-            let mut rest = alike;
+            let (mut rest, pages_max) = (alike, MessageFill::pages_max(alike));
             while let Some(first) = rest.first() {
-                let mut room = MessageFill::of(alike);
+                let mut room = MessageFill::new(pages_max);
                 let fit = rest
                     .iter()
                     .take_while(|transfer| room.take(transfer))

@@ -38,9 +38,9 @@ impl Tiered {
         });
     }
 
-    fn quarantined(&self) -> u32 {
+    fn out_of_use(&self) -> u32 {
         let disk = self.leader.pool_of(TierId::Disk).expect("it serves");
-        disk.page_states().quarantined
+        disk.page_states().out_of_use
     }
 
     fn writable(&mut self, rank: u16, writable: bool) {
@@ -83,10 +83,10 @@ fn the_place_of_a_page_that_was_not_read_is_used_on_no_rank_again() {
         let place = page_of(&moves[0], 3, true);
         tiered.end_faulty(&moves[0], complete, bad, 3);
         assert!(tiered.lookup(0) <= 3, "the page is not found any longer");
-        assert_eq!(tiered.quarantined(), 1);
+        assert_eq!(tiered.out_of_use(), 1);
         assert_eq!(tiered.leader.counts().quarantined_places, 1);
         assert!(!tiered.overwrites(place), "page {place} was written again");
-        assert_eq!(tiered.quarantined(), 1);
+        assert_eq!(tiered.out_of_use(), 1);
     }
 }
 
@@ -100,11 +100,11 @@ fn a_place_that_fails_while_other_ranks_still_read_is_taken_out_once_they_have_e
     let place = page_of(&moves[0], 5, true);
     tiered.report_faulty(0, &moves[0], (5, true), Some(5));
     assert_eq!(tiered.lookup(0), 0, "the block is forgotten at once");
-    assert_eq!(tiered.quarantined(), 0, "a rank still reads it");
+    assert_eq!(tiered.out_of_use(), 0, "a rank still reads it");
     for rank in 1..RANKS {
         tiered.report_faulty(rank, &moves[0], (5, true), None);
     }
-    assert_eq!(tiered.quarantined(), 1);
+    assert_eq!(tiered.out_of_use(), 1);
     assert!(!tiered.overwrites(place), "page {place} was written again");
 }
 
@@ -115,13 +115,13 @@ fn the_place_of_a_page_that_was_not_written_is_used_on_no_rank_again() {
     let moves = tiered.take(DOWN);
     let place = page_of(&moves[0], 2, false);
     tiered.end_faulty(&moves[0], 2, false, 2);
-    assert_eq!(tiered.quarantined(), 1);
+    assert_eq!(tiered.out_of_use(), 1);
     assert!(!tiered.overwrites(place), "page {place} was written again");
     // Places beyond the transfer are nonsense, and those of host memory are not of a disk.
     tiered.stored(4);
     let moves = tiered.take(DOWN);
     tiered.end_faulty(&moves[0], 0, false, RATIO);
-    assert_eq!(tiered.quarantined(), 1);
+    assert_eq!(tiered.out_of_use(), 1);
 }
 
 #[test]

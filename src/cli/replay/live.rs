@@ -422,9 +422,7 @@ async fn settled_status(
     }
 }
 
-/// Pages that are neither free nor ready, without those whose place on the disk failed.
 fn unsettled_pages(status: &StatusAnswer) -> u64 {
-    let out_of_use = status.counters.get("quarantined_places").copied();
     let states = ["reserved", "filling", "quarantined"];
     let tiers = status.tiers.iter();
     let pages = tiers.flat_map(|tier| {
@@ -432,7 +430,7 @@ fn unsettled_pages(status: &StatusAnswer) -> u64 {
             .iter()
             .filter_map(|state| tier.page_states.get(*state))
     });
-    pages.sum::<u64>().saturating_sub(out_of_use.unwrap_or(0))
+    pages.sum()
 }
 
 /// Fills the report from the last status, the counters of all leaders and the measurements of all engines.

@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(pool.check(), Ok(()));
         let holes = [(0, 3), (5, 2), (8, 1), (10, pages - 10)];
         assert_eq!(pool.arena.holes(), holes);
-        assert_eq!(pool.page_states().quarantined, 4);
+        assert_eq!(pool.page_states().out_of_use, 4);
         for page in 10..pages {
             let room = page < 10 + QUARANTINED_PAGES_MAX as u32 - 4;
             assert_eq!(pool.quarantine_place(page), room, "page {page}");
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(pool.arena.alloc(pages - 10), Some(10));
         freed(&mut pool, 10, pages - 10);
         assert_eq!(
-            pool.page_states().quarantined as usize,
+            pool.page_states().out_of_use as usize,
             QUARANTINED_PAGES_MAX
         );
         assert_eq!(pool.quarantined_places() as usize, QUARANTINED_PAGES_MAX);

@@ -112,8 +112,9 @@ impl Kernel {
 }
 
 impl SharedBuffer {
-    /// Copies `bytes` into the buffer, starting at `offset_bytes`, with the widest streaming stores of this processor:
-    /// past the caches, for bytes that nobody reads soon. All of them are visible before this thread's later writes.
+    /// Copies `bytes` into the buffer, starting at `offset_bytes`, with the widest streaming stores of this processor. They
+    /// do not fill the caches, which suits large copies that are read later. The bytes are visible to other threads before
+    /// any later write of this thread.
     ///
     /// # Errors
     ///

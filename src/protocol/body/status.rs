@@ -148,7 +148,7 @@ pub struct TierStatus {
     pub evicted_pages: u64,
     /// Places of pages that failed on a disk and are out of use.
     pub quarantined_pages: u64,
-    /// Pages by state: free, reserved, filling, ready, quarantined.
+    /// Pages by state: free, reserved, filling, ready, quarantined, out_of_use.
     pub page_states: std::collections::BTreeMap<String, u64>,
 }
 
@@ -192,7 +192,7 @@ pub struct StatusAnswer {
     pub pins: u64,
     /// Number of copies that have not ended.
     pub copies_under_way: u64,
-    /// Pages of the arena by state: free, reserved, filling, ready, quarantined.
+    /// Pages of the arena by state: free, reserved, filling, ready, quarantined, out_of_use.
     pub pages: std::collections::BTreeMap<String, u64>,
     /// Number of blocks.
     pub blocks: u64,

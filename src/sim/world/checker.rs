@@ -138,9 +138,9 @@ impl SimWorld {
             out += pages;
         }
         let states = pool.page_states();
-        let counted = states.reserved + states.filling + states.quarantined - out;
+        let counted = states.reserved + states.filling + states.quarantined;
         let free = pool.capacity_pages() - ready - filling - out;
-        if (states.free, states.ready, counted) != (free, ready, filling) {
+        if (states.free, states.ready, counted, states.out_of_use) != (free, ready, filling, out) {
             return Err(format!(
                 "{states:?}, but blocks hold {ready} ready and {filling} filling pages"
             )
@@ -319,9 +319,7 @@ impl SimWorld {
         let pools = tiers.filter_map(|tier| leader?.core().pool_of(tier));
         for pool in pools {
             let states = pool.page_states();
-            // A place that failed stays out of use until the tier is opened anew.
-            let out: u32 = pool.spans_out().map(|(_, pages)| pages).sum();
-            let set_aside = states.reserved + states.filling + states.quarantined - out;
+            let set_aside = states.reserved + states.filling + states.quarantined;
             if pool.pins() != 0 || set_aside != 0 {
                 wrong.get_or_insert(format!("{} pins and {states:?} are left", pool.pins()));
             }

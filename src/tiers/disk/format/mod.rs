@@ -47,9 +47,9 @@
 //!
 //! [`FORMAT_VERSION`] changes with every change that an older program would read wrongly. Every version keeps the place of
 //! the version, the length and the checksum of small files, so that a damaged version is not taken for another one. A
-//! program reads the versions
-//! that it knows and names the others in its refusal. A set of an older version that a program can read is rewritten,
-//! region by region, as its blocks change; a set that it cannot read is left alone until its room is needed.
+//! program reads the versions that it knows and names the others in its refusal. A set of an older version that a program
+//! can read is rewritten, region by region, as its blocks change; a set that it cannot read is left alone until its room
+//! is needed.
 
 mod checksum;
 mod codec;
