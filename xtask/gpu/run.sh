@@ -46,13 +46,15 @@ tests() {
 
 # How long the steps of an engine take, alone, beside copies and beside kernels of another process.
 near() {
-    local seconds=5 beside until
+    local seconds=4 beside until way
     python3 "$here/engine_loop.py" "$seconds" alone || return
-    "$program" bench gpu --mib 256 --rounds 1000 --fragment-kib 2048 --ways async >/dev/null 2>&1 &
-    beside=$!
-    python3 "$here/engine_loop.py" "$seconds" "beside copies" || return
-    kill "$beside" || { echo "the copies were over before the engine's steps" >&2; return 5; }
-    wait "$beside"
+    for way in async batch; do
+        "$program" bench gpu --mib 256 --rounds 1000 --fragment-kib 2048 --ways "$way" >/dev/null 2>&1 &
+        beside=$!
+        python3 "$here/engine_loop.py" "$seconds" "beside copies ($way)" || return
+        kill "$beside" || { echo "the copies were over before the engine's steps" >&2; return 5; }
+        wait "$beside"
+    done
     python3 "$here/neighbour.py" 60 >"$results/neighbour.out" &
     beside=$!
     until=$((SECONDS + 20))
@@ -64,6 +66,17 @@ near() {
     kill "$beside" && wait "$beside"
     python3 "$here/neighbour.py" "$seconds"
 }
+
+# The Python package with memory of torch: each way in which an engine may have allocated it.
+rank() {
+    local kind rc=0
+    for kind in plain pool expandable closed; do
+        PYTHONPATH=$here/python${PYTHONPATH:+:$PYTHONPATH} python3 "$here/torch_rank.py" "$kind" "$program" || rc=1
+    done
+    return $rc
+}
+
+has_torch() { python3 -c "import sys, $1; sys.exit(not torch.cuda.is_available())" 2>/dev/null; }
 
 # Figures: short lines from the log of a step.
 
@@ -84,6 +97,8 @@ smoke_figures() {
     sed -nE 's/^attribute [0-9]+ \((.*)\): /\1: /p' "$1" | paste -sd ',' | grep .
     bench_figures "$1"
 }
+
+rank_figures() { grep -E '^rank ' "$1"; }
 
 near_figures() { grep -E '^(step|kernels) ' "$1"; }
 
@@ -178,15 +193,20 @@ first_run() {
     step facts 15 facts_figures "${self[@]}" facts
     # Driver, context, pinned host memory, both directions, bytes, and one small batch.
     step smoke 40 smoke_figures "${bench[@]}" --mib 8 --rounds 2 --fragment-kib 2048
-    step ipc 60 tests_figures "${run_tests[@]}" "$library" tests::neighbour
-    step engine 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::pages_of_separate_layers_bring_every_byte_back
-    step chunks 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::memory_in_chunks_by_descriptors_brings_every_byte_back
+    step ipc 45 tests_figures "${run_tests[@]}" "$library" tests::neighbour
+    step engine 50 tests_figures "${run_tests[@]}" "$cluster" on_gpus::pages_of_separate_layers_bring_every_byte_back
+    step chunks 50 tests_figures "${run_tests[@]}" "$cluster" on_gpus::memory_in_chunks_by_descriptors_brings_every_byte_back
     # Batches of thousands of copies from here on.
     step copies 90 tests_figures "${run_tests[@]}" "$library" tests::copies::a_cancelled \
         tests::copies::the_end tests::copies::late_streams_first
-    step death 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::a_worker_that_is_killed
-    step link 70 bench_figures "${bench[@]}" --mib 256 --rounds 11 --fragment-kib 2048,512,128,64
-    if python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    step death 50 tests_figures "${run_tests[@]}" "$cluster" on_gpus::a_worker_that_is_killed
+    step link 50 bench_figures "${bench[@]}" --mib 256 --rounds 11 --fragment-kib 2048,512,128,64
+    if has_torch torch,msgspec,zmq; then
+        step rank 65 rank_figures "${self[@]}" rank
+    else
+        skip rank "no python3 with torch that finds a GPU, msgspec and pyzmq"
+    fi
+    if has_torch torch; then
         step near 75 near_figures "${self[@]}" near
     else
         skip near "no python3 with torch that finds a GPU"
@@ -197,7 +217,7 @@ first_run() {
 }
 
 second_run() {
-    local replay=("$program" replay --quiet --device cuda --requests 60 --g1-pages 64 --sequential)
+    local replay=("$program" replay --device cuda --requests 60 --g1-pages 64 --sequential)
     step facts 15 facts_figures "${self[@]}" facts
     step replay 90 replay_figures "${replay[@]}"
     step together 90 replay_figures env KVFERRY_GPU_COPY=batch "${replay[@]}"

@@ -23,7 +23,11 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("run.sh", include_str!("../gpu/run.sh")),
     ("engine_loop.py", include_str!("../gpu/engine_loop.py")),
     ("neighbour.py", include_str!("../gpu/neighbour.py")),
+    ("torch_rank.py", include_str!("../gpu/torch_rank.py")),
 ];
+
+/// The Python package, in the tree and in the archive.
+const PACKAGE: &str = "python/kvferry";
 
 /// Runs `cargo xtask gpu` or `cargo xtask gpu --pack FILE`.
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
@@ -105,6 +109,13 @@ fn pack(file: &Path) -> Result<(), String> {
     }
     for (name, text) in SCRIPTS {
         fs::write(folder.join(name), text).map_err(io)?;
+    }
+    fs::create_dir_all(folder.join(PACKAGE)).map_err(io)?;
+    for file in fs::read_dir(root().join(PACKAGE)).map_err(io)? {
+        let file = file.map_err(io)?;
+        if file.path().extension().is_some_and(|ending| ending == "py") {
+            fs::copy(file.path(), folder.join(PACKAGE).join(file.file_name())).map_err(io)?;
+        }
     }
     fs::write(folder.join("VERSION"), version()).map_err(io)?;
     archive(&parent, file)?;
