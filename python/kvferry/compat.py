@@ -42,7 +42,9 @@ def version() -> str:
     return "unknown"
 
 
-def differences(base: type, hma: type, block_pool: type, scheduler_output: type, block_state: type) -> list[str]:
+def differences(
+    base: type, hma: type, block_pool: type, scheduler_output: type, block_state: type, kv_cache: type
+) -> list[str]:
     """Returns the differences from the known interface, one line each."""
     found = []
     for name, known in _METHODS.items():
@@ -75,7 +77,11 @@ def differences(base: type, hma: type, block_pool: type, scheduler_output: type,
                 "kv_cache_block_copies",
             ),
         ),
-        (block_state, ("get_block_ids",)),
+        (block_state, ("get_block_ids", "boundary_state_offloads")),
+        (
+            kv_cache,
+            ("hash_block_size", "cache_hit_alignment_tokens", "prefix_cacheable_group_ids", "needs_kv_cache_zeroing"),
+        ),
     ):
         known_names = {*dir(cls), *_fields(cls)}
         found.extend(f"{cls.__name__}.{name} is missing" for name in names if name not in known_names)

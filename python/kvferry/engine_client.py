@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry import wire
 from kvferry.client import Client, PendingRequest
+from kvferry.served import Part
 
 #: Receives an ended request: on the client's thread, or inside the call if the request is refused.
 Ended = Callable[[PendingRequest], None] | None
@@ -42,12 +43,14 @@ class EngineRequests:
         *,
         namespace: bytes = b"",
         device_pages: int = 0,
+        limit_pages: int | None = None,
         timeout_s: float,
     ) -> PendingRequest:
         """Finds the pages of a prompt, and holds them for the slot, a number of the running request.
 
         ``hashes``: of all full pages, 16 to 64 bytes each and equally long, at least one. ``device_pages``: pages, from
-        the first one on, that the engine has itself. The answer is a :class:`kvferry.wire.LookupAnswer`.
+        the first one on, that the engine has itself. ``limit_pages``: where a hit ends at the latest; None: with the
+        last hash. The answer is a :class:`kvferry.wire.LookupAnswer`.
         """
         message = wire.Lookup(
             slot=slot,
@@ -55,33 +58,32 @@ class EngineRequests:
             hash_bytes=len(hashes[0]),
             hashes=b"".join(hashes),
             device_pages=device_pages,
+            limit_pages=limit_pages,
         )
         return self.request(message, timeout_s)
 
     def load(
         self: Sends,
         slot: int,
-        first_page: int,
-        pages: Sequence[int],
+        parts: Sequence[Part],
         *,
         after: int = 0,
         timeout_s: float,
         grace_s: float = 0.0,
         until: Ended = None,
     ) -> PendingRequest:
-        """Copies pages that a lookup found, from position ``first_page`` on, to the device pages ``pages``.
+        """Copies pages that a lookup found to the device pages that ``parts`` name.
 
         ``after``: the load starts when every rank has reported this work as written. The answer is a
         :class:`kvferry.wire.LoadAnswer`.
         """
-        message = wire.Load(slot, [wire.Part(first_page, wire.runs(pages))], after)
+        message = wire.Load(slot, _parts(parts), after)
         return self.request(message, timeout_s, grace_s=grace_s, until=until)
 
     def store(
         self: Sends,
         slot: int,
-        first_page: int,
-        pages: Sequence[int],
+        parts: Sequence[Part],
         *,
         more: Sequence[bytes] = (),
         more_from: int = 0,
@@ -89,14 +91,14 @@ class EngineRequests:
         grace_s: float = 0.0,
         until: Ended = None,
     ) -> PendingRequest:
-        """Copies device pages, which hold the pages from position ``first_page`` on, to kvferry.
+        """Copies the device pages that ``parts`` name to kvferry.
 
         The copies start when every rank has reported the id of this request as written. ``more``: hashes of pages that
         the lookup did not name, from position ``more_from`` on. The answer is a :class:`kvferry.wire.StoreAnswer`.
         """
         message = wire.Store(
             slot=slot,
-            parts=[wire.Part(first_page, wire.runs(pages))],
+            parts=_parts(parts),
             hash_bytes=len(more[0]) if more else 0,
             more_hashes=b"".join(more),
             more_from=more_from,
@@ -114,6 +116,10 @@ class EngineRequests:
     def reset(self: Sends, namespace: bytes, *, timeout_s: float) -> PendingRequest:
         """Removes the pages of a namespace. The answer is a :class:`kvferry.wire.ResetAnswer`."""
         return self.request(wire.Reset(namespace), timeout_s)
+
+
+def _parts(parts: Sequence[Part]) -> list[wire.Part]:
+    return [wire.Part(part.first_page, wire.runs(part.pages), part.group) for part in parts]
 
 
 class EngineClient(EngineRequests, Client):

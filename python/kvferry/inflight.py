@@ -17,6 +17,7 @@ import msgspec
 
 from kvferry.client import Failure, PendingRequest
 from kvferry.engine_client import EngineClient
+from kvferry.served import Part
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -35,9 +36,10 @@ class Copy:
     """A load, or a store, which holds ``blocks`` of vLLM's pool. ``owner`` is the record of its request."""
 
     owner: Any
-    first_page: int
-    pages: list[int]
+    parts: list[Part]
     store: bool
+    #: The engine's pages of all parts.
+    pages: list[int] = field(init=False)
     blocks: list[Any] = field(default_factory=list)
     requested_at: float = field(default_factory=time.monotonic)
     pending: PendingRequest | None = None
@@ -45,6 +47,9 @@ class Copy:
     #: it was abandoned.
     ranks_over: int | None = None
     abandoned_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pages = [page for part in self.parts for page in part.pages]
 
     @property
     def answer(self) -> msgspec.Struct | None:
@@ -83,8 +88,7 @@ class CopiesInFlight:
             copy,
             self._client.load(
                 slot,
-                copy.first_page,
-                copy.pages,
+                copy.parts,
                 after=after,
                 timeout_s=timeout_s,
                 grace_s=FENCE_S,
@@ -103,8 +107,7 @@ class CopiesInFlight:
             copy,
             self._client.store(
                 slot,
-                copy.first_page,
-                copy.pages,
+                copy.parts,
                 more=more,
                 more_from=more_from,
                 timeout_s=timeout_s,

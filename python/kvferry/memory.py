@@ -85,6 +85,7 @@ class Group:
     role: str = "kv"
     attention: str = "full"
     window_tokens: int = 0
+    eagle: bool = False
 
     def distinct(self) -> list[torch.Tensor]:
         """Returns the tensors in order, each once: layers that use the cache of an earlier one have the same memory.
@@ -107,15 +108,29 @@ class Group:
 
 
 class KvMemory:
-    """The KV memory of one rank. Each group is registered by itself; several groups may use the same allocations."""
+    """The KV memory of one rank. Several groups may use the same allocations, and are registered together."""
 
-    def __init__(self, groups: list[Group], place: Place):
+    def __init__(
+        self,
+        groups: list[Group],
+        place: Place,
+        *,
+        hash_tokens: int = 0,
+        hit_tokens: int = 0,
+        served: bool = True,
+    ):
         """Moves the tensors of all groups. Tensors on a device stay, and are marked: no work uses them yet.
+
+        ``hash_tokens`` and ``hit_tokens`` are those of docs/wire.md, 0 for the page of an only group. Memory that is
+        not ``served`` is only checked.
 
         Raises:
             Unsupported: nothing is moved then.
         """
         self._place = place
+        self._hash_tokens, self._hit_tokens = hash_tokens, hit_tokens
+        #: Whether kvferry copies pages of the memory. Other memory is only checked.
+        self.served = served
         self._pieces: list[Piece] = []
         self._context: cuda.Context | None = None
         self._nonce: Piece | None = None
@@ -157,11 +172,6 @@ class KvMemory:
             raise cuda.CudaError("there is no device")
         self._context.mark(stream, self._nonce.address + _WORD_OFFSET_BYTES, through)
 
-    @property
-    def groups(self) -> int:
-        """Number of groups."""
-        return len(self._groups)
-
     def close(self) -> None:
         """Closes the descriptors. The engine keeps its memory.
 
@@ -200,10 +210,9 @@ class KvMemory:
             base, size = self._context.range_of(proof_at)
             self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
         self._context.write(proof_at + _WORD_OFFSET_BYTES, bytes(8))
-        # Only served groups are marked: layers of other kinds may read bytes that no token has written.
-        served = self.served
+        # Only served memory is marked: layers of other kinds may read bytes that no token has written.
         parts = [part for piece in self._pieces for part in piece.parts()]
-        self._proofs = Proofs(self._context, parts, tensors, new=served)
+        self._proofs = Proofs(self._context, parts, tensors, new=self.served)
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
@@ -228,18 +237,12 @@ class KvMemory:
             self._pieces.append(Piece(size, storage.data_ptr(), fd=fd))
             os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
 
-    @property
-    def served(self) -> bool:
-        """Whether the memory is one group of full attention. Other memory is only checked."""
-        return len(self._groups) == 1 and self._groups[0].group.attention == "full"
-
-    def describe(self, group: int, tickets: list[bytes], *, timeline: bool = False) -> dict[str, Any]:
-        """Returns a registration of one group, with a new proof. ``tickets`` name its descriptors, in order.
+    def describe(self, tickets: list[bytes], *, timeline: bool = False) -> dict[str, Any]:
+        """Returns a registration of all groups, with a new proof. ``tickets`` name the descriptors, in order.
 
         With ``timeline`` the registration includes the place of the device's timeline word.
         """
-        described = self._groups[group]
-        pieces = self._pieces_of(described)
+        pieces = self._pieces
         proof = secrets.token_bytes(_NONCE_BYTES)
         allocations, nonce = self._allocations(pieces, tickets, proof)
         proofs = self._proofs_of(pieces, nonce["allocation"])
@@ -249,16 +252,9 @@ class KvMemory:
             device["timeline"] = {"allocation": nonce["allocation"], "offset_bytes": word}
         return {
             **device,
-            "groups": [
-                {
-                    "attention": described.group.attention,
-                    "window_tokens": described.group.window_tokens,
-                    "engine_page_tokens": described.group.engine_page_tokens,
-                    "device_pages": described.group.device_pages,
-                    "layers": len(described.tensors),
-                    "tensors": [described.describe(layer, pieces) for layer in range(len(described.tensors))],
-                }
-            ],
+            "groups": [described.describe(pieces) for described in self._groups],
+            "hash_tokens": self._hash_tokens,
+            "hit_tokens": self._hit_tokens,
             "content": self._place.content,
             "rank": self._place.rank,
             "tp_size": self._place.tp_size,
@@ -323,12 +319,8 @@ class KvMemory:
         chunks = [base for piece in by_fd for base, _ in piece.chunks]
         return [functools.partial(self._context.descriptor_of, base) for base in chunks]
 
-    def _pieces_of(self, described: "_Described") -> list[Piece]:
-        used = {described.place(layer, self._pieces)[0] for layer in range(len(described.tensors))}
-        return [piece for index, piece in enumerate(self._pieces) if index in used]
-
-    def hand_over(self, group: int, directory: Path) -> tuple[list[bytes], int | None, int | None]:
-        """Sends the descriptors of a group to the worker in ``directory``.
+    def hand_over(self, directory: Path) -> tuple[list[bytes], int | None, int | None]:
+        """Sends the memory's descriptors to the worker in ``directory``.
 
         Returns their tickets, the id of the process that received them (0 when it is dead, None when it cannot be
         seen), and its pidfd, which the caller closes.
@@ -338,7 +330,7 @@ class KvMemory:
             Unsupported: the worker cannot open this memory.
         """
         check_directory(directory)
-        pieces = self._pieces_of(self._groups[group])
+        pieces = self._pieces
         if self._nonce is not None:
             pieces = [*pieces, self._nonce]
         by_handle = any(piece.handle for piece in pieces)
@@ -396,7 +388,20 @@ class _Described:
                 return index, address - piece.address
         raise Unsupported(f"tensor {layer} is in no known memory")
 
-    def describe(self, layer: int, pieces: list[Piece]) -> dict[str, Any]:
+    def describe(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Returns the group's entry of a registration."""
+        group = self.group
+        return {
+            "attention": group.attention,
+            "window_tokens": group.window_tokens,
+            "eagle": group.eagle,
+            "engine_page_tokens": group.engine_page_tokens,
+            "device_pages": group.device_pages,
+            "layers": len(self.tensors),
+            "tensors": [self._tensor(layer, pieces) for layer in range(len(self.tensors))],
+        }
+
+    def _tensor(self, layer: int, pieces: list[Piece]) -> dict[str, Any]:
         tensor, view = self.tensors[layer], self.views[layer]
         allocation, offset_bytes = self.place(layer, pieces)
         return {

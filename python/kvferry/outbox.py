@@ -12,10 +12,9 @@ ABANDONED_MAX = 4096
 
 @dataclass
 class Register:
-    """Registers a group's memory; the engine gives up all requests up to ``after``."""
+    """Registers the memory; the engine gives up all requests up to ``after``."""
 
     after: int
-    group: int = 0
 
 
 @dataclass
@@ -39,9 +38,8 @@ RankRequest = Register | Written | Abandon
 class Outbox:
     """The owed requests of one rank. Plain data; not thread-safe."""
 
-    #: Number of groups of the memory, and how many of them the worker has. Groups are registered one after another.
-    groups: int = 1
-    registered_groups: int = 0
+    #: Whether the worker has the memory.
+    registered: bool = False
     sent: set[type] = field(default_factory=set)
     #: Everything up to this request is written, and what of it the worker has confirmed since the registration.
     written: int = 0
@@ -50,14 +48,9 @@ class Outbox:
     abandoned_through: int = 0
     abandoned: set[int] = field(default_factory=set)
 
-    @property
-    def registered(self) -> bool:
-        """Whether the worker has all groups of the memory."""
-        return self.registered_groups == self.groups
-
     def lost(self) -> None:
         """Handles a broken connection: the worker drops the memory."""
-        self.registered_groups = 0
+        self.registered = False
         self.confirmed = 0
         self.sent.clear()
 
@@ -78,7 +71,7 @@ class Outbox:
         """Returns the next request to send; at most one of a kind is open at a time."""
         if not self.registered and Register not in self.sent:
             self.sent.add(Register)
-            return Register(self.abandoned_through, self.registered_groups)
+            return Register(self.abandoned_through)
         # Does not wait for the registration, which may take as long as a leader is away.
         if self.abandoned and Abandon not in self.sent:
             self.sent.add(Abandon)
@@ -94,8 +87,8 @@ class Outbox:
         if not confirmed:
             return []
         match rank_request:
-            case Register(group=group):
-                self.registered_groups = group + 1
+            case Register():
+                self.registered = True
             case Written(through):
                 self.confirmed = through
             case Abandon(requests):
@@ -106,7 +99,7 @@ class Outbox:
 
     def memory_dropped(self) -> None:
         """Handles the worker's report that it has no memory of this rank."""
-        self.registered_groups = 0
+        self.registered = False
         self.confirmed = 0
 
     def dead(self) -> list[int]:

@@ -57,7 +57,7 @@ class RankSession:
         self._engine = engine
         self._memory = memory
         self._lock = threading.Lock()
-        self._outbox = outbox.Outbox(groups=memory.groups)
+        self._outbox = outbox.Outbox()
         self._over: list[int] = []
         #: Numbers of passes that the device still runs, in order, each with a check whether it is over.
         self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
@@ -75,7 +75,7 @@ class RankSession:
         self._pause_s = _PAUSE_FIRST_S
         self._not_before = 0.0
         self._complaint = ""
-        #: Reasons that were logged for groups that are not served, each once.
+        #: Reasons that were logged for memory that is not served, each once.
         self._not_served: set[str] = set()
         #: The last process that received the memory: 0 before there was one, None when it cannot be seen; and its
         #: pidfd, which is readable once the process is dead.
@@ -269,15 +269,15 @@ class RankSession:
 
     def _message(self, rank_request: outbox.RankRequest) -> wire.Register | wire.Written | wire.Abandon:
         match rank_request:
-            case outbox.Register(after, group):
-                tickets, process, process_fd = self._memory.hand_over(group, self._directory)
+            case outbox.Register(after):
+                tickets, process, process_fd = self._memory.hand_over(self._directory)
                 self._remember_process(process, process_fd)
                 self._timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
                 if not self._timeline:
                     # The worker does not read the timeline, and must be notified of passes without stores, too.
                     with self._lock:
                         self._outbox.wrote(max((request for request, _ in self._marked), default=0))
-                memory = self._memory.describe(group, tickets, timeline=self._timeline)
+                memory = self._memory.describe(tickets, timeline=self._timeline)
                 return wire.Register(after, self._engine, memory, check_only=not self._memory.served)
             case outbox.Written():
                 return self._written(rank_request)
@@ -331,14 +331,14 @@ class RankSession:
             self._over.extend(self._outbox.answered(rank_request, failure is None))
         if isinstance(rank_request, outbox.Register):
             not_served = answer.not_served if isinstance(answer, wire.Registered) else ""
-            self._tell(rank_request.group, failure, not_served)
+            self._tell(failure, not_served)
 
-    def _tell(self, group: int, failure: Failure | None, not_served: str) -> None:
+    def _tell(self, failure: Failure | None, not_served: str) -> None:
         """Logs the result of a registration, each result once."""
         if not_served:
             if not_served not in self._not_served:
                 self._not_served.add(not_served)
-                logger.info("kvferry: %s: group %d: its worker copies nothing: %s", self._name, group, not_served)
+                logger.info("kvferry: %s: its worker copies nothing: %s", self._name, not_served)
         elif failure is None:
             if self._complaint != "fine":
                 logger.info("kvferry: %s: its worker has the KV memory", self._name)

@@ -11,7 +11,6 @@ pages are used again (:mod:`kvferry.inflight`).
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry import wire
@@ -24,9 +23,13 @@ from kvferry.metadata import RankReport, StepMetadata
 from kvferry.namespaces import Namespaces
 from kvferry.poolreset import reset_beside_loads
 from kvferry.resets import RESET_LIMIT_S, Forgetting
+from kvferry.served import NO_PAGE, Served, StoreCursor
 from kvferry.settings import Settings
+from kvferry.tracked import Lookup, Tracked
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,53 +53,6 @@ CANCEL_AGAIN_S = 0.05
 STORE_PAUSE_S = 1.0
 
 
-@dataclass(eq=False)
-class Lookup:
-    """A lookup request and its parameters."""
-
-    pending: PendingRequest
-    requested_at: float
-    link: int
-    device_pages: int
-    pages: int
-
-    def found(self) -> int:
-        """Pages at the start of the sequence that the device and kvferry have together; 0 without an answer."""
-        answer = self.pending.answer
-        return self.device_pages + answer.hit_pages if isinstance(answer, wire.LookupAnswer) else 0
-
-
-@dataclass(eq=False)
-class Tracked:
-    """One request of the engine."""
-
-    request: "Request"
-    slot: int
-    #: None when the weights of its adapter are unknown: the request neither looks up nor stores pages.
-    namespace: bytes | None
-    lookup: Lookup | None = None
-    #: Pages that the device had when vLLM last requested the matched tokens.
-    device_pages: int = 0
-    #: The request is computed without further lookups: one was not answered in time, or a load failed.
-    computes: bool = False
-    #: A lookup was sent for the slot, so that the leader may have it open.
-    known_there: bool = False
-    #: The request that opened the slot (None: open the slot again), the leader's epoch at that time, and the number of
-    #: page hashes that the slot has.
-    opened: PendingRequest | None = None
-    epoch: int = 0
-    known: int = 0
-    #: First page for which no store was requested; pages before ``full`` were full at the last check.
-    store_from: int = 0
-    full: int = 0
-    #: The first pages of the request are from before a reset: pages that are computed after them are not stored.
-    mixed: bool = False
-    #: The request began with pages of the device that may be from before a reset, or from other weights of its adapter.
-    on_old_pages: bool = False
-    load: Copy | None = None
-    finished: bool = False
-
-
 class SchedulerSide:
     """The connector in vLLM's scheduler process. For the scheduler's thread alone."""
 
@@ -108,10 +64,10 @@ class SchedulerSide:
         replica: int,
         namespace: str,
         adapters: str,
-        page_tokens: int,
-        page_bytes: int,
+        served: Served,
         ranks: int,
         private: bool = False,
+        zeroes: bool = False,
         connect: type[EngineClient] = EngineClient,
     ):
         self._settings = settings
@@ -119,9 +75,13 @@ class SchedulerSide:
         if private:
             # The weights may change at any time: no other engine may find what is computed here.
             self._namespaces.leave()
-        self._page_tokens = page_tokens
-        #: Bytes of one page on one rank.
-        self._page_bytes = page_bytes
+        self._served = served
+        #: Tokens of a page, as hashes count pages.
+        self._page_tokens = served.hash_tokens
+        #: Steps write zeros to new pages before their forward pass.
+        self._zeroes = zeroes
+        #: Loads that are requested at the end of this step.
+        self._loads: list[Copy] = []
         self._tracked: dict[str, Tracked] = {}
         self._budget_s = settings.lookup_budget_ms / 1000
         self._step = StepMetadata()
@@ -154,6 +114,7 @@ class SchedulerSide:
         self._copies = CopiesInFlight(self._client, ranks)
         self._finishes = Finishes(self._client)
         self._forgetting = Forgetting(self._client)
+        page_bytes = max(group.page_bytes for group in served.groups)
         self._backpressure = Backpressure(settings, page_bytes, self._copies)
         self._client.start()
 
@@ -209,7 +170,7 @@ class SchedulerSide:
             self._next_slot += 1
             # The files of an adapter are checked when the request is about to be scheduled.
             namespace = None if request.lora_request else self._namespaces.of(None)
-            tracked = Tracked(request, self._next_slot, namespace)
+            tracked = Tracked(request, self._next_slot, namespace, StoreCursor(self._served))
             self._tracked[request.request_id] = tracked
         tracked.request = request
         return tracked
@@ -279,7 +240,8 @@ class SchedulerSide:
         self._adapter_changed(tracked)
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
         # vLLM calls this only for requests that have no pages.
-        tracked.store_from = tracked.full = 0
+        tracked.stored.restart()
+        tracked.full = 0
         tracked.mixed, tracked.on_old_pages = False, self._on_old_pages(tracked)
         # vLLM ignores hits of a request that does not read its prefix cache: no pages are held for such a request.
         idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
@@ -287,12 +249,13 @@ class SchedulerSide:
         if idle or not self._client.listening:
             return 0
         # vLLM must compute at least one token.
-        pages = min((request.num_tokens - 1) // self._page_tokens, len(request.block_hashes), wire.HASHES_MAX)
-        if pages <= device_pages:
+        limit = min((request.num_tokens - 1) // self._page_tokens, len(request.block_hashes), wire.HASHES_MAX)
+        if limit <= device_pages:
             return 0
+        pages = min(len(request.block_hashes), wire.HASHES_MAX) if self._served.looks_behind else limit
         lookup = tracked.lookup
         if lookup is None or not self._serves(lookup, device_pages, pages):
-            pending = self._open(tracked, device_pages, pages, self._settings.lookup_timeout_ms)
+            pending = self._open(tracked, device_pages, pages, self._settings.lookup_timeout_ms, limit=limit)
             lookup = Lookup(pending, time.monotonic(), self._client.link, device_pages, pages)
             tracked.lookup = lookup
         if not lookup.pending.done and self._budget_s > 0:
@@ -304,7 +267,7 @@ class SchedulerSide:
                 return None
             tracked.computes = True
             return 0
-        return max(min(lookup.found(), pages) - device_pages, 0) * self._page_tokens
+        return max(min(lookup.found(), limit) - device_pages, 0) * self._page_tokens
 
     def _on_old_pages(self, tracked: Tracked) -> bool:
         old = self._device_old or self._namespaces.device_is_old(tracked.request.lora_request)
@@ -332,13 +295,16 @@ class SchedulerSide:
             return False
         return lookup.device_pages == device_pages or lookup.device_pages < device_pages < lookup.found()
 
-    def _open(self, tracked: Tracked, device_pages: int, pages: int, timeout_ms: int) -> PendingRequest:
-        """Opens or reopens the request's slot, by a lookup of its pages."""
+    def _open(
+        self, tracked: Tracked, device_pages: int, pages: int, timeout_ms: int, *, limit: int | None = None
+    ) -> PendingRequest:
+        """Opens or reopens the request's slot, by a lookup of its pages. A hit ends at ``limit`` at the latest."""
         tracked.opened = self._client.lookup(
             tracked.slot,
             tracked.request.block_hashes[:pages],
             namespace=tracked.namespace,
             device_pages=device_pages,
+            limit_pages=limit if limit != pages else None,
             timeout_s=timeout_ms / 1000,
         )
         tracked.known_there, tracked.epoch = True, self._client.epoch
@@ -356,35 +322,46 @@ class SchedulerSide:
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Starts the load of the matched tokens, for which vLLM has allocated pages.
 
-        The device's own pages come first in the block table.
+        The device's own pages come first in the block tables.
         """
-        count = external_tokens // self._page_tokens
         tracked = self.track(request)
         # Also checked for a request whose load is over: it may have waited since for its adapter to be loaded.
         changed = self._adapter_changed(tracked)
         tracked.on_old_pages = tracked.on_old_pages or self._on_old_pages(tracked)
-        if count == 0:
+        if external_tokens == 0:
             # Nothing was found, or another connector loads: release the leader's hold.
             self._let_go(tracked)
             if tracked.namespace is None:
                 self._namespaces.computes_unseen(request.lora_request)
             return
-        (table,) = blocks.get_block_ids()
-        first = tracked.device_pages
-        if changed:
-            # The pages were found for other weights than those that vLLM may have now.
+        tables = blocks.get_block_ids()
+        device = tracked.device_pages * self._page_tokens
+        parts = self._served.to_load(tables, device, device + external_tokens)
+        if changed or not parts:
+            # The pages were found for other weights than those that vLLM may have now, or vLLM has no place for some.
             tracked.computes = True
-            self._report(tracked, list(table[first : first + count]))
+            self._report(tracked, self._expected(tracked, blocks, external_tokens))
             return
         tracked.lookup = None
-        self._loading[request.request_id] = list(table)
+        self._loading[request.request_id] = [page for table in tables for page in table if page != NO_PAGE]
         self._device_empty = False
-        copy = Copy(tracked, first, list(table[first : first + count]), store=False)
-        tracked.load = copy
-        # Steps that still run on the ranks may write into pages that were freed meanwhile: the load waits for them.
-        waits = self._last_work > self._last_stepped
-        limit_s = self._settings.load_limit_s(count * self._page_bytes, waits=waits)
-        self._copies.begin_load(copy, tracked.slot, after=self._last_work, timeout_s=limit_s)
+        tracked.load = Copy(tracked, parts, store=False)
+        self._loads.append(tracked.load)
+        if not self._zeroes:
+            self._begin_loads(self._last_work)
+
+    def _begin_loads(self, after: int, zeroed: "Collection[int]" = frozenset()) -> None:
+        """Requests the new loads.
+
+        Steps that still run on the ranks may write into pages that were freed meanwhile: the loads wait for the work
+        ``after``, or, if the present step writes zeros to one of their pages, for that step.
+        """
+        while self._loads:
+            copy = self._loads.pop(0)
+            behind = self._last_work if any(page in zeroed for page in copy.pages) else after
+            waits = behind > self._last_stepped
+            limit_s = self._settings.load_limit_s(self._served.rank_bytes(copy.parts), waits=waits)
+            self._copies.begin_load(copy, copy.owner.slot, after=behind, timeout_s=limit_s)
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """Returns the metadata of a step for the ranks. Requests stores of the pages that the step fills."""
@@ -394,15 +371,20 @@ class SchedulerSide:
         self._device_empty = self._device_empty and not output.num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             self._begin_anew(request_id)
+        state = output.kv_connector_block_state
         for request_id, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and self._client.listening:
-                self._store(tracked, tokens, output.kv_connector_block_state)
+                self._store(tracked, tokens, state)
         self._budget_s = self._settings.lookup_budget_ms / 1000
         return self._take_step(output)
 
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
         """Returns the metadata of a step that begins nothing: reports copies that are over, and frees their pages."""
+        while self._loads:
+            copy = self._loads.pop(0)
+            copy.owner.load = None
+            self._report(copy.owner, copy.pages)
         self._settle()
         self._finishes.turn()
         return self._take_step(output)
@@ -412,9 +394,11 @@ class SchedulerSide:
         step, self._step = self._step, StepMetadata()
         for name in step.loaded:
             self._loading.pop(name, None)
+        before = self._last_work
         if _works(output):
             # Drawn after the ids of this step's stores, so that it covers them.
             self._last_work = self._client.draw()
+        self._begin_loads(before, frozenset(output.new_block_ids_to_zero or ()))
         step.written_through, step.stores_through = self._last_work, self._last_store
         step.abandon = self._copies.to_abandon()
         return step
@@ -424,7 +408,8 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.lookup, tracked.computes = None, False
-            tracked.store_from = tracked.full = 0
+            tracked.stored.restart()
+            tracked.full = 0
             tracked.mixed = False
 
     def _store(self, tracked: Tracked, tokens: int, state) -> None:
@@ -432,7 +417,8 @@ class SchedulerSide:
         # Draft tokens have no hash, and their KV may be overwritten.
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
         full = min(computed // self._page_tokens, len(request.block_hashes))
-        if full <= tracked.full or time.monotonic() < self._store_again_at:
+        states = state.boundary_state_offloads.get(request.request_id, ())
+        if (full <= tracked.full and not states) or time.monotonic() < self._store_again_at:
             return
         # vLLM may evict an adapter and read its files again while its requests run.
         lora = request.lora_request
@@ -442,17 +428,18 @@ class SchedulerSide:
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)
-        if tables is None or full > min(len(tables[0]), wire.HASHES_MAX):
+        if tables is None or full > wire.HASHES_MAX:
             return
-        if not self._backpressure.admits(full - tracked.store_from):
+        parts = [*tracked.stored.to_store(tables, full * self._page_tokens, states)][: wire.PARTS_MAX]
+        if not parts or not self._backpressure.admits(sum(len(part.pages) for part in parts)):
             return
         if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
             self._open(tracked, full, full, self._settings.store_timeout_ms)
-        first, tracked.store_from = tracked.store_from, full
+        tracked.stored.stored(parts)
         known = tracked.known
         more = request.block_hashes[known:full]
         tracked.known = max(known, full)
-        copy = Copy(tracked, first, list(tables[0][first:full]), store=True)
+        copy = Copy(tracked, parts, store=True)
         self._last_store = self._copies.begin_store(
             copy, tracked.slot, more=more, more_from=known, timeout_s=self._settings.store_timeout_ms / 1000
         )
@@ -480,7 +467,7 @@ class SchedulerSide:
             if copy.failure is None or copy.failure.retry:
                 self._store_again_at = time.monotonic() + STORE_PAUSE_S
             if copy.requested_at > self._reset_at:
-                tracked.store_from = min(tracked.store_from, copy.first_page)
+                tracked.stored.not_stored(copy.parts)
 
     def _loaded(self, tracked: Tracked, copy: Copy) -> None:
         tracked.load = None
@@ -500,10 +487,13 @@ class SchedulerSide:
         self._report(tracked, failed)
 
     def _report(self, tracked: Tracked, failed: list[int]) -> None:
-        """Reports to vLLM, once, that a load is over, and which of its pages must be computed."""
+        """Reports to vLLM, once, that a load is over, and which of its pages must be computed.
+
+        Page numbers of several groups are ambiguous for vLLM: then the whole request must be computed.
+        """
         name = tracked.request.request_id
         if name not in self._step.loaded:
-            if name in self._spoiled:
+            if name in self._spoiled or (failed and self._served.whole):
                 self._spoiled.discard(name)
                 self._step.failed.append(name)
             else:
@@ -512,16 +502,26 @@ class SchedulerSide:
 
     def load_failed(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Reports a load as failed that vLLM expects and that could not be requested."""
-        count = external_tokens // self._page_tokens
         tracked = self._tracked.get(request.request_id)
-        if count == 0 or (tracked is not None and tracked.load is not None and tracked.load.pending is not None):
+        if external_tokens == 0 or (
+            tracked is not None and tracked.load is not None and tracked.load.pending is not None
+        ):
             return
-        (table,) = blocks.get_block_ids()
-        first = tracked.device_pages if tracked is not None else len(table) - count
+        expected = self._expected(tracked, blocks, external_tokens)
         if tracked is None:
-            tracked = Tracked(request, 0, b"")
+            tracked = Tracked(request, 0, b"", StoreCursor(self._served))
+        self._loads = [copy for copy in self._loads if copy is not tracked.load]
         tracked.load = None
-        self._report(tracked, list(table[first : first + count]))
+        self._report(tracked, expected)
+
+    def _expected(self, tracked: Tracked | None, blocks: "KVCacheBlocks", external_tokens: int) -> list[int]:
+        """Returns pages of an engine with one group that a load was to bring; of several groups all of the first."""
+        table = blocks.get_block_ids()[self._served.groups[0].table]
+        if self._served.whole:
+            return list(table)
+        count = external_tokens // self._page_tokens
+        first = tracked.device_pages if tracked is not None else len(table) - count
+        return list(table[first : first + count])
 
     @property
     def stores_skipped_backpressure(self) -> int:
@@ -572,7 +572,8 @@ class SchedulerSide:
             # Pages that are computed or loading by now are no longer stored, and pages that were found are released.
             request = tracked.request
             computed = min(request.num_computed_tokens, request.num_tokens) // self._page_tokens
-            tracked.full = tracked.store_from = max(tracked.full, computed)
+            tracked.full = max(tracked.full, computed)
+            tracked.stored.skip(tracked.full * self._page_tokens)
             # Pages that the request computes from now on depend on those before.
             tracked.mixed = not self._settings.shared_after_reset and (computed > 0 or tracked.load is not None)
             self._let_go(tracked)

@@ -25,6 +25,7 @@ try:
     )
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from kvferry import kv_groups
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -65,14 +65,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     _cache_hit_source = CacheHitSource.HOST
 
-    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Called by vLLM, once per scheduler and per rank.
 
         Raises:
             ValueError: for a setting that cannot be used, with the remedy.
             RuntimeError: when the interface of the installed vLLM differs from the known one.
         """
-        compat.check(KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState)
+        compat.check(KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig)
         super().__init__(vllm_config, role, kv_cache_config)
         check_config(vllm_config)
         self._settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
@@ -102,10 +102,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
                 replica=replica_of(vllm_config, self._settings),
                 namespace=namespace_of(vllm_config, self._settings, weights),
                 adapters=adapters_of(vllm_config),
-                page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-                page_bytes=kv_groups.page_bytes(kv_cache_config),
+                served=kv_groups.served(kv_cache_config),
                 ranks=parallel.world_size,
                 private=vllm_config.weight_transfer_config is not None,
+                zeroes=kv_cache_config.needs_kv_cache_zeroing,
             )
 
     @property
@@ -134,7 +134,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         content = content_of(config, self._settings).encode()
         place = Place(rank=rank, tp_size=ranks, shard=rank * shards // ranks, content=content)
         try:
-            memory = KvMemory(kv_groups.groups_of(self._kv_cache_config, kv_caches), place)
+            memory = KvMemory(
+                kv_groups.groups_of(self._kv_cache_config, kv_caches),
+                place,
+                hash_tokens=kv_groups.hash_tokens(self._kv_cache_config),
+                hit_tokens=kv_groups.hit_tokens(self._kv_cache_config),
+                served=kv_groups.why_not_served(self._kv_cache_config) is None,
+            )
         except Unsupported as why:
             logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
             return

@@ -17,6 +17,7 @@ HELLO_VERSION = 1
 #: Longest message body, sent or received.
 BODY_BYTES_MAX = 8 << 20
 #: Most page hashes in one message.
+PARTS_MAX = 4096
 HASHES_MAX = 131_072
 #: Bytes of one page hash.
 HASH_BYTES = range(16, 65)
@@ -132,6 +133,7 @@ class Lookup(msgspec.Struct, kw_only=True):
     hash_bytes: int
     hashes: bytes
     device_pages: int = 0
+    limit_pages: int | None = None
 
 
 class LookupAnswer(msgspec.Struct):

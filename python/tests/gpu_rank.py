@@ -100,7 +100,7 @@ def main(socket_dir: Path, kind: str) -> None:
     kvferry.memory._FDS_TOGETHER = 2
     group = Group({str(index): layer for index, layer in enumerate(layers)}, engine_page_tokens=8, device_pages=PAGES)
     memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
-    described = memory.describe(0, [bytes(16)] * 8)
+    described = memory.describe([bytes(16)] * 8)
     assert described["device_uuid"] == gpu.uuid()
     offsets = sorted(tensor["offset_bytes"] for tensor in described["groups"][0]["tensors"])
     assert offsets == [0, at, at + PAGES * PAGE_BYTES]

@@ -1,5 +1,6 @@
 """Tests of the connector's creation and of its refusals."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -24,9 +26,10 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry import compat, kv_groups
 from kvferry import vllm as connector
+from kvferry.served import Served, ServedGroup
 from kvferry.settings import Settings, default_socket_dir
 
-KNOWN = (KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState)
+KNOWN = (KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig)
 
 
 def config(**changes: Any) -> Any:
@@ -65,7 +68,7 @@ def test_differences_of_the_interface_are_listed() -> None:
             pass
 
     with pytest.raises(RuntimeError) as refused:
-        compat.check(Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState)
+        compat.check(Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig)
     text = str(refused.value)
     for part in (
         "kvferry knows the KV connector interface of vLLM 0.32; vLLM 0.32.0",
@@ -121,52 +124,80 @@ def test_every_hash_algorithm_of_vllm_is_judged() -> None:
     assert set(PrefixCachingHashAlgo.__args__) == known
 
 
+PLAIN: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL = FullAttentionSpec(**PLAIN)
+WINDOW = SlidingWindowSpec(**PLAIN, sliding_window=128)
+CHUNK = ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=64)
+STATE = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def kv_cache(*specs: Any, **more: Any) -> Any:
+    groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
+    return KVCacheConfig(9, [], groups, **more)
+
+
 @pytest.mark.parametrize(
-    ("kinds", "changes", "text"),
+    "changes", [{"pipeline_parallel_size": 2}, {"decode_context_parallel_size": 2}, {"enable_sleep_mode": True}]
+)
+def test_unsupported_settings_are_named(changes: dict[str, int]) -> None:
+    ((name, value),) = changes.items()
+    assert f"{name} is {value}" in (connector.why_unreachable(config(**changes)) or "")
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
     [
-        ([FullAttentionSpec], {}, None),
-        ([MLAAttentionSpec], {}, None),
-        ([SlidingWindowSpec], {}, "layers of kind SlidingWindowSpec"),
-        ([SlidingWindowSpec, FullAttentionSpec], {}, "2 groups (SlidingWindowSpec, FullAttentionSpec)"),
-        ([], {}, "0 groups (none)"),
-        ([FullAttentionSpec], {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
-        ([FullAttentionSpec], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
-        ([FullAttentionSpec], {"enable_sleep_mode": True}, "enable_sleep_mode is True"),
+        (kv_cache(FULL), None),
+        (kv_cache(MLAAttentionSpec(**PLAIN)), None),
+        (kv_cache(WINDOW), None),
+        (kv_cache(WINDOW, FULL, CHUNK, STATE), None),
+        (kv_cache(FULL, CircularBufferSpec(**PLAIN)), None),
+        (kv_cache(), "no group whose pages are found by hashes (none)"),
+        (kv_cache(CircularBufferSpec(**PLAIN)), "no group whose pages are found by hashes (CircularBufferSpec)"),
+        (kv_cache(SinkFullAttentionSpec(**PLAIN)), "the model has layers of kind SinkFullAttentionSpec"),
+        (
+            kv_cache(FULL, SinkFullAttentionSpec(**PLAIN)),
+            "group 1 of the model's KV cache (FullAttentionSpec, SinkFullAttentionSpec): the model has layers of kind",
+        ),
+        (kv_cache(FULL, FullAttentionSpec(**PLAIN, non_causal=True)), "layers that are not causal"),
+        (
+            kv_cache(FULL, dataclasses.replace(STATE, mamba_cache_mode="none")),
+            "states are kept in mode 'none', in which none can be found again: set --mamba-cache-mode align",
+        ),
+        (kv_cache(FULL, hash_block_size=32), "pages of 16 tokens, and hashes of 32 tokens"),
     ],
 )
-def test_unsupported_settings_and_groups_are_named(
-    kinds: list[type], changes: dict[str, int], text: str | None
-) -> None:
-    found = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object.__new__(kind)) for kind in kinds])
-    why = connector.why_unreachable(config(**changes)) or kv_groups.why_not_served(found)  # type: ignore[arg-type]
+def test_groups_that_are_not_served_are_named(found: Any, text: str | None) -> None:
+    why = kv_groups.why_not_served(found)
     assert (why is None) == (text is None)
     assert text is None or text in (why or "")
 
 
+def test_groups_in_host_memory_and_draft_layers_of_states_are_named() -> None:
+    found = kv_cache(FULL, STATE)
+    found.kv_cache_groups[1].is_eagle_group = True
+    assert "draft layers use layers of kind MambaSpec" in (kv_groups.why_not_served(found) or "")
+    found.kv_cache_groups[1].host_resident = True
+    assert "has a group in host memory (FullAttentionSpec, MambaSpec)" in (kv_groups.why_not_served(found) or "")
+
+
 def test_groups_are_translated_to_the_wire() -> None:
-    plain = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    window = SlidingWindowSpec(**plain, sliding_window=128)
-    chunk = ChunkedLocalAttentionSpec(**plain, attention_chunk_size=64)
-    state = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
     every = {
-        "full": FullAttentionSpec(**plain),
-        "latent": MLAAttentionSpec(**plain),
-        "window": window,
-        "chunk": chunk,
-        "state": state,
-        "sink": SinkFullAttentionSpec(**plain),
-        "mixed": UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FullAttentionSpec(**plain), "b": window}),
+        "full": FULL,
+        "latent": MLAAttentionSpec(**PLAIN),
+        "window": dataclasses.replace(WINDOW, extra_retained_tokens=3),
+        "chunk": CHUNK,
+        "state": STATE,
+        "sink": SinkFullAttentionSpec(**PLAIN),
+        "mixed": UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": WINDOW}),
     }
-    found = SimpleNamespace(
-        num_blocks=9,
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name, spec in every.items()],
-    )
-    described = kv_groups.groups_of(found, dict.fromkeys(every, "a tensor"))  # type: ignore[arg-type]
+    found = KVCacheConfig(9, [], [KVCacheGroupSpec([name], spec) for name, spec in every.items()])
+    described = kv_groups.groups_of(found, dict.fromkeys(every, "a tensor"))
     assert {(each.engine_page_tokens, each.device_pages) for each in described} == {(16, 9)}
     assert [(*each.tensors, each.role, each.attention, each.window_tokens) for each in described] == [
         ("full", "kv", "full", 0),
         ("latent", "latent", "full", 0),
-        ("window", "kv", "sliding_window", 128),
+        ("window", "kv", "sliding_window", 131),
         ("chunk", "kv", "chunked_local", 64),
         ("state", "state", "state", 0),
         ("sink", "kv", "other", 0),
@@ -174,11 +205,20 @@ def test_groups_are_translated_to_the_wire() -> None:
     ]
 
 
-PLAIN: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-
-
-def kv_cache(*specs: Any) -> Any:
-    return KVCacheConfig(9, [], [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)])
+def test_only_groups_that_are_found_by_hashes_are_registered() -> None:
+    found = kv_cache(
+        CircularBufferSpec(**PLAIN),
+        FULL,
+        dataclasses.replace(WINDOW, block_size=32),
+        hash_block_size=16,
+        cache_hit_alignment_tokens=32,
+    )
+    described = kv_groups.groups_of(found, dict.fromkeys(("layer.0", "layer.1", "layer.2"), "a tensor"))
+    assert [(*each.tensors, each.engine_page_tokens) for each in described] == [("layer.1", 16), ("layer.2", 32)]
+    served = kv_groups.served(found)
+    assert (served.hash_tokens, served.hit_tokens, served.whole) == (16, 32, True)
+    assert [(group.table, group.attention) for group in served.groups] == [(1, "full"), (2, "sliding_window")]
+    assert kv_groups.served(kv_cache(FULL)) == Served((ServedGroup(0, 16, FULL.page_size_bytes),), 16, 16)
 
 
 def test_the_number_of_shards_is_that_of_distinct_slices() -> None:
@@ -190,6 +230,8 @@ def test_the_number_of_shards_is_that_of_distinct_slices() -> None:
     unknown = MLAAttentionSpec(**PLAIN)
     assert kv_groups.shards(kv_cache(latent, unknown), 4, {1}) == 4, "each rank may have its own slice of one layer"
     assert kv_groups.shards(kv_cache(latent, FullAttentionSpec(**PLAIN)), 4, {1}) == 4
+    assert kv_groups.shards(kv_cache(FULL, STATE), 4, {1}) == 4, "each rank has its own part of a state"
+    assert kv_groups.shards(kv_cache(latent, dataclasses.replace(STATE, tp_replicated=True)), 4, {1}) == 1
 
 
 def model(heads: int, layers: list[dict[str, int]] | None = None, **config: Any) -> Any:
@@ -239,7 +281,7 @@ def test_a_page_has_bytes_of_all_layers() -> None:
     spec, larger = FullAttentionSpec(**PLAIN), FullAttentionSpec(**{**PLAIN, "num_kv_heads": 3})
     mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec, "b": larger})
     for layers in (KVCacheGroupSpec(["a", "b", "c", "d"], spec), KVCacheGroupSpec(["a", "b"], mixed)):
-        assert kv_groups.page_bytes(KVCacheConfig(9, [], [layers])) == 4 * spec.page_size_bytes
+        assert kv_groups.served(KVCacheConfig(9, [], [layers])).groups[0].page_bytes == 4 * spec.page_size_bytes
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,11 @@ def captured():
 assert captured() == (900, 901)
 memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
 assert captured() == (900, 901), "this thread's calls are hidden from captures"
-memory.describe(0, [bytes(16)] * 8)
+memory.describe([bytes(16)] * 8)
 assert captured() == (900, 901), "this thread's calls are hidden from captures"
 # kvferry's own calls end none, on whichever thread.
 assert library.cuStreamBeginCapture_v2(stream, ctypes.c_int(0)) == 0
-memory.describe(0, [bytes(16)] * 8)
+memory.describe([bytes(16)] * 8)
 assert library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
 print("seen")
 """
@@ -127,7 +127,7 @@ def test_a_thread_keeps_its_context(variables: dict[str, str]) -> None:
 memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
 other, now = ctypes.c_void_p(), ctypes.c_void_p()
 assert library.cuDevicePrimaryCtxRetain(ctypes.byref(other), 0) == library.cuCtxSetCurrent(other) == 0
-described = memory.describe(0, [bytes(16)] * 8)
+described = memory.describe([bytes(16)] * 8)
 assert library.cuCtxGetCurrent(ctypes.byref(now)) == 0
 assert now.value == other.value, "another device is current"
 assert described["device_uuid"] == gpu.uuid()
@@ -165,7 +165,7 @@ threading.Thread(target=worker, daemon=True).start()
 def hand_over(process):
     kvferry.memory._process_of = lambda *_: process
     try:
-        return len(memory.hand_over(0, folder)[0])
+        return len(memory.hand_over(folder)[0])
     except kvferry.memory.Unsupported as error:
         return str(error)
 import os
@@ -209,7 +209,7 @@ layers = {str(end): gpu_rank.on_device(base + end * size - tensor // 2) for end 
 group = Group(layers, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
 memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
 def proofs():
-    found = memory.describe(0, [bytes(16)] * 8)["proofs"]
+    found = memory.describe([bytes(16)] * 8)["proofs"]
     assert {(proof["allocation"], proof["offset_bytes"] // size) for proof in found} == {(0, 0), (0, 1), (0, 2)}
     for proof in found:
         assert gpu.read(base + proof["offset_bytes"], len(proof["bytes"])) == proof["bytes"]

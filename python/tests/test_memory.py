@@ -67,13 +67,21 @@ _NUMBERS = itertools.count(1)
 class Talk:
     """A scheduler and a rank of one engine."""
 
-    def __init__(self, daemon: Daemon, *groups: Group, namespace: bytes = b"", content: bytes = b"test"):
+    def __init__(
+        self, daemon: Daemon, *groups: Group, namespace: bytes = b"", content: bytes = b"test", served: bool = True
+    ):
         number = next(_NUMBERS)
         engine = number.to_bytes(16, "big")
         self.namespace = namespace or str(number).encode()
         self.scheduler = EngineClient(daemon.socket_dir / "leader", engine, first_id=number * 1000)
         self.scheduler.start()
-        kept = KvMemory(list(groups), dataclasses.replace(PLACE, content=content))
+        kept = KvMemory(
+            list(groups),
+            dataclasses.replace(PLACE, content=content),
+            hash_tokens=PAGE_TOKENS,
+            hit_tokens=PAGE_TOKENS,
+            served=served,
+        )
         self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, kept)
         eventually("the rank is registered", lambda: self.rank.registered)
 
@@ -180,7 +188,7 @@ def test_the_storage_moves_in_place_and_has_no_name() -> None:
     assert set(os.listdir("/dev/shm")) <= names
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors.values(), before, strict=True))
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
-    described = kept.describe(0, [b"t" * 16])
+    described = kept.describe([b"t" * 16])
     assert described["nonce"]["offset_bytes"] == tensors["layer.0"].untyped_storage().nbytes()
     kept.close()
 
@@ -203,26 +211,56 @@ def test_memory_that_cannot_be_shared_is_refused_with_the_reason(monkeypatch: py
     assert not tensors["layer.0"].is_shared()
 
 
-def test_groups_are_checked_separately_and_not_served(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    """Groups of sliding windows, a state and full attention in the same memory are described, declined and logged."""
-    caplog.set_level("INFO")
+def three_groups() -> tuple[torch.Tensor, list[Group]]:
+    """Full attention, windows and states in the same memory, in which a page belongs to one of them at a time."""
     storage = torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT)
     whole = storage.view(PAGES, -1)
-    groups = [
+    return storage, [
         group({"full": storage}),
-        group({"window": storage}, attention="sliding_window", window_tokens=128),
+        group({"window": storage}, attention="sliding_window", window_tokens=2 * PAGE_TOKENS),
         group({"state": [whole[:, :32], whole[:, 32:96]]}, attention="state", role="state"),
     ]
-    kept = KvMemory(groups, PLACE)
-    described = kept.describe(2, [b"t" * 16])
-    assert (described["groups"][0]["attention"], described["groups"][0]["layers"]) == ("state", 2)
-    assert [tensor["offset_bytes"] for tensor in described["groups"][0]["tensors"]] == [0, 32 * 4]
-    kept.close()
+
+
+def test_groups_in_the_same_memory_come_back_together(daemon: Daemon) -> None:
+    """A hit of three pages needs all pages of full attention, the last two of the windows, and the last state."""
+    storage, groups = three_groups()
     talk = Talk(daemon, *groups)
     try:
+        daemon.wait_ready()
+        fill({"all": storage}, seed=1)
+        kept = storage.clone()
+        assert talk.lookup(3, slot=1).hit_pages == 0
+        parts = [wire.Part(0, [4, 5, 1], 0), wire.Part(1, [2, 7], 1), wire.Part(2, [9], 2)]
+        assert talk.request(wire.Store(1, parts), written=True).stored_pages == 6
+        fill({"all": storage}, seed=2)
+        expected = storage.clone()
+        assert talk.lookup(3, slot=2).hit_pages == 3
+        parts = [wire.Part(0, [8, 3, 2], 0), wire.Part(1, [1, 10], 1), wire.Part(2, [0], 2)]
+        assert talk.request(wire.Load(2, parts)).pages == 6
+        for target, source in ((8, 4), (3, 5), (2, 1), (1, 2), (10, 7)):
+            expected[target] = kept[source]
+        # A state has no more bytes than its tensors.
+        expected.view(PAGES, -1)[0, :96] = kept.view(PAGES, -1)[9, :96]
+        assert torch.equal(storage, expected)
+    finally:
+        talk.close()
+
+
+def test_memory_that_is_not_served_is_checked(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    _, groups = three_groups()
+    kept = KvMemory(groups, PLACE, hash_tokens=PAGE_TOKENS, hit_tokens=PAGE_TOKENS, served=False)
+    described = kept.describe([b"t" * 16])
+    state = described["groups"][2]
+    assert (state["attention"], state["layers"]) == ("state", 2)
+    assert [tensor["offset_bytes"] for tensor in state["tensors"]] == [0, 32 * 4]
+    kept.close()
+    talk = Talk(daemon, *groups, served=False)
+    try:
         said = [record.message for record in caplog.records if "copies nothing" in record.message]
-        reason = "its worker copies nothing: the engine asked for a check of its memory only"
-        assert [text.split(": ", 3)[2:] for text in said] == [["group 0", reason]]
+        assert len(said) == 1
+        assert said[0].endswith(": its worker copies nothing: the engine asked for a check of its memory only")
         status = daemon.status()
         assert not status["ready"]
         assert "a check of its memory only" in status["ranks"][0]["problem"]
@@ -234,12 +272,11 @@ def test_groups_are_checked_separately_and_not_served(daemon: Daemon, caplog: py
         talk.close()
 
 
-def test_a_window_alone_is_not_served_either(daemon: Daemon) -> None:
-    """A served engine continues beside the refused one."""
+def test_a_served_engine_continues_beside_one_that_is_checked(daemon: Daemon) -> None:
     tensors = layers(LAYOUTS["LBHNC"], torch.float32)
     served = Talk(daemon, group(tensors))
     try:
-        other = Talk(daemon, group({"layer": torch.zeros(PAGES, 2, 8, 8)}, attention="sliding_window", window_tokens=9))
+        other = Talk(daemon, group({"layer": torch.zeros(PAGES, 2, 8, 8)}), served=False)
         other.close()
         daemon.wait_ready()
         assert served.lookup(3, slot=1).hit_pages == 0
@@ -251,5 +288,5 @@ def test_a_window_alone_is_not_served_either(daemon: Daemon) -> None:
 def test_memory_cannot_be_sent_to_a_missing_worker(tmp_path: Path) -> None:
     kept = KvMemory([group({"layer": torch.zeros(PAGES, 1, 8, 8)})], PLACE)
     with pytest.raises(OSError, match="does not exist"):
-        kept.hand_over(0, tmp_path / "nobody")
+        kept.hand_over(tmp_path / "nobody")
     kept.close()

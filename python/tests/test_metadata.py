@@ -14,6 +14,7 @@ from kvferry.memory import Group, KvMemory, Place
 from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
 from kvferry.scheduler import SchedulerSide
+from kvferry.served import Served
 from kvferry.settings import Settings
 
 ENGINE = b"e" * 16
@@ -35,8 +36,7 @@ class Engine:
             replica=0,
             namespace="model",
             adapters="",
-            page_tokens=PAGE_TOKENS,
-            page_bytes=2 * PAGE_TOKENS * 8 * 4,
+            served=Served.one(PAGE_TOKENS, 2 * PAGE_TOKENS * 8 * 4),
             ranks=1,
         )
         self.side.bind_pool(Pool())  # type: ignore[arg-type]
@@ -44,9 +44,12 @@ class Engine:
 
     def step(self, asking: Request | None = None, pages: tuple[int, ...] = ()) -> StepMetadata:
         scheduled = {asking.request_id: len(pages) * PAGE_TOKENS} if asking else {}
-        state = SimpleNamespace(get_block_ids=lambda _: (list(pages),))
+        state = SimpleNamespace(get_block_ids=lambda _: (list(pages),), boundary_state_offloads={})
         output = SimpleNamespace(
-            num_scheduled_tokens=scheduled, preempted_req_ids=set(), kv_connector_block_state=state
+            num_scheduled_tokens=scheduled,
+            preempted_req_ids=set(),
+            kv_connector_block_state=state,
+            new_block_ids_to_zero=None,
         )
         return self.side.step(output)  # type: ignore[arg-type]
 

@@ -373,7 +373,7 @@ def test_passes_outside_the_timeline_are_reported_when_they_end() -> None:
     session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
     over = {5: True, 6: False, 7: True}
     session._marked = deque((request, lambda request=request: over[request]) for request in over)
-    session._outbox = outbox = Outbox(registered_groups=1, written=7)
+    session._outbox = outbox = Outbox(registered=True, written=7)
     rank_request = outbox.next()
     assert rank_request == Written(7)
     assert session._message(rank_request) == wire.Written(5)
@@ -400,7 +400,7 @@ def test_a_device_failure_is_a_fault_when_the_worker_does_not_read_the_timeline(
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     session._marked = deque([(5, lambda: True), (6, broken), (7, lambda: True)])
-    session._outbox = outbox = Outbox(registered_groups=1, written=7)
+    session._outbox = outbox = Outbox(registered=True, written=7)
     rank_request = outbox.next()
     assert rank_request is not None
     assert session._message(rank_request) == wire.Written(5)
@@ -422,7 +422,7 @@ def test_a_mark_of_one_stream_does_not_cover_another_stream() -> None:
     session._announced = session._known = 0
     session._stream, session._timeline, session._closing = None, True, False
     session._marked, session._writing = deque(maxlen=8), deque()
-    session._outbox = outbox = Outbox(registered_groups=1)
+    session._outbox = outbox = Outbox(registered=True)
     over = dict.fromkeys(range(1, 6), False)
 
     def wrote(number: int, stream: int) -> None:
@@ -451,7 +451,7 @@ def test_a_worker_that_reads_the_timeline_is_notified_of_stores_only() -> None:
     session._lock, session._name, session._announced = threading.Lock(), "rank 0", 0
     session._stream, session._timeline, session._closing = None, True, False
     session._marked, session._writing = deque(maxlen=8), deque()
-    session._outbox = outbox = Outbox(registered_groups=1)
+    session._outbox = outbox = Outbox(registered=True)
     session.wrote(5, lambda: False, 70, stores=4)
     session.wrote(6, lambda: False, 70, stores=4)
     assert outbox.next() == Written(4)
@@ -495,7 +495,7 @@ def test_a_refused_rank_logs_the_reason_once(daemon: Daemon, caplog: pytest.LogC
 def hand_over(directory: Path) -> None:
     """Sends descriptors as an engine that dies before it registers."""
     group = Group({"layer": torch.zeros(4, 1, 8, 8)}, engine_page_tokens=8, device_pages=4)
-    KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test")).hand_over(0, directory)
+    KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test")).hand_over(directory)
     print("handed over", flush=True)
     signal.pause()
 

@@ -17,6 +17,7 @@ from kvferry.client import Failure
 from kvferry.engine_client import EngineRequests
 from kvferry.metadata import RankReport, StepMetadata
 from kvferry.scheduler import SchedulerSide
+from kvferry.served import Served
 from kvferry.settings import Settings
 from kvferry.wire import Code
 
@@ -155,38 +156,55 @@ class Request:
 class Engine:
     """The scheduler's side, and the calls that vLLM makes around it."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, served: Served | None = None, zeroes: bool = False, **settings: Any):
         self.side = SchedulerSide(
             Settings(Path("/nowhere"), **settings),
             engine=b"e" * 16,
             replica=0,
             namespace="model",
             adapters="",
-            page_tokens=PAGE_TOKENS,
-            page_bytes=PAGE_BYTES,
+            served=served or Served.one(PAGE_TOKENS, PAGE_BYTES),
             ranks=RANKS,
+            zeroes=zeroes,
             connect=Leader,  # type: ignore[arg-type]
         )
         self.leader: Leader = self.side._client  # type: ignore[assignment]
         self.pool = Pool()
         self.side.bind_pool(self.pool)  # type: ignore[arg-type]
-        self.tables: dict[str, list[int]] = {}
+        #: The block table of each request, or its tables, one for each group.
+        self.tables: dict[str, list[int] | tuple[list[int], ...]] = {}
 
-    def step(self, scheduled: dict[Request, int] | None = None, preempted: tuple[str, ...] = ()) -> StepMetadata:
+    def step(
+        self,
+        scheduled: dict[Request, int] | None = None,
+        preempted: tuple[str, ...] = (),
+        states: dict[str, list[tuple[int, int, int]]] | None = None,
+        zeroed: tuple[int, ...] = (),
+    ) -> StepMetadata:
         tokens = {request.request_id: count for request, count in (scheduled or {}).items()}
-        state = SimpleNamespace(get_block_ids=lambda name: (self.tables[name],))
+        state = SimpleNamespace(
+            get_block_ids=lambda name: _tables(self.tables[name]), boundary_state_offloads=states or {}
+        )
         output = SimpleNamespace(
-            num_scheduled_tokens=tokens, preempted_req_ids=set(preempted), kv_connector_block_state=state
+            num_scheduled_tokens=tokens,
+            preempted_req_ids=set(preempted),
+            kv_connector_block_state=state,
+            new_block_ids_to_zero=list(zeroed),
+            kv_cache_block_copies=None,
         )
         step = self.side.step(output)  # type: ignore[arg-type]
         for request, count in (scheduled or {}).items():
             request.num_computed_tokens += count
         return step
 
-    def allocate(self, request: Request, pages: list[int], external_tokens: int) -> None:
+    def allocate(self, request: Request, pages: list[int] | tuple[list[int], ...], external_tokens: int) -> None:
         self.tables[request.request_id] = pages
-        blocks = SimpleNamespace(get_block_ids=lambda: (pages,))
+        blocks = SimpleNamespace(get_block_ids=lambda: _tables(pages))
         self.side.allocated(request, blocks, external_tokens)  # type: ignore[arg-type]
+
+
+def _tables(pages: list[int] | tuple[list[int], ...]) -> tuple[list[int], ...]:
+    return pages if isinstance(pages, tuple) else (pages,)
 
 
 def request(name: str, tokens: int) -> Request:

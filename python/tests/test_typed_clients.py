@@ -15,6 +15,7 @@ from kvferry.client import Failure, PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.memory import Group, KvMemory, Place
 from kvferry.rank import RankSession
+from kvferry.served import Part
 
 ENGINE = b"e" * 16
 PAGES = 8
@@ -45,7 +46,7 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
 
             found = answer_of(engine.lookup(1, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
             assert found == wire.LookupAnswer(0)
-            store = engine.store(1, 0, [4, 5, 1], timeout_s=TIMEOUT_S)
+            store = engine.store(1, [Part(0, 0, [4, 5, 1])], timeout_s=TIMEOUT_S)
             rank.wrote(store.id)
             assert answer_of(store) == wire.StoreAnswer(stored_pages=3, present_pages=0)
             answer_of(engine.finish(1, timeout_s=TIMEOUT_S))
@@ -56,7 +57,7 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
             with pytest.raises(Failure, match="hold") as refused:
                 admin.reset(b"n")
             assert refused.value.code == wire.Code.LEASED
-            assert answer_of(engine.load(2, 0, [0, 7, 2], timeout_s=TIMEOUT_S)) == wire.LoadAnswer(3)
+            assert answer_of(engine.load(2, [Part(0, 0, [0, 7, 2])], timeout_s=TIMEOUT_S)) == wire.LoadAnswer(3)
             for page, content in zip((0, 7, 2), expected, strict=True):
                 assert torch.equal(tensor[page], content), f"page {page}"
             assert answer_of(engine.cancel_stores(timeout_s=TIMEOUT_S)) == wire.CancelStoresAnswer(0)

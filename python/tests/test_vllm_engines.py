@@ -115,26 +115,6 @@ def test_results_are_equal_when_prompts_exceed_the_device() -> None:
         daemon.wait_idle()
 
 
-def test_a_model_with_two_groups_is_declined() -> None:
-    """Sliding windows and full attention: the engine runs as without kvferry, and logs the reason."""
-    wanted = {"model": str(make_model.gemma()), "load_format": "dummy", "max_model_len": 1024}
-    with running(ranks=1) as daemon:
-        engine = Engine(config(daemon.socket_dir, disable_hybrid_kv_cache_manager=False, **wanted))
-        try:
-            cold = said(engine.generate(BASE))
-            engine.reset(connector=True)
-            assert said(engine.generate(BASE)) == cold
-            assert engine.external_hits() == 0
-            logged = engine.logged()
-            assert "has 2 groups" in logged
-            assert "group 0: its worker copies nothing: " in logged
-            assert "the engine asked for a check of its memory only" in logged
-            assert not daemon.status()["ready"]
-            assert daemon.counter("lookups") == 0
-        finally:
-            engine.end()
-
-
 def test_windows_with_the_pages_of_full_attention_are_served() -> None:
     """The same model with vLLM configured to give every layer the same pages: one group."""
     wanted = {"model": str(make_model.gemma()), "load_format": "dummy", "max_model_len": 1024}

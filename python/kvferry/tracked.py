@@ -1,0 +1,64 @@
+"""What the scheduler's side knows about each request of the engine.
+
+Pages of a sequence are counted in units of the hashes (:attr:`kvferry.served.Served.hash_tokens`), which are the pages
+of an engine with one group.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry import wire
+from kvferry.client import PendingRequest
+from kvferry.inflight import Copy
+from kvferry.served import StoreCursor
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(eq=False)
+class Lookup:
+    """A lookup request and its parameters."""
+
+    pending: PendingRequest
+    requested_at: float
+    link: int
+    device_pages: int
+    pages: int
+
+    def found(self) -> int:
+        """Pages at the start of the sequence that the device and kvferry have together; 0 without an answer."""
+        answer = self.pending.answer
+        return self.device_pages + answer.hit_pages if isinstance(answer, wire.LookupAnswer) else 0
+
+
+@dataclass(eq=False)
+class Tracked:
+    """One request of the engine."""
+
+    request: "Request"
+    slot: int
+    #: None when the weights of its adapter are unknown: the request neither looks up nor stores pages.
+    namespace: bytes | None
+    #: What was named in stores.
+    stored: StoreCursor
+    lookup: Lookup | None = None
+    #: Pages that the device had when vLLM last requested the matched tokens.
+    device_pages: int = 0
+    #: The request is computed without further lookups: one was not answered in time, or a load failed.
+    computes: bool = False
+    #: A lookup was sent for the slot, so that the leader may have it open.
+    known_there: bool = False
+    #: The request that opened the slot (None: open the slot again), the leader's epoch at that time, and the number of
+    #: page hashes that the slot has.
+    opened: PendingRequest | None = None
+    epoch: int = 0
+    known: int = 0
+    #: Pages that were full at the last check.
+    full: int = 0
+    #: The first pages of the request are from before a reset: pages that are computed after them are not stored.
+    mixed: bool = False
+    #: The request began with pages of the device that may be from before a reset, or from other weights of its adapter.
+    on_old_pages: bool = False
+    load: Copy | None = None
+    finished: bool = False
