@@ -34,7 +34,7 @@ _COMMON: dict[str, Any] = {
 def llama(seed: int = 0) -> Path:
     """Full attention in every layer: one group of pages. Another seed gives other weights of the same shape."""
     wanted = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    folder = _make(f"llama-{seed}", {**_COMMON, **wanted, "tie_word_embeddings": False})
+    folder = make(f"llama-{seed}", {**_COMMON, **wanted, "tie_word_embeddings": False})
     save_file(_llama_weights(seed), str(folder / "model.safetensors"), {"format": "pt"})
     return folder
 
@@ -82,10 +82,11 @@ def gemma() -> Path:
         "rope_local_base_freq": 10000.0,
         "tie_word_embeddings": True,
     }
-    return _make("gemma", {**_COMMON, **wanted})
+    return make("gemma", {**_COMMON, **wanted})
 
 
-def _make(name: str, config: dict[str, Any]) -> Path:
+def make(name: str, config: dict[str, Any]) -> Path:
+    """Writes a configuration and the tokenizer of bytes into a new folder. Returns the folder."""
     folder = Path(_FOLDER.name) / name
     folder.mkdir()
     ends = {"bos_token_id": 1, "eos_token_id": 2}
