@@ -121,6 +121,55 @@ class Host:
 
         return [connector.fault for connector in (self.scheduler.connector, get_kv_transfer_group())]
 
+    # Groups of pages, as the connector has registered them.
+
+    def groups(self, order: dict[str, Any]) -> list[str]:
+        return [group.attention for group in self.scheduler.connector._scheduler._served.groups]
+
+    def spoil(self, order: dict[str, Any]) -> None:
+        """Changes the pages of this group that the next load brings, before its request runs."""
+        from kvferry.scheduler import SchedulerSide
+
+        loaded, self.spoiled_pages = SchedulerSide._loaded, 0
+
+        def spoiling(side: Any, tracked: Any, copy: Any) -> None:
+            SchedulerSide._loaded = loaded
+            for part in copy.parts:
+                if part.group == order["group"] and copy.answer is not None:
+                    self.spoiled_pages += flip(part.group, part.pages)
+            loaded(side, tracked, copy)
+
+        SchedulerSide._loaded = spoiling
+
+    def spoiled(self, order: dict[str, Any]) -> int:
+        return self.spoiled_pages
+
+    def leave_out(self, order: dict[str, Any]) -> None:
+        """Stores no page of this group; with None, of every group again."""
+        from kvferry.served import StoreCursor
+
+        if not hasattr(self, "to_store"):
+            self.to_store = StoreCursor.to_store
+        to_store = self.to_store
+
+        def partly(*arguments: Any) -> Iterator[Any]:
+            return (part for part in to_store(*arguments) if part.group != order["group"])
+
+        StoreCursor.to_store = to_store if order["group"] is None else partly
+
+    def fail_load(self, order: dict[str, Any]) -> None:
+        """Names pages in the next load that no lookup has found: the leader refuses it."""
+        from kvferry.served import Part, Served
+
+        to_load = Served.to_load
+
+        def refused(*arguments: Any) -> list[Any] | None:
+            Served.to_load = to_load
+            *others, last = to_load(*arguments) or []
+            return [*others, Part(last.group, last.first_page + 100, last.pages)]
+
+        Served.to_load = refused
+
     def abort(self, order: dict[str, Any]) -> None:
         self.llm.llm_engine.abort_request([order["id"]])
 
@@ -130,6 +179,20 @@ def answer(output: Any) -> dict[str, Any]:
     (made,) = output.outputs
     logprobs = [sorted((token, one.logprob) for token, one in step.items()) for step in made.logprobs]
     return {"tokens": list(made.token_ids), "logprobs": logprobs, "cached": output.num_cached_tokens}
+
+
+def flip(group: int, pages: list[int]) -> int:
+    """Changes every number in these pages of the rank's memory, in any number type; returns how many pages."""
+    import torch
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for tensor in get_kv_transfer_group()._rank._memory._groups[group].tensors:
+        for page in pages:
+            content = tensor[page].view(torch.uint8)
+            # Signs of numbers of two and of four bytes; no exponent changes.
+            signs = torch.tensor([0, 0x80, 0, 0x80], dtype=torch.uint8).repeat(content.shape[-1] // 4)
+            content.bitwise_xor_(signs)
+    return len(pages)
 
 
 def watch_connector() -> list[float]:
