@@ -87,13 +87,15 @@ class EngineRequests:
         *,
         more: Sequence[bytes] = (),
         more_from: int = 0,
+        after: int = 0,
         timeout_s: float,
         grace_s: float = 0.0,
         until: Ended = None,
     ) -> PendingRequest:
         """Copies the device pages that ``parts`` name to kvferry.
 
-        The copies start when every rank has reported the id of this request as written. ``more``: hashes of pages that
+        The copies start when every rank has reported the id of this request as written, or the number ``after`` of
+        earlier work. ``more``: hashes of pages that
         the lookup did not name, from position ``more_from`` on. The answer is a :class:`kvferry.wire.StoreAnswer`.
         """
         message = wire.Store(
@@ -102,6 +104,7 @@ class EngineRequests:
             hash_bytes=len(more[0]) if more else 0,
             more_hashes=b"".join(more),
             more_from=more_from,
+            after=after,
         )
         return self.request(message, timeout_s, grace_s=grace_s, until=until)
 

@@ -96,8 +96,13 @@ class CopiesInFlight:
             ),
         )
 
-    def begin_store(self, copy: Copy, slot: int, *, more: Sequence[bytes], more_from: int, timeout_s: float) -> int:
-        """Requests a store, which holds its pages until it is over; returns the id of the request."""
+    def begin_store(
+        self, copy: Copy, slot: int, *, more: Sequence[bytes], more_from: int, after: int = 0, timeout_s: float
+    ) -> int:
+        """Requests a store, which holds its pages until it is over; returns the id of the request.
+
+        Its pages are written by the work ``after``; with 0, by the step that is scheduled now.
+        """
         if self._pool is None:
             raise RuntimeError("pages cannot be held: vLLM has given no pool")
         copy.blocks = [self._pool.blocks[page] for page in copy.pages]
@@ -110,6 +115,7 @@ class CopiesInFlight:
                 copy.parts,
                 more=more,
                 more_from=more_from,
+                after=after,
                 timeout_s=timeout_s,
                 grace_s=FENCE_S,
                 until=self._request_ended,

@@ -28,6 +28,9 @@ ADAPTERS_MAX = 16_384
 #: Most adapter names and paths that are tracked as having pages on the device, until vLLM's prefix cache is reset;
 #: 0.2 KB each. For further ones, pages of the device count as pages of other files.
 ON_DEVICE_MAX = 65_536
+#: Most namespaces of requests that are remembered, so that a reset can remove their pages; 0.3 KB each. Pages of
+#: further ones are left behind, and evicted like others.
+OF_REQUESTS_MAX = 4_096
 #: Longest lag of file times behind the wall clock.
 CLOCK_S = 1.0
 
@@ -70,8 +73,9 @@ class Namespaces:
         #: The weights of which the device may have pages, by name and path: a digest of the adapter's files; before
         #: their first check, the adapter's number; or :data:`_MIXED`.
         self._on_device: dict[bytes, bytes | int] = {}
-        #: Digests that were returned, by adapter: at most one for each, and one for the model.
-        self._digests: dict[str, bytes] = {}
+        #: Digests that were returned, by adapter and namespace of the request.
+        self._digests: dict[tuple[str, str], bytes] = {}
+        self._of_requests = 0
         self._logged_full = False
         self._looks = Looks(hub.adapter)
 
@@ -79,21 +83,24 @@ class Namespaces:
         """Starts a step, in which files are checked again."""
         self._looks.next_step()
 
-    def of(self, lora: "LoRARequest | None") -> bytes | None:
+    def of(self, lora: "LoRARequest | None", own: str = "") -> bytes | None:
         """Returns the namespace of requests with this adapter, 32 bytes; None when its weights are unknown.
 
-        Checks the adapter's files once in a step, and waits for that :data:`kvferry.looks.LOOKS_S` at most.
+        ``own`` is the request's own part. Checks the adapter's files once in a step, and waits for that
+        :data:`kvferry.looks.LOOKS_S` at most.
 
         Salts and multimodal inputs are part of the page hashes, not of the namespace.
         """
         adapter = self._adapter(lora) if lora else "no lora"
         if adapter is None:
             return None
-        digest = self._digests.get(adapter)
+        digest = self._digests.get((adapter, own))
         if digest is None:
-            text = "\n".join(filter(None, (self._base, self._private, adapter)))
-            digest = _digest(text)
-            self._digests[adapter] = digest
+            request = f"request={own!r}" if own else ""
+            digest = _digest("\n".join(filter(None, (self._base, self._private, adapter, request))))
+            if not own or self._of_requests < OF_REQUESTS_MAX:
+                self._of_requests += bool(own)
+                self._digests[adapter, own] = digest
         return digest
 
     def _adapter(self, lora: "LoRARequest") -> str | None:
@@ -205,12 +212,14 @@ class Namespaces:
         left = list(self._digests.values())
         self._private = f"private={secrets.token_hex(16)}"
         self._digests.clear()
+        self._of_requests = 0
         return left
 
     def share(self) -> None:
         """Returns to the namespaces that are shared with other engines."""
         self._private = ""
         self._digests.clear()
+        self._of_requests = 0
 
 
 def _name(lora: "LoRARequest") -> bytes:

@@ -95,6 +95,10 @@ class RankSession:
 
     # The engine's threads.
 
+    def announces(self, through: int) -> bool:
+        """Whether :meth:`wrote` would have something to report."""
+        return through > self._announced and not self.fault and not self._closing
+
     def wrote(
         self,
         through: int,
@@ -109,7 +113,7 @@ class RankSession:
         the work that was submitted to the stream so far is over. The worker reads the timeline for loads, and is
         notified of stores only: up to ``stores``, by default ``through``.
         """
-        if through <= self._announced or self.fault or self._closing:
+        if not self.announces(through):
             return
         self._announced = through
         marked = self._timeline and when is not None and stream is not None and self._mark(stream, through)

@@ -9,6 +9,7 @@ of its request. When the leader cannot report how a copy ended, each rank ensure
 pages are used again (:mod:`kvferry.inflight`).
 """
 
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -21,14 +22,16 @@ from kvferry.finishes import Finishes
 from kvferry.inflight import CopiesInFlight, Copy
 from kvferry.metadata import RankReport, StepMetadata
 from kvferry.namespaces import Namespaces
+from kvferry.per_request import PerRequests
 from kvferry.poolreset import reset_beside_loads
 from kvferry.resets import RESET_LIMIT_S, Forgetting
 from kvferry.served import NO_PAGE, Served, StoreCursor
 from kvferry.settings import Settings
+from kvferry.switch import Switch
 from kvferry.tracked import Lookup, Tracked
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -40,6 +43,9 @@ logger = logging.getLogger("vllm.kvferry")
 
 #: Age up to which the answer of a lookup is used. The leader holds the found pages for 30 s.
 FRESH_S = 15.0
+#: Most requests that wait to be scheduled and whose pages the leader holds already. Further ones are looked up when
+#: they are about to be scheduled.
+EARLY_LOOKUPS_MAX = 64
 #: Time without a connection to the leader after which a warning is logged.
 ABSENT_S = 1.0
 #: Age up to which vLLM waits for a store that will free pages, instead of preempting a request.
@@ -83,6 +89,12 @@ class SchedulerSide:
         #: Loads that are requested at the end of this step.
         self._loads: list[Copy] = []
         self._tracked: dict[str, Tracked] = {}
+        self._per_request = PerRequests()
+        self._switch = Switch(settings.socket_dir)
+        #: Requests that were looked up when they arrived, and not considered by vLLM since.
+        self._early: set[str] = set()
+        #: Loads that end while vLLM takes the results of a step are reported there; None at other times.
+        self._ended_now: set[str] | None = None
         self._budget_s = settings.lookup_budget_ms / 1000
         self._step = StepMetadata()
         self._last_store = 0
@@ -144,7 +156,12 @@ class SchedulerSide:
         pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]
 
     def _watch(self) -> float | None:
-        """Logs once that the leader is away, and once that it is back. Runs on the client's thread."""
+        """Looks at the switch, and logs once that the leader is away and that it is back. On the client's thread."""
+        look_at = self._switch.look()
+        away_at = self._tell_away()
+        return look_at if away_at is None else min(look_at, away_at)
+
+    def _tell_away(self) -> float | None:
         lost_at = self._client.lost_at
         if lost_at is None:
             if self._logged_absent:
@@ -168,18 +185,35 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.finished:
             self._next_slot += 1
+            settings = self._per_request.of(request.kv_transfer_params)
             # The files of an adapter are checked when the request is about to be scheduled.
-            namespace = None if request.lora_request else self._namespaces.of(None)
-            tracked = Tracked(request, self._next_slot, namespace, StoreCursor(self._served))
+            namespace = None if request.lora_request else self._namespaces.of(None, settings.namespace)
+            tracked = Tracked(request, self._next_slot, namespace, StoreCursor(self._served), settings)
             self._tracked[request.request_id] = tracked
         tracked.request = request
         return tracked
 
-    def finished(self, request: "Request") -> None:
+    def arrived(self, request: "Request") -> None:
+        """Begins to track a new request, and looks its pages up, so that the answer is there when it is scheduled."""
+        tracked = self.track(request)
+        # The files of an adapter are checked later, and may have other pages then.
+        if request.lora_request or self._loads_nothing(tracked) or len(self._early) >= EARLY_LOOKUPS_MAX:
+            return
+        if self._client.listening and self._limit(request) > 0 and tracked.lookup is None:
+            self._early.add(request.request_id)
+            self._look_up(tracked, 0)
+
+    def finished(self, request: "Request", tables: "Sequence[Sequence[int]]" = ()) -> None:
         """Ends a request. Pages under copy stay held: by the pool, or by vLLM until a load is reported."""
+        self._early.discard(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
+        failed = request.status.name == "FINISHED_ERROR"
+        if tables and not (tracked.finished or tracked.load or failed) and self._client.listening:
+            # The last token was sampled, and has no KV of its own yet.
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._store(tracked, computed, lambda: tables, (), after=self._last_work)
         if tracked.known_there and not tracked.finished:
             self._finishes.finish(tracked.slot, tracked.epoch)
         tracked.finished = True
@@ -237,27 +271,21 @@ class SchedulerSide:
     def matched_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Returns how many tokens after the computed ones can be loaded; None: vLLM should call again later."""
         tracked = self.track(request)
+        self._early.discard(request.request_id)
         self._adapter_changed(tracked)
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
         # vLLM calls this only for requests that have no pages.
         tracked.stored.restart()
         tracked.full = 0
         tracked.mixed, tracked.on_old_pages = False, self._on_old_pages(tracked)
-        # vLLM ignores hits of a request that does not read its prefix cache: no pages are held for such a request.
-        idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
-        idle = idle or tracked.namespace is None
-        if idle or not self._client.listening:
+        if tracked.load is not None or self._loads_nothing(tracked) or not self._client.listening:
             return 0
-        # vLLM must compute at least one token.
-        limit = min((request.num_tokens - 1) // self._page_tokens, len(request.block_hashes), wire.HASHES_MAX)
+        limit = self._limit(request)
         if limit <= device_pages:
             return 0
-        pages = min(len(request.block_hashes), wire.HASHES_MAX) if self._served.looks_behind else limit
         lookup = tracked.lookup
-        if lookup is None or not self._serves(lookup, device_pages, pages):
-            pending = self._open(tracked, device_pages, pages, self._settings.lookup_timeout_ms, limit=limit)
-            lookup = Lookup(pending, time.monotonic(), self._client.link, device_pages, pages)
-            tracked.lookup = lookup
+        if lookup is None or not self._serves(lookup, device_pages, self._looked_up(request)):
+            lookup = self._look_up(tracked, device_pages)
         if not lookup.pending.done and self._budget_s > 0:
             before = time.monotonic()
             lookup.pending.wait(self._budget_s)
@@ -269,6 +297,27 @@ class SchedulerSide:
             return 0
         return max(min(lookup.found(), limit) - device_pages, 0) * self._page_tokens
 
+    def _loads_nothing(self, tracked: Tracked) -> bool:
+        """Whether a request is computed without a lookup."""
+        if self._settings.mode == "store" or self._switch.off or not tracked.settings.load:
+            return True
+        # vLLM ignores hits of a request that does not read its prefix cache: no pages are held for such a request.
+        return tracked.computes or tracked.namespace is None or tracked.request.skip_reading_prefix_cache
+
+    def _limit(self, request: "Request") -> int:
+        """The longest hit of a request in pages: vLLM must compute at least one token."""
+        return min((request.num_tokens - 1) // self._page_tokens, len(request.block_hashes), wire.HASHES_MAX)
+
+    def _looked_up(self, request: "Request") -> int:
+        """Number of pages that a lookup names."""
+        return min(len(request.block_hashes), wire.HASHES_MAX) if self._served.looks_behind else self._limit(request)
+
+    def _look_up(self, tracked: Tracked, device_pages: int) -> Lookup:
+        pages, limit = self._looked_up(tracked.request), self._limit(tracked.request)
+        pending = self._open(tracked, device_pages, pages, self._settings.lookup_timeout_ms, limit=limit)
+        tracked.lookup = Lookup(pending, time.monotonic(), self._client.link, device_pages, pages)
+        return tracked.lookup
+
     def _on_old_pages(self, tracked: Tracked) -> bool:
         old = self._device_old or self._namespaces.device_is_old(tracked.request.lora_request)
         return old and tracked.device_pages > 0
@@ -279,7 +328,7 @@ class SchedulerSide:
         vLLM may read the files when the request is scheduled, which can be long after its arrival.
         """
         lora = tracked.request.lora_request
-        if lora is None or (namespace := self._namespaces.of(lora)) == tracked.namespace:
+        if lora is None or (namespace := self._namespaces.of(lora, tracked.settings.namespace)) == tracked.namespace:
             return False
         self._let_go(tracked)
         tracked.namespace, tracked.opened = namespace, None
@@ -375,7 +424,10 @@ class SchedulerSide:
         for request_id, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and self._client.listening:
-                self._store(tracked, tokens, state)
+                # Draft tokens have no hash, and their KV may be overwritten.
+                computed = min(tracked.request.num_computed_tokens + tokens, tracked.request.num_tokens)
+                states = state.boundary_state_offloads.get(request_id, ())
+                self._store(tracked, computed, functools.partial(state.get_block_ids, request_id), states)
         self._budget_s = self._settings.lookup_budget_ms / 1000
         return self._take_step(output)
 
@@ -412,25 +464,52 @@ class SchedulerSide:
             tracked.full = 0
             tracked.mixed = False
 
-    def _store(self, tracked: Tracked, tokens: int, state) -> None:
+    def _full(self, tracked: Tracked, computed: int) -> int:
+        """Returns the pages that are full with ``computed`` tokens and are to be stored."""
         request = tracked.request
-        # Draft tokens have no hash, and their KV may be overwritten.
-        computed = min(request.num_computed_tokens + tokens, request.num_tokens)
+        limit = tracked.settings.max_store_tokens
+        if limit is not None:
+            computed = min(computed, limit)
         full = min(computed // self._page_tokens, len(request.block_hashes))
-        states = state.boundary_state_offloads.get(request.request_id, ())
+        prompt = request.num_prompt_tokens // self._page_tokens
+        if full <= prompt:
+            return full
+        if self._settings.store == "prompt":
+            return prompt
+        # Generated pages come one by one: each store would cost as much as one of many pages.
+        waits = full - max(tracked.full, prompt) < self._settings.store_run_pages
+        return max(tracked.full, prompt) if waits and not request.is_finished() else full
+
+    def _store(
+        self,
+        tracked: Tracked,
+        computed: int,
+        tables: "Callable[[], Sequence[Sequence[int]] | None]",
+        states: "Sequence[tuple[int, int, int]]",
+        after: int = 0,
+    ) -> None:
+        """Requests a store of the pages that are full with ``computed`` tokens, and of states that vLLM hands over.
+
+        They are written by the work ``after``; with 0, by the step that is scheduled now.
+        """
+        request = tracked.request
+        full = self._full(tracked, computed)
         if (full <= tracked.full and not states) or time.monotonic() < self._store_again_at:
+            return
+        if self._settings.mode == "load" or self._switch.off or not tracked.settings.store:
             return
         # vLLM may evict an adapter and read its files again while its requests run.
         lora = request.lora_request
-        if tracked.namespace is None or (lora and self._namespaces.of(lora) != tracked.namespace):
+        own = tracked.settings.namespace
+        if tracked.namespace is None or (lora and self._namespaces.of(lora, own) != tracked.namespace):
             return
         if tracked.mixed or tracked.on_old_pages or self._on_old_pages(tracked):
             return
         tracked.full = full
-        tables = state.get_block_ids(request.request_id)
-        if tables is None or full > wire.HASHES_MAX:
+        found = tables()
+        if found is None or full > wire.HASHES_MAX:
             return
-        parts = [*tracked.stored.to_store(tables, full * self._page_tokens, states)][: wire.PARTS_MAX]
+        parts = [*tracked.stored.to_store(found, full * self._page_tokens, states)][: wire.PARTS_MAX]
         if not parts or not self._backpressure.admits(sum(len(part.pages) for part in parts)):
             return
         if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
@@ -440,9 +519,10 @@ class SchedulerSide:
         more = request.block_hashes[known:full]
         tracked.known = max(known, full)
         copy = Copy(tracked, parts, store=True)
-        self._last_store = self._copies.begin_store(
-            copy, tracked.slot, more=more, more_from=known, timeout_s=self._settings.store_timeout_ms / 1000
-        )
+        limit_s = self._settings.store_timeout_ms / 1000
+        store = self._copies.begin_store(copy, tracked.slot, more=more, more_from=known, after=after, timeout_s=limit_s)
+        if not after:
+            self._last_store = store
 
     def _settle(self) -> None:
         for copy in self._copies.settle():
@@ -492,7 +572,11 @@ class SchedulerSide:
         Page numbers of several groups are ambiguous for vLLM: then the whole request must be computed.
         """
         name = tracked.request.request_id
-        if name not in self._step.loaded:
+        if not failed and name not in self._spoiled and self._ended_now is not None:
+            # Every rank has the pages: vLLM can schedule the request in its next step.
+            self._ended_now.add(name)
+            self._loading.pop(name, None)
+        elif name not in self._step.loaded:
             if name in self._spoiled or (failed and self._served.whole):
                 self._spoiled.discard(name)
                 self._step.failed.append(name)
@@ -534,6 +618,13 @@ class SchedulerSide:
         if isinstance(report, RankReport):
             self._last_stepped = max(self._last_stepped, report.stepped_through)
             self._copies.ranks_know(report.over)
+        self._ended_now = ended = set()
+        try:
+            self._settle()
+        finally:
+            self._ended_now = None
+            if ended:
+                output.finished_recving = (output.finished_recving or set()) | ended
 
     def frees_soon(self) -> bool:
         """Whether pages that only a store holds will be freed soon."""
@@ -587,7 +678,8 @@ class SchedulerSide:
         for tracked in running:
             # A request without a namespace may have pages of any weights. It gets one when scheduled without pages.
             if tracked.namespace is not None:
-                tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
+                of = self._namespaces.of(tracked.request.lora_request, tracked.settings.namespace)
+                tracked.namespace, tracked.opened = of, None
         # The next step may be far away, if the engine is paused.
         self._namespaces.next_step()
 

@@ -47,6 +47,13 @@ class Settings:
     step_timeout_ms: int = 10_000
     #: Lowest rate assumed for a load's deadline, in MB per second and rank. Default: 1,000.
     load_mb_per_s: int = 1_000
+    #: ``both``; ``load``: nothing is stored; ``store``: nothing is loaded. Default: both.
+    mode: str = "both"
+    #: ``all`` pages, or those of the ``prompt`` only. Default: all.
+    store: str = "all"
+    #: Pages of generated tokens are stored when so many are full, in units of the hashes, and when their request ends.
+    #: Default: 8.
+    store_run_pages: int = 8
     #: Deadline of a store. Default: 30,000.
     store_timeout_ms: int = 30_000
     #: Most pages held by stores only, in percent of the engine's pages; beyond that stores are skipped. Default: 5.
@@ -77,6 +84,11 @@ class Settings:
             raise ValueError(
                 f"kv_connector_extra_config: shared_after_reset is {values['shared_after_reset']!r}: give true or false"
             )
+        for name, words in (("mode", ("both", "load", "store")), ("store", ("all", "prompt"))):
+            if values.get(name, words[0]) not in words:
+                raise ValueError(
+                    f"kv_connector_extra_config: {name} is {values[name]!r}: give one of {', '.join(words)}"
+                )
         for name, least, most in (
             ("replica", 0, 63),
             ("lookup_budget_ms", 0, 1000),
@@ -85,6 +97,7 @@ class Settings:
             ("step_timeout_ms", 0, 100_000),
             ("load_mb_per_s", 1, 1_000_000),
             ("store_timeout_ms", 10, DEADLINE_MS_MAX),
+            ("store_run_pages", 1, 65_536),
             ("store_pages_percent", 1, 100),
             ("store_mb_max", 1, 1_000_000),
         ):

@@ -4,12 +4,13 @@ Pages of a sequence are counted in units of the hashes (:attr:`kvferry.served.Se
 of an engine with one group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry import wire
 from kvferry.client import PendingRequest
 from kvferry.inflight import Copy
+from kvferry.per_request import PerRequest
 from kvferry.served import StoreCursor
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Tracked:
     namespace: bytes | None
     #: What was named in stores.
     stored: StoreCursor
+    settings: PerRequest = field(default_factory=PerRequest)
     lookup: Lookup | None = None
     #: Pages that the device had when vLLM last requested the matched tokens.
     device_pages: int = 0

@@ -181,9 +181,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     def wait_for_save(self) -> None:
         """Reports what this step writes as written once the device has finished its forward pass. Does not wait."""
         metadata = self._connector_metadata
-        if self._rank is not None and isinstance(metadata, StepMetadata):
+        rank = self._rank
+        if rank is not None and isinstance(metadata, StepMetadata) and rank.announces(metadata.written_through):
             over, stream = self._pass_over()
-            self._rank.wrote(metadata.written_through, over, stream, stores=metadata.stores_through)
+            rank.wrote(metadata.written_through, over, stream, stores=metadata.stores_through)
 
     def _pass_over(self) -> "tuple[Callable[[], bool] | None, int | None]":
         """Returns a check whether the device has finished its work so far, and its stream; both None on the CPU."""
@@ -244,9 +245,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(begins=True)
     def on_new_request(self, request: "Request") -> None:
-        """Begins to track a new request."""
+        """Begins to track a new request, and sends its lookup."""
         if self._scheduler is not None:
-            self._scheduler.track(request)
+            self._scheduler.arrived(request)
 
     @guarded(default=lambda: (0, False), begins=True)
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -304,7 +305,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     def _over(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request)
+            self._scheduler.finished(request, block_ids)
         return False, None
 
     @guarded(instead=_over, default=lambda: (False, None))

@@ -179,7 +179,8 @@ class LoadAnswer(msgspec.Struct):
 class Store(msgspec.Struct):
     """Requests a store of device pages.
 
-    ``more_hashes``, from position ``more_from`` on, are hashes that the slot may not have yet.
+    ``more_hashes``, from position ``more_from`` on, are hashes that the slot may not have yet. The pages are read once
+    every rank has reported the work ``after`` as written; with 0, once it has reported the store's own id.
     """
 
     slot: int
@@ -187,6 +188,7 @@ class Store(msgspec.Struct):
     hash_bytes: int = 0
     more_hashes: bytes = b""
     more_from: int = 0
+    after: int = 0
 
 
 class StoreAnswer(msgspec.Struct):

@@ -15,6 +15,7 @@ from kvferry import memory, wire
 from kvferry.engine_client import EngineClient
 from kvferry.memory import Group, KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
+from kvferry.served import Part
 
 PAGES, LAYERS, HEADS, PAGE_TOKENS, CONTENT = 12, 3, 2, 8, 16
 #: Order of the axes (layer, page, head, token, content), outermost first: the layouts of vLLM 0.32.
@@ -243,6 +244,29 @@ def test_groups_in_the_same_memory_come_back_together(daemon: Daemon) -> None:
         # A state has no more bytes than its tensors.
         expected.view(PAGES, -1)[0, :96] = kept.view(PAGES, -1)[9, :96]
         assert torch.equal(storage, expected)
+    finally:
+        talk.close()
+
+
+def test_a_store_of_pages_that_were_written_before_waits_for_no_further_report(daemon: Daemon) -> None:
+    tensors = {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}
+    talk = Talk(daemon, group(tensors))
+    try:
+        daemon.wait_ready()
+        assert talk.lookup(3, slot=1).hit_pages == 0
+        work, later = talk.scheduler.draw(), talk.scheduler.draw()
+        parts = [Part(0, 0, [4, 5, 1])]
+        early = talk.scheduler.store(1, parts, after=later, timeout_s=TIMEOUT_S)
+        assert not early.wait(0.1), "its pages are not written yet"
+        talk.rank.wrote(work)
+        assert not early.wait(0.1), "other work is written"
+        talk.rank.wrote(later)
+        assert early.wait(TIMEOUT_S)
+        assert early.answer == wire.StoreAnswer(3, 0)
+        wrong = talk.scheduler.store(1, parts, after=early.id + 9, timeout_s=TIMEOUT_S)
+        assert wrong.wait(TIMEOUT_S)
+        assert wrong.failure is not None
+        assert "below the store's own id" in wrong.failure.message
     finally:
         talk.close()
 

@@ -142,10 +142,16 @@ class Request:
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
     status: RequestStatus = RequestStatus.WAITING
+    kv_transfer_params: Any = None
+    num_prompt_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens
         self.grow(0)
+
+    def is_finished(self) -> bool:
+        return RequestStatus.is_finished(self.status)
 
     def grow(self, tokens: int) -> None:
         self.num_tokens += tokens
@@ -158,7 +164,7 @@ class Engine:
 
     def __init__(self, served: Served | None = None, zeroes: bool = False, **settings: Any):
         self.side = SchedulerSide(
-            Settings(Path("/nowhere"), **settings),
+            Settings(Path("/nowhere"), **{"store_run_pages": 1, **settings}),
             engine=b"e" * 16,
             replica=0,
             namespace="model",

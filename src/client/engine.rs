@@ -388,6 +388,7 @@ impl RequestGuard {
             slot: self.slot,
             parts: stored.parts,
             more: stored.more,
+            after: RequestId(0),
         };
         match self.id() {
             Some(id) => {

@@ -484,6 +484,7 @@ mod tests {
                 PageList::run(4_000_000_000, pages),
             )],
             more: hashes(hashed).map(|hashes| (0, hashes)),
+            after: RequestId(0),
         };
         let limit = 64 << 10;
         let mut refused = 0;

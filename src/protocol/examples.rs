@@ -131,6 +131,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 hash_bytes: 16,
                 more_hashes: vec![0xab; 16],
                 more_from: 8,
+                after: 1,
             }),
         ),
         (
@@ -154,6 +155,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 hash_bytes: 0,
                 more_hashes: Vec::new(),
                 more_from: 0,
+                after: 0,
             }),
         ),
         (

@@ -32,7 +32,12 @@ impl From<Request> for Message {
                 slot: slot.0,
                 parts: parts.into_iter().map(PartBody::from).collect(),
             }),
-            Request::Store { slot, parts, more } => {
+            Request::Store {
+                slot,
+                parts,
+                more,
+                after,
+            } => {
                 let (more_from, more) = more.unzip();
                 Self::Store(Store {
                     slot: slot.0,
@@ -40,6 +45,7 @@ impl From<Request> for Message {
                     hash_bytes: more.as_ref().map_or(0, width),
                     more_hashes: more.map_or_else(Vec::new, PageHashes::into_bytes),
                     more_from: more_from.unwrap_or(0),
+                    after: after.0,
                 })
             }
             Request::Reset { scope, tier } => Self::Reset(reset(scope, tier)),
@@ -80,6 +86,7 @@ impl TryFrom<Message> for Request {
                         page_hashes("more_hashes", store.hash_bytes, store.more_hashes)?,
                     )),
                 },
+                after: RequestId(store.after),
             }),
             Message::Reset(reset) => Ok(Self::Reset {
                 tier: tier_of("tier", reset.tier)?,

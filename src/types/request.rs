@@ -70,6 +70,9 @@ pub enum Request {
         parts: Vec<Part>,
         /// Position of the first of these hashes, and hashes that the slot may not have yet.
         more: Option<(u32, PageHashes)>,
+        /// The number of the work that writes the pages, where the engine's ranks received it before the store was
+        /// requested. Pages are read once each rank has reported it as written. 0: the request's own id.
+        after: RequestId,
     },
     /// Remove pages: once this is answered no lookup finds them, also after a restart. Refused while one of them is
     /// held.

@@ -68,6 +68,7 @@ async fn bytes_beyond_the_credits_are_refused() {
             hash_bytes: 64,
             more_hashes: vec![0; 64 * 100_000],
             more_from: 0,
+            after: 0,
         })
     };
     let fit = limits::BYTE_CREDITS / (64 * 100_000);

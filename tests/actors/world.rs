@@ -206,6 +206,7 @@ pub fn store(slot: u64, pages: u32) -> Store {
         hash_bytes: 0,
         more_hashes: Vec::new(),
         more_from: 0,
+        after: 0,
     }
 }
 

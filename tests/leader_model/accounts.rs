@@ -24,6 +24,7 @@ fn store_from(world: &mut World, slot: u64, first_page: u32, pages: u32) -> Opti
         slot: SlotId(slot),
         parts: vec![Part::new(GroupId(0), first_page, PageList::run(1, pages))],
         more: None,
+        after: RequestId(0),
     };
     world.request(0, store);
     let id = RequestId(world.next_id);
@@ -86,6 +87,7 @@ fn the_counters_match_the_decisions() {
             slot: SlotId(1),
             parts: vec![Part::new(GroupId(0), 12, PageList::run(1, 2))],
             more: None,
+            after: RequestId(0),
         },
     );
     let transfer = *world.open.keys().next().expect("a copy");
@@ -105,6 +107,7 @@ fn the_counters_match_the_decisions() {
             slot: SlotId(1),
             parts: vec![Part::new(GroupId(0), 12, PageList::run(1, 2))],
             more: None,
+            after: RequestId(0),
         },
     );
     let pool = world.leader.pool().expect("a pool");
@@ -412,6 +415,7 @@ fn pages_are_evicted_by_the_priority_of_the_part_that_stored_them() {
                     ..Part::new(GroupId(0), 0, PageList::run(0, 8))
                 }],
                 more: None,
+                after: RequestId(0),
             },
         );
         let open: Vec<TransferId> = world.open.keys().copied().collect();
@@ -445,6 +449,7 @@ fn pages_are_evicted_by_the_priority_of_the_part_that_stored_them() {
             slot: SlotId(40),
             parts: vec![part],
             more: None,
+            after: RequestId(0),
         },
     );
     let (_, refused) = &world.requests[&(0, RequestId(world.next_id))];

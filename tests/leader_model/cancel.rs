@@ -205,6 +205,7 @@ fn a_store_that_arrives_after_its_cancel_is_answered_without_a_copy() {
         slot: SlotId(0),
         parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
         more: None,
+        after: RequestId(0),
     };
     world.request_as(0, late, request.clone());
     assert_eq!(failed_pages(answer(&world, 0, late)), 8);

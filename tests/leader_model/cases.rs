@@ -183,6 +183,7 @@ fn loads_and_stores_are_refused_only_after_the_copies_of_an_older_leader_have_en
             slot,
             parts: vec![Part::new(GroupId(0), first_page, source)],
             more,
+            after: RequestId(0),
         },
     );
     let store = RequestId(world.next_id);

@@ -280,6 +280,7 @@ fn a_store_waits_for_its_own_pages_only() {
         slot: SlotId(1),
         parts: vec![Part::new(GroupId(0), 8, PageList::run(20, 4))],
         more: None,
+        after: RequestId(0),
     };
     world.request(0, behind);
     let tail = *world.open.keys().next_back().expect("a copy");
@@ -416,6 +417,7 @@ fn a_late_copy_is_cancelled_repeatedly_and_its_workers_are_fenced_after_the_fenc
         slot: SlotId(0),
         parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
         more: None,
+        after: RequestId(0),
     };
     let copies = send_request(2, store);
     let [LeaderEffect::Transfer { transfer: copy, .. }] = &copies[..] else {
@@ -460,6 +462,7 @@ fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<LeaderEffect> {
             slot: SlotId(slot),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
             more: None,
+            after: RequestId(0),
         };
         for (id, request) in [(2 * slot + 1, look), (2 * slot + 2, store)] {
             effects.extend(reader.step(LeaderEvent::Request {
@@ -663,6 +666,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             slot,
             parts: vec![Part::new(GroupId(0), first_page, source)],
             more,
+            after: RequestId(0),
         };
         let copies = send_request(reader, id + 1, store);
         let [LeaderEffect::Transfer { transfer: copy, .. }] = &copies[..] else {

@@ -131,6 +131,7 @@ impl Grouped {
             slot: SlotId(1),
             parts: parts.collect(),
             more: None,
+            after: RequestId(0),
         });
         for transfer in self.tiered.take(Edge::STORE) {
             let group = transfer.device.expect("the engine's memory").group;
@@ -264,6 +265,7 @@ fn parts_that_contradict_the_model_are_refused_by_field() {
             slot: SlotId(1),
             parts,
             more: None,
+            after: RequestId(0),
         };
         match grouped.tiered.request(request) {
             Some(Err(Refusal::Invalid { field, .. })) => field,
@@ -342,6 +344,7 @@ fn a_lookup_uses_the_pages_of_a_prefix_that_the_engine_has() {
                 slot: SlotId(name.into()),
                 parts: vec![part(0), part(1)],
                 more: None,
+                after: RequestId(0),
             });
             assert_eq!(answer, None);
             let stores = tiered.take(Edge::STORE);

@@ -37,6 +37,7 @@ fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alon
         slot: SlotId(0),
         parts: vec![Part::new(GroupId(0), 0, pages)],
         more: None,
+        after: RequestId(0),
     };
     for (id, request) in [(late + 1, load), (late + 2, store)] {
         let id = RequestId(id);
@@ -77,6 +78,7 @@ fn a_request_from_before_the_lookup_of_its_slot_is_refused() {
         slot,
         parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 4))],
         more: None,
+        after: RequestId(0),
     };
     for (id, request) in [(late + 1, lookup(9)), (late + 2, load), (late + 3, store)] {
         let id = RequestId(id);

@@ -464,6 +464,7 @@ impl World {
                         slot,
                         parts: vec![Part::new(GroupId(0), first_page, source)],
                         more,
+                        after: RequestId(0),
                     },
                 );
             }

@@ -210,6 +210,7 @@ impl Tiered {
             slot: SlotId(name.into()),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, RATIO))],
             more: None,
+            after: RequestId(0),
         });
         assert_eq!(answer, None);
         let copies = self.take(Edge::STORE);
@@ -471,6 +472,7 @@ fn pages_that_a_failed_promotion_of_another_load_brought_are_loaded() {
             slot: SlotId(name.into()),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, half))],
             more: None,
+            after: RequestId(0),
         });
         let copies = tiered.take(Edge::STORE);
         copies.iter().for_each(|copy| tiered.end(copy, half, false));
@@ -601,6 +603,7 @@ fn a_load_of_more_pages_than_host_memory_has_room_for_proceeds_stretch_by_stretc
         slot: SlotId(0),
         parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 16))],
         more: None,
+        after: RequestId(0),
     });
     assert_eq!(answer, None);
     let stores = tiered.take(Edge::STORE);

@@ -137,6 +137,7 @@ impl Shared {
             slot: SlotId(slot),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
             more: None,
+            after: RequestId(0),
         };
         self.copies(slot, name, store)
     }

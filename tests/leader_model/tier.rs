@@ -175,6 +175,7 @@ impl Site {
                 slot,
                 parts: vec![Part::new(GroupId(0), first_page, source)],
                 more,
+                after: RequestId(0),
             },
         )
     }

@@ -228,6 +228,7 @@ impl State {
             slot: SlotId(name as u64),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(name as u32, 1))],
             more: None,
+            after: RequestId(0),
         });
     }
 

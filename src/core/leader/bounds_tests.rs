@@ -89,6 +89,7 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
             slot: SlotId(slot),
             parts: vec![Part::new(GroupId(0), first_page, source)],
             more: None,
+            after: RequestId(0),
         },
     );
     let copies = effects.iter().filter_map(|effect| match effect {
@@ -476,6 +477,7 @@ fn a_stored_sequence_is_held_and_touched_from_its_root_on() {
             slot: SlotId(5),
             parts: vec![Part::new(GroupId(0), 60, PageList::run(0, 4))],
             more: None,
+            after: RequestId(0),
         },
     );
     assert!(matches!(
@@ -549,6 +551,7 @@ fn the_hashes_of_stores_under_way_are_bounded() {
             slot,
             parts: vec![Part::new(GroupId(0), first_page, source)],
             more,
+            after: RequestId(0),
         };
         let effects = request(leader, Time(0), id + 1, store);
         request(leader, Time(0), id + 2, Request::Finish { slot });

@@ -14,6 +14,7 @@ use crate::session::RequestState;
 use kvferry_types::{Answer, EngineId, Replica, Request, RequestId, SlotId, Time};
 
 use super::lookup::Lookup;
+use super::store::Store;
 use super::{Leader, ReplyTo};
 
 /// Open requests of one engine, at most, unless the settings have another number.
@@ -122,8 +123,18 @@ impl Leader {
             Request::Load { slot, parts, after } => self
                 .load(reply_to, slot, &parts, after, effects)
                 .map(|()| None),
-            Request::Store { slot, parts, more } => {
-                self.store(now, reply_to, slot, &parts, more, effects)
+            Request::Store {
+                slot,
+                parts,
+                more,
+                after,
+            } => {
+                let store = Store {
+                    parts: &parts,
+                    more,
+                    after,
+                };
+                self.store(now, reply_to, slot, store, effects)
             }
             Request::CancelStores { slot } => self.cancel_stores(reply_to, slot, effects),
             Request::Reset { scope, tier } => self.reset(reply_to, scope, tier).map(|()| None),

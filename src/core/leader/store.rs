@@ -48,6 +48,15 @@ struct OpenStore {
     failed_pages: u32,
 }
 
+/// What an engine requests to store.
+pub(super) struct Store<'a> {
+    pub(super) parts: &'a [Part],
+    /// Position of the first of these hashes, and hashes that the slot may not have yet.
+    pub(super) more: Option<(u32, PageHashes)>,
+    /// Number of the work that writes the pages; 0: the request's own.
+    pub(super) after: RequestId,
+}
+
 /// Pages of one part of a store.
 #[derive(Debug, Clone)]
 struct WantedPages {
@@ -89,6 +98,8 @@ struct StoreTerms {
     offer: Offer,
     /// How far the store has looked around its own pages so far.
     around: LooksAround,
+    /// The pages are read once this number is reported as written.
+    after: RequestId,
 }
 
 /// Effect of stopping a store.
@@ -317,10 +328,16 @@ impl Leader {
         now: Time,
         reply_to: ReplyTo,
         id: SlotId,
-        parts: &[Part],
-        more: Option<(u32, PageHashes)>,
+        Store { parts, more, after }: Store<'_>,
         effects: &mut Vec<LeaderEffect>,
     ) -> Result<Option<Answer>, Refusal> {
+        if after >= reply_to.id {
+            return Err(Refusal::Invalid {
+                field: "after",
+                value: after.0.to_string(),
+                remedy: "name a number that the ranks were given before, below the store's own id, or leave it out",
+            });
+        }
         let (replica, model) = self.served(reply_to.engine)?;
         check_parts(model, parts)?;
         let layout = *model.layout_fingerprint();
@@ -389,6 +406,10 @@ impl Leader {
             workers,
             offer,
             around: LooksAround::default(),
+            after: match after {
+                RequestId(0) => reply_to.id,
+                after => after,
+            },
         };
         for (part, WantedPages { group, pages, .. }) in parts.iter().zip(&wanted) {
             let mut cursor = PageCursor::new(&part.pages);
@@ -421,6 +442,7 @@ impl Leader {
             workers,
             offer,
             around,
+            after,
         }: &mut StoreTerms,
         pending: &mut OpenStore,
         effects: &mut Vec<LeaderEffect>,
@@ -478,7 +500,7 @@ impl Leader {
                 engine: reply_to.engine,
                 group,
                 request: reply_to.id,
-                after: reply_to.id,
+                after: *after,
             };
             let id = transfer;
             let transfer = Transfer {

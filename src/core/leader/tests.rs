@@ -211,6 +211,30 @@ fn a_load_waits_only_for_work_that_was_numbered_before_it() {
 }
 
 #[test]
+fn a_store_names_only_work_that_was_numbered_before_it() {
+    let mut leader = serving();
+    let mut store = |id, after| {
+        let store = Request::Store {
+            slot: SlotId(1),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 1))],
+            more: None,
+            after: RequestId(after),
+        };
+        request(&mut leader, id, store).expect("an answer")
+    };
+    let unknown = Err(Refusal::UnknownSlot(SlotId(1)));
+    assert_eq!(store(5, 4), unknown);
+    assert_eq!(store(6, 0), unknown);
+    for (id, after) in [(7, 7), (8, 9)] {
+        let refused = store(id, after);
+        assert!(
+            matches!(refused, Err(Refusal::Invalid { field: "after", .. })),
+            "{refused:?}"
+        );
+    }
+}
+
+#[test]
 fn a_key_is_for_pages_of_its_size_and_layout() {
     let GroupGeometry {
         page_bytes,
@@ -276,6 +300,7 @@ pub(super) fn store(slot: u64, more: Option<(u32, PageHashes)>) -> Request {
         slot: SlotId(slot),
         parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 1))],
         more,
+        after: RequestId(0),
     }
 }
 
@@ -420,6 +445,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
         slot: SlotId(1),
         parts: vec![Part::new(GroupId(0), 0, list.clone())],
         more: None,
+        after: RequestId(0),
     };
     let load = Request::Load {
         slot: SlotId(1),
@@ -523,6 +549,7 @@ fn a_tail_is_found_loaded_and_not_stored_again() {
         slot: SlotId(slot),
         parts: pages(count),
         more: None,
+        after: RequestId(0),
     };
     assert!(request(&mut leader, 1, lookup(1, named(1))).is_some());
     assert_eq!(request(&mut leader, 2, store(1, 6)), None);
@@ -630,6 +657,7 @@ fn the_parts_of_a_store_share_the_limits_of_its_looks() {
         slot: SlotId(1),
         parts,
         more: None,
+        after: RequestId(0),
     };
     let all = vec![Part::new(GroupId(0), 0, PageList::run(0, pages))];
     let copies = transfers_of(&mut leader, 2, store(all));
@@ -653,6 +681,7 @@ fn a_store_that_waits_for_its_own_copy_is_answered_when_that_has_ended() {
             slot: SlotId(1),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 8))],
             more: None,
+            after: RequestId(0),
         };
         let copies = transfers_of(&mut leader, 2, store);
         assert_eq!((copies.len(), leader.check()), (1, Ok(())));
@@ -676,6 +705,7 @@ fn a_load_of_many_parts_is_answered_with_the_end_of_the_last_one() {
         slot: SlotId(1),
         parts: vec![Part::new(GroupId(0), 0, PageList::run(0, pages))],
         more: None,
+        after: RequestId(0),
     };
     let copies = transfers_of(&mut leader, 2, store);
     end(&mut leader, copies.into_iter());

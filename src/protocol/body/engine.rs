@@ -109,6 +109,10 @@ pub struct Store {
     /// Position of the first of them. Hashes that the slot has must be equal, and none may be left out.
     #[serde(default)]
     pub more_from: u32,
+    /// Number of the work that writes the pages, below the request's id: they are read once each rank has reported it as
+    /// written. 0: once each rank has reported the request's own id.
+    #[serde(default, skip_serializing_if = "nothing_before")]
+    pub after: u64,
 }
 
 /// Ends a running request.

@@ -247,6 +247,7 @@ impl World {
             hash_bytes: 0,
             more_hashes: Vec::new(),
             more_from: 0,
+            after: 0,
         };
         self.request(1, 2, Message::Store(store));
         let ordered = self.process.orders.last();

@@ -189,6 +189,7 @@ fn deliver(oracle: &mut oracle::Oracle, engine: EngineId, all_clear: bool) {
         slot: SlotId(1),
         parts: vec![Part::new(GroupId(0), 0, kvferry_types::PageList::default())],
         more: None,
+        after: RequestId(0),
     };
     let question = oracle::ArrivedRequest {
         left: Duration::from_millis(10),

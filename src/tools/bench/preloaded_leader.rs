@@ -283,6 +283,7 @@ impl PreloadedLeader {
                         PageList::run(first_page, pages),
                     )],
                     more: None,
+                    after: RequestId(0),
                 };
                 match self.request(store)? {
                     Answer::Store(StoreAnswer { stored_pages, .. }) if stored_pages == pages => {}
@@ -357,6 +358,7 @@ impl PreloadedLeader {
                 slot: SlotId(slot),
                 parts: vec![Part::new(GroupId(0), position, PageList::run(position, 1))],
                 more: Some((position, packed(hash.to_vec())?)),
+                after: RequestId(0),
             },
         };
         let begun = Instant::now();

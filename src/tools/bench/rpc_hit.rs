@@ -215,6 +215,7 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
         hash_bytes: 0,
         more_hashes: Vec::new(),
         more_from: 0,
+        after: 0,
     };
     match request(engine, store).await? {
         answer if answer.stored_pages == pages => Ok(()),

@@ -392,6 +392,7 @@ impl GroupScheduler {
                     slot,
                     parts: parts(&step.stores),
                     more: None,
+                    after: RequestId(0),
                 };
                 self.send(slot, store, OpenRequest::Store(step.stores), actions)
             }

@@ -289,6 +289,7 @@ impl PrefixScheduler {
             slot,
             parts: vec![run.part(all.clone())],
             more: None,
+            after: RequestId(0),
         };
         let parts = vec![run.part(found..all.end)];
         let reads = vec![run.part(0..found)];
