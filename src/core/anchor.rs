@@ -62,8 +62,8 @@ impl AnchorKey {
 /// first half of `BLAKE3-keyed(anchor key, "anchor")`. A block keeps its domain's id and the fingerprints of its pages, so
 /// that the anchor of any of them can be computed from the block alone, for a block of another tier that begins there.
 ///
-/// The id is that of the namespace, followed by the first 8 bytes of `BLAKE3-keyed(anchor key, length and bytes of the
-/// namespace, layout fingerprint and group)`. Blocks carry it, and it is compared in addition to the anchor.
+/// The id is that of the namespace, followed by 7 bytes of `BLAKE3-keyed(anchor key, length and bytes of the namespace,
+/// layout fingerprint and group)` and by the group. Blocks carry it, and it is compared in addition to the anchor.
 #[derive(Debug, Clone)]
 pub struct Domain {
     id: DomainId,
@@ -84,10 +84,9 @@ impl Domain {
         derive.update(&[group.0]);
         let mut within = [0; 8];
         within.copy_from_slice(&derive.finalize().as_bytes()[..8]);
+        let within = u64::from_le_bytes(within) & !0xff | u64::from(group.0);
         let namespace = u128::from(key.namespace(namespace).0);
-        key.domain(DomainId(
-            namespace << 64 | u128::from(u64::from_le_bytes(within)),
-        ))
+        key.domain(DomainId(namespace << 64 | u128::from(within)))
     }
 
     /// The id that blocks of this domain carry.
@@ -148,6 +147,13 @@ mod tests {
         }
         for other in [of(2, b"a"), of(1, b"b"), of(1, b"")] {
             assert_ne!(of(1, b"a"), other);
+        }
+    }
+
+    #[test]
+    fn a_domain_ends_with_its_group() {
+        for group in [0, 1, 255] {
+            assert_eq!(domain(1, b"a", 1, group).id().group(), GroupId(group));
         }
     }
 

@@ -117,7 +117,8 @@ impl fmt::Debug for NamespaceId {
 }
 
 /// A space of pages: one namespace of one model, layout and group, as a keyed hash. Two domains never share a page. The
-/// first half is the hash of the namespace alone, so that a reset finds the pages of a namespace in every layout.
+/// first half is the hash of the namespace alone, so that a reset finds the pages of a namespace in every layout. The last
+/// byte is the group, so that it is known of pages whose engine is gone.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DomainId(pub u128);
 
@@ -125,6 +126,11 @@ impl DomainId {
     /// The namespace of this domain.
     pub const fn namespace(self) -> NamespaceId {
         NamespaceId((self.0 >> 64) as u64)
+    }
+
+    /// The group of this domain.
+    pub const fn group(self) -> GroupId {
+        GroupId(self.0.to_be_bytes()[15])
     }
 }
 

@@ -19,7 +19,7 @@ pub struct RecordBody {
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub anchor: [u8; 16],
-    /// Keyed hashes, big-endian: 8 bytes of the namespace, 8 of namespace, layout and group.
+    /// Keyed hashes, big-endian: 8 bytes of the namespace, 7 of namespace, layout and group; then the group.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub domain: [u8; 16],
