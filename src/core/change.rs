@@ -1,36 +1,68 @@
-//! Changes of a tier: which pages it has gained and lost, in the order in which that happened.
+//! Changes of a tier: which pages it gained and lost, in the order in which that happened.
 //!
-//! Write-through moves begin with this list, and the events of a cache will: pages that were removed have no other reader
-//! yet. A pool records changes only where they are consumed.
+//! Two parts of the leader read them: moves queue the blocks that gained pages, and the change log keeps the pages for its
+//! readers. A pool records for each of the two only while it is read.
 
 use crate::blocks::BlockRef;
 use kvferry_types::{DomainId, Fingerprint};
 
+/// Readable pages in consecutive arena pages of a tier.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlacedPages {
+    /// The domain of the pages.
+    pub domain: DomainId,
+    /// Arena page of the first of them.
+    pub start: u32,
+    /// The pages: at least one, and at most those of a block.
+    pub pages: Box<[Fingerprint]>,
+}
+
+/// Why pages are not found any longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GoneReason {
+    /// They made room for other pages.
+    Evicted,
+    /// They, or a page before them in their block, failed their checksum or were not read.
+    Damaged,
+    /// A reset covers them.
+    Reset,
+}
+
 /// A change of the readable pages of a tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Pages of a block became readable. The block may be gone by the time at which the change is taken.
-    Stored(BlockRef),
-    /// Pages are not found any longer: they were evicted or forgotten, or failed their checksum.
-    Removed {
-        /// The domain of the pages.
-        domain: DomainId,
-        /// The pages, in the order of their block.
-        pages: Vec<Fingerprint>,
-    },
-    /// No page of the tier is found any longer.
+    /// Pages became readable.
+    Stored(PlacedPages),
+    /// Pages are not found any longer.
+    Gone(PlacedPages, GoneReason),
+    /// No page of the tier is found any longer: it closed.
     Cleared,
 }
 
-/// The changes since they were taken last. A step of the leader takes them, so that they are at most those of one event:
-/// 16 bytes for each page that it removes.
+impl Change {
+    /// The pages that were gained or lost; `None` if all were lost.
+    pub fn pages(&self) -> Option<&PlacedPages> {
+        match self {
+            Self::Stored(pages) | Self::Gone(pages, _) => Some(pages),
+            Self::Cleared => None,
+        }
+    }
+}
+
+/// The changes since they were taken last, for each reader. A step of the leader takes them, so that they are at most those
+/// of one event: 16 bytes for each page that it adds or removes, and 64 for each block.
 #[derive(Debug, Default)]
-pub(super) struct Changes(pub(super) Option<Vec<Change>>);
+pub(super) struct Changes {
+    /// Blocks that gained pages. One may be gone by the time at which it is taken.
+    pub(super) gained: Option<Vec<BlockRef>>,
+    /// Pages that were gained and lost.
+    pub(super) all: Option<Vec<Change>>,
+}
 
 impl Changes {
-    pub(super) fn add(&mut self, change: impl FnOnce() -> Change) {
-        if let Some(changes) = &mut self.0 {
-            changes.push(change());
+    pub(super) fn add(&mut self, change: Change) {
+        if let Some(changes) = &mut self.all {
+            changes.push(change);
         }
     }
 }

@@ -56,7 +56,7 @@ pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 pub use blocks::BlockRef;
-pub use change::Change;
+pub use change::{Change, GoneReason, PlacedPages};
 pub use contradiction::Contradiction;
 pub use decision::NOT_RECORDED;
 pub use event::{
@@ -70,9 +70,10 @@ pub use group::{
 };
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
-    CANCELS_MAX, COUNTERS, Counter, FLUSHES_OPEN_MAX, LOAD_RUNS_MAX, Leader, LeaderCounts,
-    LeaderSettings, MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX,
-    REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
+    CANCELS_MAX, COUNTERS, Counter, FLUSHES_OPEN_MAX, LOAD_RUNS_MAX, LOG_IDLE, LOG_PAGES_MAX,
+    LOG_READ_PAGES_MAX, LOG_RECORDS_MAX, Leader, LeaderCounts, LeaderSettings, LogPart, LogRead,
+    MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX,
+    RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
 pub use model::{Model, Sequence};
 pub use policy::{PIECES_MAX, TierPolicy};

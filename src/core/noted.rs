@@ -1,46 +1,89 @@
-//! Notes the changes of a pool, where they are consumed.
+//! Notes the changes of a pool, where they are read.
 
-use crate::blocks::BlockIndex;
-use crate::change::Change;
+use crate::blocks::{BlockIndex, BlockRef};
+use crate::change::{Change, GoneReason, PlacedPages};
 use crate::pool::Pool;
 
 impl Pool {
+    /// Records blocks that gain pages from now on.
+    pub(super) fn record_gains(&mut self) {
+        self.changes.gained.get_or_insert_default();
+    }
+
+    /// The blocks that gained pages since they were taken last.
+    pub(super) fn take_gains(&mut self) -> Vec<BlockRef> {
+        let gained = self.changes.gained.as_mut();
+        gained.map(std::mem::take).unwrap_or_default()
+    }
+
     /// Records changes from now on.
     pub fn record_changes(&mut self) {
-        self.changes.0.get_or_insert_default();
+        self.changes.all.get_or_insert_default();
+    }
+
+    /// Records no changes any longer.
+    pub(super) fn stop_recording(&mut self) {
+        self.changes.all = None;
     }
 
     /// The changes since they were taken last.
     pub fn take_changes(&mut self) -> Vec<Change> {
-        self.changes
-            .0
-            .as_mut()
-            .map(std::mem::take)
-            .unwrap_or_default()
+        let changes = self.changes.all.as_mut();
+        changes.map(std::mem::take).unwrap_or_default()
     }
 
-    pub(super) fn note_stored(&mut self, block: BlockIndex) {
-        let block = self.blocks.reference(block);
-        self.changes.add(|| Change::Stored(block));
+    /// Notes that pages of a block became readable, from page `first` of the block on.
+    pub(super) fn note_stored(&mut self, block: BlockIndex, first: u32, pages: u32) {
+        if let Some(gained) = &mut self.changes.gained {
+            gained.push(self.blocks.reference(block));
+        }
+        if self.changes.all.is_some() {
+            let stored = Change::Stored(self.placed(block, first, pages));
+            self.changes.add(stored);
+        }
     }
 
     /// Notes the loss of readable pages of a block, from page `first` of the block on.
-    pub(super) fn note_removed(&mut self, block: BlockIndex, first: u32, pages: u32) {
-        let block = self.blocks.get(block);
-        if pages > 0 && !block.retired {
-            let (domain, start) = (block.domain, block.start + first);
-            let blocks = &self.blocks;
-            self.changes.add(|| Change::Removed {
-                domain,
-                pages: blocks.fingerprints(start, pages).to_vec(),
-            });
+    pub(super) fn note_gone(
+        &mut self,
+        block: BlockIndex,
+        first: u32,
+        pages: u32,
+        reason: GoneReason,
+    ) {
+        if self.changes.all.is_some() && pages > 0 && !self.blocks.get(block).retired {
+            let gone = Change::Gone(self.placed(block, first, pages), reason);
+            self.changes.add(gone);
         }
+    }
+
+    fn placed(&self, block: BlockIndex, first: u32, pages: u32) -> PlacedPages {
+        let block = self.blocks.get(block);
+        let start = block.start + first;
+        PlacedPages {
+            domain: block.domain,
+            start,
+            pages: self.blocks.fingerprints(start, pages).into(),
+        }
+    }
+
+    /// Positions of the slab, each with a block or without one.
+    pub(super) fn block_positions(&self) -> BlockIndex {
+        self.blocks.places()
+    }
+
+    /// The readable pages of the block at a position of the slab; `None` without a block, or when no lookup finds it. The
+    /// pages of a reset that has not removed them yet are among them: they will be removed, or the reset is refused.
+    pub(super) fn readable_at(&self, position: BlockIndex) -> Option<PlacedPages> {
+        let block = self.blocks.at(position)?;
+        let ready = u32::from(block.ready);
+        (!block.retired && ready > 0).then(|| self.placed(position, 0, ready))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::BTreeMap;
 
     use super::*;
     use crate::tests::{domain, sequence, stored};
@@ -48,35 +91,33 @@ mod tests {
 
     use crate::shard_set::ShardSet;
 
-    /// The readable pages of a pool.
-    fn readable(pool: &Pool) -> BTreeSet<(DomainId, Fingerprint)> {
+    type Held = BTreeMap<u32, (DomainId, Fingerprint)>;
+
+    fn placed(pages: &PlacedPages) -> impl Iterator<Item = (u32, (DomainId, Fingerprint))> {
+        let places = (pages.start..).zip(&pages.pages);
+        places.map(|(place, page)| (place, (pages.domain, *page)))
+    }
+
+    /// What the arena pages of a pool hold that are readable.
+    fn readable(pool: &Pool) -> Held {
         let blocks = pool.view().filter(|block| !block.retired);
         let pages = blocks.flat_map(|block| {
             let ready = &block.fingerprints[..block.ready as usize];
-            ready.iter().map(move |page| (block.domain, *page))
+            let places = (block.start..).zip(ready);
+            places.map(move |(place, page)| (place, (block.domain, *page)))
         });
         pages.collect()
     }
 
-    /// Applies the changes of a pool to a set of pages.
-    fn follow(pool: &mut Pool, pages: &mut BTreeSet<(DomainId, Fingerprint)>) {
+    /// Applies the changes of a pool to what its arena pages hold.
+    fn follow(pool: &mut Pool, held: &mut Held) {
         for change in pool.take_changes() {
             match change {
-                Change::Stored(block) => {
-                    let mut blocks = pool.view();
-                    let found = blocks.find(|view| pool.blocks.reference(view.index) == block);
-                    // A later change of the same step may have removed the block.
-                    let Some(block) = found else { continue };
-                    let ready = &block.fingerprints[..block.ready as usize];
-                    pages.extend(ready.iter().map(|page| (block.domain, *page)));
-                }
-                Change::Removed {
-                    domain,
-                    pages: gone,
-                } => gone.into_iter().for_each(|page| {
-                    assert!(pages.remove(&(domain, page)), "it was readable");
+                Change::Stored(stored) => held.extend(placed(&stored)),
+                Change::Gone(gone, _) => placed(&gone).for_each(|(place, page)| {
+                    assert_eq!(held.remove(&place), Some(page), "it was readable");
                 }),
-                Change::Cleared => pages.clear(),
+                Change::Cleared => held.clear(),
             }
         }
     }
@@ -93,9 +134,9 @@ mod tests {
     }
 
     #[test]
-    fn changes_followed_from_the_start_give_the_pages_that_are_readable() {
+    fn changes_followed_from_the_start_give_what_every_arena_page_holds() {
         let mut pool = stored(&sequence(8, 0), 12);
-        let mut pages = readable(&pool);
+        let mut held = readable(&pool);
         pool.record_changes();
         type Step = fn(&mut Pool);
         let steps: [(&str, Step); 6] = [
@@ -126,16 +167,60 @@ mod tests {
         ];
         for (what, step) in steps {
             step(&mut pool);
-            follow(&mut pool, &mut pages);
-            assert_eq!(pages, readable(&pool), "{what}");
+            follow(&mut pool, &mut held);
+            assert_eq!(held, readable(&pool), "{what}");
             assert_eq!(pool.check(), Ok(()), "{what}");
         }
     }
 
     #[test]
-    fn a_pool_whose_changes_nobody_consumes_records_none() {
+    fn a_pool_whose_changes_nobody_reads_records_none() {
         let mut pool = stored(&sequence(8, 0), 12);
+        store(&mut pool, 1, 100);
         pool.reset();
         assert_eq!(pool.take_changes(), []);
+        assert_eq!(pool.take_gains(), []);
+        pool.record_changes();
+        pool.stop_recording();
+        pool.reset();
+        assert_eq!(pool.take_changes(), []);
+    }
+
+    #[test]
+    fn a_change_names_the_pages_that_it_adds_or_removes_and_why() {
+        let mut pool = stored(&sequence(8, 0), 12);
+        pool.record_changes();
+        pool.record_gains();
+        let reasons = |pool: &mut Pool| {
+            let changes = pool.take_changes().into_iter();
+            let reasons = changes.map(|change| match change {
+                Change::Stored(pages) => (None, pages.pages.len()),
+                Change::Gone(pages, reason) => (Some(reason), pages.pages.len()),
+                Change::Cleared => unreachable!("nothing closes"),
+            });
+            reasons.collect::<Vec<_>>()
+        };
+        store(&mut pool, 1, 100);
+        assert_eq!(reasons(&mut pool), [(None, 4)]);
+        assert_eq!(pool.take_gains().len(), 1);
+        store(&mut pool, 2, 200);
+        assert_eq!(
+            reasons(&mut pool),
+            [(Some(GoneReason::Evicted), 4), (None, 4)]
+        );
+        let block = pool.view().next().expect("a block");
+        let (index, start) = (block.index, block.start);
+        pool.cut(pool.block_ref(index), start);
+        assert_eq!(reasons(&mut pool), [(Some(GoneReason::Damaged), 4)]);
+        let mut sweep = pool.begin_sweep(Scope::Everything);
+        pool.remove_next(&mut sweep, &mut 100, &mut Vec::<TransferId>::new());
+        pool.end_sweep(&sweep);
+        let removed = reasons(&mut pool);
+        assert!(!removed.is_empty());
+        assert!(
+            removed
+                .iter()
+                .all(|(why, _)| *why == Some(GoneReason::Reset))
+        );
     }
 }

@@ -360,8 +360,9 @@ impl Pool {
                 return Some(false);
             }
         } else {
+            let first = u32::from(held.ready);
             held.ready += u16::try_from(pages).unwrap_or(0);
-            self.note_stored(block);
+            self.note_stored(block, first, pages);
         }
         self.blocks.update_order(block);
         self.free_if_unheld(block);

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use crate::anchor::AnchorKey;
 use crate::arena::Arena;
 use crate::blocks::{BlockIndex, Filling, NONE};
+use crate::change::GoneReason;
 use crate::page_index::{BlockPages, PageIndex};
 use crate::pool::Pool;
 use kvferry_types::{Anchor, DomainId, Fingerprint, PageRecord, Ratio, Stored, TransferId};
@@ -273,7 +274,7 @@ impl Pool {
                     return (None, None);
                 }
                 Some(fewest) => {
-                    self.retire_block(fewest);
+                    self.retire_block(fewest, GoneReason::Evicted);
                     dropped = Some(fewest);
                 }
             }

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use crate::blocks::{BlockIndex, Blocks, Hidden};
+use crate::change::GoneReason;
 use crate::pool::Pool;
 use kvferry_types::{Scope, TransferId};
 
@@ -114,7 +115,7 @@ impl Pool {
                 block.total_pages()
             };
             filling.extend(block.filling().map(|filling| filling.transfer));
-            self.retire_block(index);
+            self.retire_block(index, GoneReason::Reset);
         }
         pages
     }

@@ -12,6 +12,8 @@ mod counters;
 mod flush;
 mod gate;
 mod load;
+mod log;
+mod log_read;
 mod lookup;
 mod memory;
 mod moves;
@@ -49,6 +51,9 @@ pub use flush::FLUSHES_OPEN_MAX;
 use flush::Flushes;
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
+use log::ChangeLog;
+pub use log::{LOG_IDLE, LOG_PAGES_MAX, LOG_RECORDS_MAX};
+pub use log_read::{LOG_READ_PAGES_MAX, LogPart, LogRead};
 use moves::Moves;
 pub use moves::{MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge};
 use rates::Rates;
@@ -179,6 +184,8 @@ pub struct Leader {
     resets: Resets,
     /// Flushes that wait for moves and shards.
     flushes: Flushes,
+    /// The pages that the tiers gained and lost, for readers.
+    log: ChangeLog,
     timers: Timers,
     /// Time of the step that is being handled.
     step_time: Time,
@@ -208,6 +215,7 @@ impl Leader {
             cancels: Cancels::default(),
             resets: Resets::default(),
             flushes: Flushes::default(),
+            log: ChangeLog::default(),
             timers: Timers::default(),
             step_time: Time(0),
             draining: false,
@@ -219,6 +227,7 @@ impl Leader {
     /// Handles an event and appends the effects.
     pub fn step(&mut self, now: Time, event: LeaderEvent, effects: &mut Vec<LeaderEffect>) {
         self.step_time = now;
+        self.end_idle_log(now);
         let fence = self.settings.fence;
         self.roster.expect_workers(now, fence, &mut self.timers);
         // Fire expired timers before the event, also when no tick was delivered in time: an event that is processed
@@ -296,6 +305,8 @@ impl Leader {
             LeaderEvent::Tick => {}
         }
         self.fire_timers(now, effects);
+        // Before a closed pool is dropped with its changes.
+        self.log_changes();
         self.reopen_tiers(now, effects);
         self.run_reset_slice(now, effects);
         if may_move {
@@ -303,6 +314,7 @@ impl Leader {
         }
         self.run_flushes(effects);
         self.send_cancels(effects);
+        self.log_changes();
     }
 
     /// When the next [`LeaderEvent::Tick`] is due.

@@ -12,7 +12,6 @@ use crate::Contradiction;
 use crate::admission::Offer;
 use crate::around::LooksAround;
 use crate::blocks::BlockRef;
-use crate::change::Change;
 use crate::event::LeaderEffect;
 use crate::pool::{Pin, Reserved};
 use kvferry_types::{
@@ -333,10 +332,7 @@ impl Leader {
     pub(super) fn queue_changes(&mut self) {
         let edges: Vec<Edge> = self.settings.moves.iter().map(|one| one.edge).collect();
         for (tier, pool) in self.tiers.all_serving() {
-            for change in pool.take_changes() {
-                let Change::Stored(block) = change else {
-                    continue;
-                };
+            for block in pool.take_gains() {
                 let out = edges
                     .iter()
                     .filter(|edge| edge.from == tier && edge.to > tier);

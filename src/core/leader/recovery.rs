@@ -443,10 +443,11 @@ impl Leader {
         {
             let mut pool = recovery.into_pool().with_policy(self.settings.policy(id));
             if self.settings.moves.iter().any(|one| one.edge.from == id) {
-                pool.record_changes();
+                pool.record_gains();
             }
             self.counts.recovered_pages += u64::from(pool.page_states().ready);
             tier.open(key, pool);
+            self.log_opened(id);
             self.reset_again(id);
         }
         self.request_all_parts(now, effects);

@@ -231,6 +231,16 @@ impl Tiers {
         tiers.filter_map(|(id, tier)| Some((id, tier.serving_mut()?)))
     }
 
+    /// The pools, also those that close, slowest first.
+    pub(super) fn slowest_first(&mut self) -> impl Iterator<Item = (TierId, &mut Pool)> {
+        let mut pools: SmallVec<[(TierId, &mut Pool); 3]> = self
+            .iter_mut()
+            .filter_map(|(id, tier)| Some((id, tier.pool_mut()?)))
+            .collect();
+        pools.reverse();
+        pools.into_iter()
+    }
+
     /// The key of the pool of a tier that serves.
     pub(super) fn key(&self, tier: TierId) -> Option<&TierKey> {
         self.0.get(tier).and_then(Tier::key)

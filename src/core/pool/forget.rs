@@ -2,22 +2,22 @@
 
 use super::Pool;
 use crate::blocks::{BlockIndex, BlockRef};
-use crate::change::Change;
+use crate::change::{Change, GoneReason};
 
 impl Pool {
     /// Forgets every block, so that no lookup finds one. Pinned and filling pages are freed with their last holder.
     pub fn reset(&mut self) {
         let all: Vec<BlockIndex> = self.blocks.by_age().map(|(index, _)| index).collect();
-        self.changes.add(|| Change::Cleared);
+        self.changes.add(Change::Cleared);
         for index in all {
             self.forget_block(index);
         }
     }
 
     /// Forgets a block. Its pages are freed with their last holder.
-    pub(crate) fn retire_block(&mut self, index: BlockIndex) {
+    pub(crate) fn retire_block(&mut self, index: BlockIndex, reason: GoneReason) {
         let ready = u32::from(self.blocks.get(index).ready);
-        self.note_removed(index, 0, ready);
+        self.note_gone(index, 0, ready, reason);
         self.forget_block(index);
     }
 
@@ -79,14 +79,14 @@ impl Pool {
         let start = held.start;
         let idle = held.pins == 0 && held.filling().is_none();
         if idle && keep > 0 {
-            self.note_removed(block.index, keep, ready - keep);
+            self.note_gone(block.index, keep, ready - keep, GoneReason::Damaged);
             self.unindex_pages(block.index, keep..ready);
             self.blocks.remove_pages(block.index, ready - keep);
             self.release(start + keep, ready - keep);
             self.blocks.get_mut(block.index).ready = u16::try_from(keep).unwrap_or(0);
             self.blocks.update_order(block.index);
         } else {
-            self.retire_block(block.index);
+            self.retire_block(block.index, GoneReason::Damaged);
         }
     }
 }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::{Pool, Reservation, ReservationKind, ReservationStage, Reserved};
 use crate::anchor::Domain;
 use crate::blocks::{BlockIndex, Filling};
+use crate::change::GoneReason;
 use crate::index::Match;
 use crate::shard_set::ShardSet;
 use kvferry_types::{HashView, PageRun, TransferId};
@@ -231,7 +232,7 @@ impl Pool {
             count,
         };
         let first = run.start - block.start;
-        self.note_removed(index, first, count);
+        self.note_gone(index, first, count, GoneReason::Evicted);
         self.unindex_pages(index, first..first + count);
         self.blocks.note_evicted(index, run.start, count);
         self.blocks.remove_pages(index, count);
