@@ -1,10 +1,10 @@
 //! The answer of each request, for the types and for the kinds.
 
 use crate::body::{
-    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Finish, Flush, FlushTier, Hello,
-    Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer, ReadInventory,
-    Readiness, Register, Registered, Reset, Status, StatusAnswer, Store, TierFlushed,
-    TransferOrder as Transfer, Unregister, Welcome, Written,
+    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Events, Finish, Flush,
+    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
+    ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
+    TierFlushed, TransferOrder as Transfer, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;
@@ -65,6 +65,7 @@ calls! {
     Reset => ResetAnswer(ResetAnswer);
     Flush => FlushAnswer(FlushAnswer);
     CancelStores => CancelStoresAnswer(CancelStoresAnswer);
+    ReadEvents => Events(Events);
     Register => Registered(Registered);
     Written => WrittenAnswer(Empty);
     Abandon => AbandonAnswer(Empty);

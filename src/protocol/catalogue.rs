@@ -48,6 +48,7 @@ pub fn catalogue() -> Value {
             "pairs": limits::PAIRS_MAX,
             "page_items": limits::PAGE_ITEMS_MAX,
             "pages": limits::PAGES_MAX,
+            "event_pages": limits::EVENT_PAGES_MAX,
             "copies": limits::COPIES_MAX,
             "abandoned_requests": limits::ABANDONED_MAX,
             "text_bytes": limits::TEXT_BYTES_MAX,

@@ -4,18 +4,18 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::body::{
-    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Flush,
-    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
-    PartBody, ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
-    TierFlushed, TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Events, Finish,
+    Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
+    MemoryAnswer, PartBody, ReadEvents, ReadInventory, Readiness, Register, Registered, Reset,
+    Status, StatusAnswer, Store, TierFlushed, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
 use crate::kind::MessageKind;
 use crate::limits::{
-    ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
-    PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX, PARTS_MAX,
-    SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
+    ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, EVENT_PAGES_MAX, HASHES_MAX,
+    NAMESPACE_BYTES_MAX, PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX,
+    PARTS_MAX, SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
 };
 use crate::named::Named;
 use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
@@ -101,6 +101,10 @@ messages! {
     CancelStores(CancelStores);
     /// See [`CancelStoresAnswer`].
     CancelStoresAnswer(CancelStoresAnswer);
+    /// See [`ReadEvents`].
+    ReadEvents(ReadEvents);
+    /// See [`Events`].
+    Events(Events);
     /// See [`MessageKind::Register`].
     Register(Register);
     /// See [`MessageKind::Registered`].
@@ -331,6 +335,21 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             let namespace = reset.namespace.as_ref().map_or(0, |name| name.len()) as u64;
             within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;
             hashes(&reset.hashes, reset.hash_bytes)
+        }
+        Message::ReadEvents(read) => {
+            let namespace = read.namespace.as_ref().map_or(0, |name| name.len()) as u64;
+            within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)
+        }
+        Message::Events(events) => {
+            let records = events.records.len() as u64;
+            within("records", records, EVENT_PAGES_MAX as u64)?;
+            let bytes: usize = events
+                .records
+                .iter()
+                .map(|record| record.hashes.len())
+                .sum();
+            let pages = bytes as u64 / u64::from(events.hash_bytes.max(1));
+            within("page hashes", pages, EVENT_PAGES_MAX as u64)
         }
         Message::Invalidate(invalidate) => hashes(&invalidate.fingerprints, 16),
         Message::Inventory(inventory) => {

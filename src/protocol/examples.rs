@@ -2,11 +2,11 @@
 
 use crate::body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
-    Ended, ErrorBody, FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated,
-    Inventory, Load, Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus,
-    ReadInventory, Readiness, RecordBody, Register, Registered, Reset, StatedMemory, Status,
-    StatusAnswer, Store, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
-    Unregister, Welcome, Written,
+    Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
+    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
+    MovesStatus, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness, RecordBody, Register,
+    Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierFlushed, TierPages,
+    TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -186,6 +186,38 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         (
             "flush_answer",
             Message::FlushAnswer(FlushAnswer { pages: 900 }),
+        ),
+        (
+            "read_events",
+            Message::ReadEvents(ReadEvents {
+                epoch: 3,
+                from: 71,
+                wait_ms: 5000,
+                most: 4096,
+                namespace: None,
+                cursor: None,
+            }),
+        ),
+        (
+            "read_events_begin",
+            Message::ReadEvents(ReadEvents {
+                most: 4096,
+                namespace: Some(b"tenant".to_vec().into()),
+                cursor: Some(0),
+                ..ReadEvents::default()
+            }),
+        ),
+        ("events", Message::Events(events())),
+        (
+            "events_lost",
+            Message::Events(Events {
+                epoch: 3,
+                next: 71,
+                lost: true,
+                hash_bytes: 16,
+                records: Vec::new(),
+                cursor: Some(2 << 32 | 9),
+            }),
         ),
         (
             "cancel_stores",
@@ -470,6 +502,41 @@ fn inventory() -> Inventory {
         from: 64,
     };
     Inventory::new(&requested, Some(128), &[page])
+}
+
+fn events() -> Events {
+    let stored = EventRecord {
+        event: EventKind::Stored,
+        tier: 3,
+        namespace: vec![0xa1; 8],
+        layout: vec![0xb2; 7],
+        group: 1,
+        place: 640,
+        hashes: (0..32).collect(),
+        why: None,
+    };
+    let gone = EventRecord {
+        event: EventKind::Gone,
+        tier: 2,
+        group: 0,
+        place: 7,
+        hashes: (16..32).collect(),
+        why: Some(EventReason::Evicted),
+        ..stored.clone()
+    };
+    let cleared = EventRecord {
+        event: EventKind::Cleared,
+        tier: 2,
+        ..EventRecord::default()
+    };
+    Events {
+        epoch: 3,
+        next: 74,
+        lost: false,
+        hash_bytes: 16,
+        records: vec![stored, gone, cleared],
+        cursor: None,
+    }
 }
 
 fn hello() -> Hello {

@@ -78,6 +78,10 @@ kinds! {
     Flush = 28, "flush";
     /// Answer to `flush`: the number of pages on the disk.
     FlushAnswer = 29, "flush_answer";
+    /// Engine or operator to leader: reads which pages the tiers gained and lost, and waits for the next change.
+    ReadEvents = 30, "read_events";
+    /// Answer to `read_events`.
+    Events = 31, "events";
     /// Engine rank to worker: describes and hands over the rank's KV memory.
     Register = 32, "register";
     /// Answer to `register`, after the worker has mapped the memory and the leader has admitted it.
@@ -166,7 +170,9 @@ impl MessageKind {
             Self::Lookup | Self::Load | Self::Store | Self::Finish | Self::CancelStores => {
                 role == Role::Engine
             }
-            Self::Reset | Self::Flush => matches!(role, Role::Engine | Role::Admin),
+            Self::Reset | Self::Flush | Self::ReadEvents => {
+                matches!(role, Role::Engine | Role::Admin)
+            }
             Self::Register | Self::Written | Self::Abandon | Self::Unregister => role == Role::Rank,
             Self::Attach
             | Self::Memory

@@ -23,11 +23,11 @@ mod transfer;
 
 pub use body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
-    Ended, ErrorBody, FEATURE_TIMELINE, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated,
-    Inventory, Load, Lookup, Memory, MemoryAnswer, MovesStatus, PartBody, RankStatus,
-    ReadInventory, Readiness, RecordBody, Register, Registered, Reset, StatedMemory, Status,
-    StatusAnswer, Store, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
-    Unregister, Welcome, Written,
+    Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
+    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
+    MovesStatus, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness, RecordBody, Register,
+    Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierFlushed, TierPages,
+    TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -12,6 +12,8 @@ pub const PAIRS_MAX: usize = 65_536;
 pub const PAGE_ITEMS_MAX: usize = 131_072;
 /// Parts of a load or a store: runs of pages, of which a window or a state may have one for each boundary.
 pub const PARTS_MAX: usize = 4096;
+/// Pages named by one part of the change log, and records in it.
+pub const EVENT_PAGES_MAX: usize = 8192;
 /// Pages named by one message, each page of a run counted.
 pub const PAGES_MAX: u64 = 1 << 20;
 /// Copies ordered by one transfer, and results in its answer.

@@ -2,6 +2,7 @@
 //! has a default. One file for each pair of processes that exchange them.
 
 mod engine;
+mod events;
 mod handshake;
 mod inventory;
 mod rank;
@@ -10,6 +11,7 @@ mod tier;
 mod worker;
 
 pub use engine::{CancelStores, Finish, Flush, Load, Lookup, PartBody, Reset, Store};
+pub use events::{EventKind, EventReason, EventRecord, Events, ReadEvents};
 pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{
     FlushTier, Invalidate, Invalidated, Inventory, ReadInventory, RecordBody, TierFlushed,
