@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_protocol::{Call, Flush, Hello, Message, Reset, Role, Status, StatusAnswer};
+use kvferry_protocol::{
+    Call, Events, Flush, Hello, Message, ReadEvents, Reset, Role, Status, StatusAnswer,
+};
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
 use kvferry_types::{Request, ResetScope, TierId};
 
@@ -44,6 +46,18 @@ impl AdminClient {
     pub async fn flush(&self, timeout: Duration) -> Result<u32, Failure> {
         let answer = self.0.call(Flush {}, timeout).await?;
         Ok(answer.pages)
+    }
+
+    /// Reads which pages the leader's tiers gained and lost. Give the call more time than [`ReadEvents::wait_ms`].
+    ///
+    /// # Errors
+    /// [`Failure`] with `busy` when too many readers wait, and with `deadline` when no leader answers within `timeout`.
+    pub async fn read_events(
+        &self,
+        read: ReadEvents,
+        timeout: Duration,
+    ) -> Result<Events, Failure> {
+        self.0.call(read, timeout).await
     }
 
     /// Removes the pages of `scope` from every tier, and returns their number. A reset that is repeated over another

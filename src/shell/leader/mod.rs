@@ -2,6 +2,7 @@
 
 mod errors;
 mod host;
+mod readers;
 mod seats;
 mod status;
 
@@ -27,6 +28,7 @@ use kvferry_types::{
 
 use errors::to_error;
 pub use host::{HostError, LeaderHost};
+use readers::LogReaders;
 use seats::{PeerRole, WorkerPeer};
 pub use status::LOOKUP_NS;
 
@@ -54,6 +56,7 @@ pub struct LeaderShell<P> {
     readiness: BTreeMap<WorkerId, Readiness>,
     problems: LogLimit,
     refused_orders: LogLimit,
+    readers: LogReaders,
     next_order: u64,
     effects: Vec<LeaderEffect>,
 }
@@ -74,6 +77,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             readiness: BTreeMap::new(),
             problems: LogLimit::new(),
             refused_orders: LogLimit::new(),
+            readers: LogReaders::default(),
             next_order: 0,
             effects: Vec::new(),
         }
@@ -91,12 +95,14 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Time at which [`Self::tick`] is due; `None` while no timer is set.
     pub fn next_timeout(&self) -> Option<Time> {
-        self.core.next_timeout()
+        let waits = self.readers.next_timeout();
+        self.core.next_timeout().into_iter().chain(waits).min()
     }
 
     /// Fires the timers that are due.
     pub fn tick<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
         self.step(host, LeaderEvent::Tick);
+        self.end_waits(host);
     }
 
     /// Takes the reason why the leader's process must end: `Some` at most once.
@@ -188,6 +194,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 if let Some(left_out) = self.refused_orders.line(host.now()) {
                     tracing::warn!(%worker, message = error.message, left_out, "worker refuses an order");
                 }
+            }
+            (Some(PeerRole::Admin(..) | PeerRole::Engine(_)), Message::ReadEvents(read)) => {
+                self.read_events(host, (peer, correlation), deadline_ms, read)
             }
             (
                 Some(PeerRole::Admin(name, pid)),
@@ -306,6 +315,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         while let Some(event) = next.pop() {
             next.extend(self.step_once(host, event));
         }
+        self.answer_readers(host);
     }
 
     /// Carries out the effects of one event. Returns the ends of copies whose orders could not be sent.

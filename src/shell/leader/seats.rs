@@ -238,6 +238,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     /// Handles the close of a connection whose peer had sent its hello. A peer that lost its seat to another one has no
     /// role any longer, so its close has no effect on the seat.
     pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
+        self.readers.forget(peer);
         match self.roles.remove(&peer) {
             Some(PeerRole::Engine(engine) | PeerRole::Admin(engine, _)) => {
                 self.engines.remove(&engine);

@@ -1,6 +1,8 @@
 //! The leader's shell on a host that records what is sent: seats, fencing and status. The core's own tests cover the
 //! decisions.
 
+mod readers;
+
 use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
