@@ -13,6 +13,7 @@ mod gate;
 mod groups;
 mod inventory;
 mod late;
+mod log;
 mod memories;
 mod moves;
 mod resets;

@@ -27,6 +27,7 @@ impl SimWorld {
     /// Checks the invariants. Called after the leader has decided something or a depot was written.
     pub(super) fn check(&mut self) {
         self.checks += 1;
+        self.follow_log();
         let leader = self.leader.state.as_ref();
         let pool = leader.and_then(|leader| leader.core().pool());
         let capacity = pool.map_or(0, kvferry_core::Pool::capacity_pages);
@@ -313,6 +314,7 @@ impl SimWorld {
     /// Checks the invariants at the end of a run, when no pins, reservations or held pages may be left.
     pub(super) fn check_end(&mut self) {
         self.checks = 0;
+        self.end_log();
         let mut wrong = self.check_leader(true).err().map(|found| found.to_string());
         let leader = self.leader.state.as_ref();
         let tiers = self.env.setup.tiers.iter().copied();

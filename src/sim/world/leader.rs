@@ -9,8 +9,8 @@ use super::saboteur::Lie;
 use super::server::{SimServer, SimServerEvent, connection, peer};
 use super::{NodeId, SimContext};
 use kvferry_core::{
-    AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, MemoryStatement, Refusal,
-    TierKey, WorkerMemory,
+    AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, LogPart, LogRead,
+    MemoryStatement, Refusal, TierKey, WorkerMemory,
 };
 use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
@@ -42,6 +42,10 @@ impl LeaderProcess {
 
     pub(super) fn core(&self) -> &Leader {
         self.shell.core()
+    }
+
+    pub(super) fn read_log(&mut self, now: Time, read: &LogRead) -> LogPart {
+        self.shell.read_log(now, read)
     }
 
     pub(super) fn next_timeout(&self, env: &SimContext) -> Time {

@@ -17,6 +17,7 @@ mod disk;
 mod disk_faults;
 mod engine;
 mod faults;
+mod follower;
 mod gate;
 mod groups;
 mod leader;
@@ -54,6 +55,7 @@ pub use counts::Counts;
 pub use disk_faults::DiskSetup;
 use engine::EngineProcess;
 pub use faults::{Fault, FaultCounts};
+use follower::Follower;
 use leader::LeaderProcess;
 use net::{ConnectionEnd, ConnectionId, Packet};
 use process::{Delivery, SimProcess};
@@ -176,6 +178,8 @@ struct SimWorld {
     /// When the leader last handled an event or continued after a pause.
     awake_since: Time,
     checks: u64,
+    /// Readers of the leader's change log.
+    followers: [Follower; 2],
 }
 
 /// Runs a seed: `steps` events with faults, then a quiet end without faults until nothing is pending.
@@ -237,6 +241,7 @@ impl SimWorld {
             seen: (None, false),
             awake_since: Time(0),
             checks: 0,
+            followers: [None, Some(vec![0])].map(Follower::new),
             env,
         }
     }
