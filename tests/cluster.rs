@@ -10,6 +10,7 @@ mod cluster {
     mod beside;
     mod disturbed;
     mod engine;
+    mod events;
     #[path = "../support/fake_cuda.rs"]
     mod fake_cuda;
     mod on_gpus;

@@ -22,7 +22,8 @@ const NAMED_PAGES: u32 = 131_072;
 /// Lookups that must be answered while the tested request runs.
 const LOOKUPS: u32 = 20;
 
-fn on_two_threads(test: impl Future<Output = ()>) {
+/// Runs a test on a runtime of two threads.
+pub fn on_two_threads(test: impl Future<Output = ()>) {
     // Must run before the runtime below starts, because it uses a runtime of its own.
     signals::set_to_defaults();
     let runtime = tokio::runtime::Builder::new_multi_thread()

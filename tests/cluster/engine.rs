@@ -69,9 +69,15 @@ fn start_rank(sockets: &Path) -> RankPipe {
 impl World {
     /// Starts all processes, and waits until lookups are served.
     pub async fn start() -> Self {
+        Self::start_with(&[]).await
+    }
+
+    /// Like [`Self::start`], with more arguments of `up`.
+    pub async fn start_with(arguments: &[&str]) -> Self {
         let folder = socket_dir();
         let name = folder.path().to_str().expect("UTF-8");
-        let up = Running::start(&["up", "--ranks", "1", "--g2", "64MiB", "--socket-dir", name]);
+        let up = ["up", "--ranks", "1", "--g2", "64MiB", "--socket-dir", name];
+        let up = Running::start(&[&up, arguments].concat());
         let mut rank = start_rank(folder.path());
         rank.wait_until_ready(LIMIT).await.expect("a rank");
         let leader = Address::Directory(folder.path().join("leader"));
