@@ -116,6 +116,28 @@ class EngineRequests:
         """Stops the stores of a slot, or of the whole engine. The answer comes when they have ended."""
         return self.request(wire.CancelStores(slot), timeout_s, urgent=True)
 
+    def read_events(
+        self: Sends,
+        epoch: int = 0,
+        from_: int = 0,
+        *,
+        cursor: int | None = None,
+        namespace: bytes | None = None,
+        most: int = 4096,
+        wait_s: float = 0.0,
+        timeout_s: float,
+        until: Ended = None,
+    ) -> PendingRequest:
+        """Reads which pages the leader's tiers gained and lost, from record ``from_`` of the leader of ``epoch`` on.
+
+        ``cursor``: 0 to begin with the pages that are present, then that of the last answer; ``None``: only changes.
+        ``namespace``: only pages of this one. ``wait_s``: time, up to 30 s, for which the answer waits for a change; it
+        comes ``timeout_s`` later at most. The answer is a :class:`kvferry.wire.Events`.
+        """
+        wait_ms = int(wait_s * 1000)
+        message = wire.ReadEvents(epoch, from_, most, wait_ms, namespace, cursor)
+        return self.request(message, wait_s + timeout_s, until=until)
+
     def reset(self: Sends, namespace: bytes, *, timeout_s: float) -> PendingRequest:
         """Removes the pages of a namespace. The answer is a :class:`kvferry.wire.ResetAnswer`."""
         return self.request(wire.Reset(namespace), timeout_s)

@@ -48,6 +48,8 @@ class Kind(IntEnum):
     CANCEL_STORES_ANSWER = 27
     FLUSH = 28
     FLUSH_ANSWER = 29
+    READ_EVENTS = 30
+    EVENTS = 31
     REGISTER = 32
     REGISTERED = 33
     WRITTEN = 34
@@ -229,6 +231,47 @@ class FlushAnswer(msgspec.Struct):
     pages: int
 
 
+class ReadEvents(msgspec.Struct, omit_defaults=True, rename={"from_": "from"}):
+    """Reads which pages the tiers gained and lost, from record ``from_`` on.
+
+    With a ``cursor`` also the pages that are present. See docs/wire.md.
+    """
+
+    epoch: int
+    from_: int
+    most: int
+    wait_ms: int = 0
+    namespace: bytes | None = None
+    cursor: int | None = None
+
+
+class EventRecord(msgspec.Struct):
+    """``stored`` or ``gone`` pages, or a tier that is ``cleared``.
+
+    The pages lie in consecutive arena pages of the tier, from ``place`` on. ``hashes`` are packed.
+    """
+
+    event: str
+    tier: int
+    namespace: bytes = b""
+    layout: bytes = b""
+    group: int = 0
+    place: int = 0
+    hashes: bytes = b""
+    why: str | None = None
+
+
+class Events(msgspec.Struct):
+    """Changes in their order. ``lost``: records before them are missing, and the reader forgets every page."""
+
+    epoch: int
+    next: int
+    lost: bool
+    hash_bytes: int
+    records: list[EventRecord]
+    cursor: int | None = None
+
+
 class CancelStores(msgspec.Struct, omit_defaults=True):
     """Cancels running stores: those of a slot, or all of the engine."""
 
@@ -334,6 +377,7 @@ BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.FINISH_ANSWER: Empty,
     Kind.RESET_ANSWER: ResetAnswer,
     Kind.FLUSH_ANSWER: FlushAnswer,
+    Kind.EVENTS: Events,
     Kind.CANCEL_STORES_ANSWER: CancelStoresAnswer,
     Kind.REGISTERED: Registered,
     Kind.WRITTEN_ANSWER: Empty,
@@ -350,6 +394,7 @@ KINDS: dict[type[msgspec.Struct], Kind] = {
     Finish: Kind.FINISH,
     Reset: Kind.RESET,
     Flush: Kind.FLUSH,
+    ReadEvents: Kind.READ_EVENTS,
     CancelStores: Kind.CANCEL_STORES,
     Register: Kind.REGISTER,
     Written: Kind.WRITTEN,

@@ -63,9 +63,24 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
             assert answer_of(engine.cancel_stores(timeout_s=TIMEOUT_S)) == wire.CancelStoresAnswer(0)
             answer_of(engine.finish(2, timeout_s=TIMEOUT_S))
 
+            begun = answer_of(engine.read_events(cursor=0, namespace=b"n", timeout_s=TIMEOUT_S))
+            assert (begun.lost, begun.cursor, begun.hash_bytes) == (True, None, 16)
+            stored = [(record.event, record.tier, record.hashes, record.why) for record in begun.records]
+            assert stored == [("stored", 2, b"".join(HASHES), None)]
+            reads = engine.read_events(begun.epoch, begun.next, wait_s=20, timeout_s=TIMEOUT_S)
+            other = engine.read_events(begun.epoch, begun.next, wait_s=0, timeout_s=TIMEOUT_S)
+            assert answer_of(reads).records == [], "a later read ends the wait of an earlier one"
+            assert answer_of(other).records == []
+            reads = engine.read_events(begun.epoch, begun.next, wait_s=20, timeout_s=TIMEOUT_S)
+
             assert admin.status().counters["hit_pages"] == 3
             assert admin.reset(b"another namespace") == 0
             assert admin.reset(b"n") == 3
+            gone = answer_of(reads)
+            assert [(record.event, record.hashes, record.why) for record in gone.records] == [
+                ("gone", b"".join(HASHES), "reset")
+            ]
+            assert not gone.lost
             with pytest.raises(Failure, match="start kvferry with g3"):
                 admin.flush()
             found = answer_of(engine.lookup(3, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
