@@ -31,6 +31,10 @@ impl Reader {
     /// Reads one part. Returns whether records before it were lost, and whether the reader has everything now.
     fn read(&mut self, world: &mut World) -> (bool, bool) {
         let part = world.leader.read_log(world.now, &self.read);
+        if part.next < world.leader.log_end() {
+            // The pages that are present now are of a later moment than the records so far.
+            assert_eq!(part.cursor, self.read.cursor, "a slice before its records");
+        }
         if part.lost {
             self.held.clear();
         }
@@ -269,6 +273,37 @@ fn a_tier_that_opens_is_listed_and_one_that_closes_is_cleared() {
     assert_eq!(part.changes, [(TierId::Host, Change::Cleared)]);
     read.from = part.next;
     assert!(site.leader.read_log(site.now, &read).is_empty());
+}
+
+#[test]
+fn a_reader_that_loses_records_between_two_slices_gets_the_first_slice_again() {
+    let mut world = with_stored(40);
+    let mut reader = Reader::new();
+    for lost in [true, false] {
+        assert_eq!(reader.read(&mut world), (lost, false), "a slice of 7 pages");
+    }
+    world.now = world.now + 2 * LOG_IDLE;
+    world.event(LeaderEvent::Tick);
+    assert_eq!(reader.read(&mut world), (true, false));
+    reader.read_all(&mut world);
+    assert_eq!(reader.pages(), found(&world));
+    assert_eq!(reader.pages().len(), 40);
+}
+
+/// [`Reader::read`] checks it: the second record does not fit into the part, and the next present block would.
+#[test]
+fn present_pages_come_after_all_records_so_far() {
+    let mut world = with_stored(8);
+    store(&mut world, 2, 2);
+    let mut reader = Reader::new();
+    assert_eq!(reader.read(&mut world), (true, false), "one block of 8");
+    for (name, pages) in [(4, 4), (6, 8)] {
+        store(&mut world, name, pages);
+    }
+    assert_eq!(reader.read(&mut world), (false, false));
+    assert_eq!(reader.pages().len(), 12, "the first record");
+    reader.read_all(&mut world);
+    assert_eq!(reader.pages().len(), 22);
 }
 
 /// The position of a reader belongs to one leader.
