@@ -26,16 +26,17 @@ class Finishes:
 
     def __init__(self, client: EngineClient):
         self._client = client
-        #: Slots that wait for a retry, each with the leader's epoch in which it was opened, the oldest first.
-        self._to_retry: dict[int, int] = {}
+        #: Slots that wait for a retry, each with the leader's epoch in which it was opened, the oldest first. None: the
+        #: request that opens it had no answer, and may have been sent again to a later leader.
+        self._to_retry: dict[int, int | None] = {}
         #: Requests without an answer, by id, each with slot, epoch, and whether it is a retry.
-        self._open: dict[int, tuple[int, int, bool]] = {}
+        self._open: dict[int, tuple[int, int | None, bool]] = {}
         self._again = 0
         self._ended: collections.deque[PendingRequest] = collections.deque()
         self._not_before = 0.0
 
-    def finish(self, slot: int, epoch: int) -> None:
-        """Finishes a slot that was opened at the leader of this epoch."""
+    def finish(self, slot: int, epoch: int | None) -> None:
+        """Finishes a slot that was opened at the leader of this epoch, or, with None, of this one or a later one."""
         self._send(slot, epoch, again=False)
 
     def turn(self) -> None:
@@ -52,17 +53,17 @@ class Finishes:
         while self._to_retry and self._again < AGAIN_AT_ONCE:
             slot = next(iter(self._to_retry))
             epoch = self._to_retry.pop(slot)
-            if epoch == self._client.epoch and self._send(slot, epoch, again=True).failure is not None:
+            if epoch in (None, self._client.epoch) and self._send(slot, epoch, again=True).failure is not None:
                 # Too many requests are open still.
                 return
 
-    def _retry_later(self, slot: int, epoch: int) -> None:
+    def _retry_later(self, slot: int, epoch: int | None) -> None:
         self._to_retry[slot] = epoch
         self._not_before = time.monotonic() + AGAIN_PAUSE_S
         if len(self._to_retry) > RETRIES_MAX:
             del self._to_retry[next(iter(self._to_retry))]
 
-    def _send(self, slot: int, epoch: int, *, again: bool) -> PendingRequest:
+    def _send(self, slot: int, epoch: int | None, *, again: bool) -> PendingRequest:
         # A request that is refused at once ends before its id is known here: answers are therefore queued.
         pending = self._client.finish(slot, timeout_s=FINISH_LIMIT_S, until=self._ended.append)
         self._open[pending.id] = slot, epoch, again

@@ -215,7 +215,9 @@ class SchedulerSide:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._store(tracked, computed, lambda: tables, (), after=self._last_work)
         if tracked.known_there and not tracked.finished:
-            self._finishes.finish(tracked.slot, tracked.epoch)
+            # A lookup without an answer is sent again to the next leader.
+            answered = tracked.opened is not None and tracked.opened.done
+            self._finishes.finish(tracked.slot, self._client.epoch if answered else None)
         tracked.finished = True
         self._forget_if_over(tracked)
 

@@ -83,6 +83,18 @@ def test_a_finish_that_cannot_succeed_is_not_retried(engine: Engine) -> None:
     assert len(finished(engine)) == 2, "a new leader has no slots of the old one"
 
 
+def test_a_finish_follows_a_lookup_that_is_sent_again_to_the_next_leader(engine: Engine) -> None:
+    """The client repeats both over the new connection; the new leader opens the slot, and refuses the finish."""
+    del engine.leader.answers[wire.Lookup]
+    slot = finish(engine, "a")
+    engine.leader.epoch += 1
+    engine.leader.last(wire.Lookup).end(wire.LookupAnswer(0))
+    engine.leader.last(wire.Finish).end(Failure(Code.NOT_READY, "reads inventories", reported=True, retry=True))
+    engine.step()
+    engine.step()
+    assert finished(engine) == [slot] * 2
+
+
 def test_owed_requests_are_bounded(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     monkeypatch.setattr(finishes, "RETRIES_MAX", 6)
     monkeypatch.setattr(finishes, "AGAIN_AT_ONCE", 4)
