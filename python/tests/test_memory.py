@@ -262,7 +262,7 @@ def test_a_store_of_pages_that_were_written_before_waits_for_no_further_report(d
         assert not early.wait(0.1), "other work is written"
         talk.rank.wrote(later)
         assert early.wait(TIMEOUT_S)
-        assert early.answer == wire.StoreAnswer(3, 0)
+        assert early.answer == wire.StoreAnswer(3, 0), early.failure
         wrong = talk.scheduler.store(1, parts, after=early.id + 9, timeout_s=TIMEOUT_S)
         assert wrong.wait(TIMEOUT_S)
         assert wrong.failure is not None

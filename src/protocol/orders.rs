@@ -162,9 +162,9 @@ impl TransferOrder {
             let text = "engine: name it if from or to is 1, and leave it out if not";
             return Err(invalid(text.to_owned()));
         }
-        // A store also waits for its own request, whatever `after` is.
+        // A store always waits for the work that writes its pages.
         let after = match direction {
-            Some(Direction::Store) => self.after.max(self.request),
+            Some(Direction::Store) if self.after == 0 => self.request,
             _ => self.after,
         };
         let device = self.engine.map(|engine| DeviceEnd {
@@ -397,6 +397,11 @@ mod tests {
             ..store
         };
         assert_eq!(again, Ok(vec![expected]));
+        let mut earlier = order.clone();
+        earlier.after = 5;
+        let again = earlier.into_transfers(Epoch(1), *deadline);
+        let device = again.ok().and_then(|transfers| transfers[0].device);
+        assert_eq!(device.map(|device| device.after), Some(RequestId(5)));
         let refused = |change: fn(&mut TransferOrder)| {
             let mut order = order.clone();
             change(&mut order);

@@ -190,12 +190,12 @@ pub enum WorkerEffect {
         /// True if the memory is in use, false if the leader rejected it.
         admitted: bool,
     },
-    /// A load waits until this engine has written everything up to `through`. Watch the engine's progress in its
-    /// device's memory if it is published there; otherwise the rank reports it.
+    /// A load, or a store of what earlier work writes, waits until this engine has written everything up to `through`.
+    /// Watch the engine's progress in its device's memory if it is published there; otherwise the rank reports it.
     Await {
-        /// The engine that the load waits for.
+        /// The engine that the copy waits for.
         engine: EngineId,
-        /// The last request that must be written.
+        /// The last number that must be written.
         through: RequestId,
     },
     /// Remove these arena pages from the inventory of a tier, because they are about to be overwritten, or failed their

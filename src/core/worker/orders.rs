@@ -210,8 +210,9 @@ impl Worker {
         let through = memory.map_or(RequestId(0), Memory::written);
         let unwritten = device.filter(|device| device.after > through);
         let written = unwritten.is_none();
+        // A rank reports the ids of stores, and no number of other work.
         if let Some(device) = unwritten
-            && transfer.edge.to == TierId::Device
+            && (transfer.edge.to == TierId::Device || device.after != device.request)
         {
             effects.push(WorkerEffect::Await {
                 engine: device.engine,

@@ -121,7 +121,7 @@ pub struct TransferOrder {
     #[serde(default)]
     pub request: u64,
     /// The transfers start after the rank has reported that everything up to this number is written; those of a store
-    /// also wait for `request`.
+    /// with 0 after it has reported `request`.
     #[serde(default)]
     pub after: u64,
     /// The group of layers whose pages are copied, if `from` or `to` is 1.

@@ -1,4 +1,4 @@
-//! Loads wait for the writes of their engine.
+//! Copies wait for the writes of their engine.
 
 use super::*;
 
@@ -20,6 +20,22 @@ fn a_load_overwrites_nothing_that_its_engine_still_writes() {
         written(&mut worker, 7),
         [WorkerEffect::Start(vec![started])]
     );
+}
+
+#[test]
+fn a_store_of_what_earlier_work_writes_waits_for_that_work() {
+    let mut worker = worker();
+    let of_its_step = copy(1, Direction::Store, 7);
+    assert_eq!(order(&mut worker, 1, 1, vec![of_its_step]), []);
+    let of_earlier_work = after(5, copy(2, Direction::Store, 8));
+    let waits = WorkerEffect::Await {
+        engine: ENGINE,
+        through: RequestId(5),
+    };
+    assert_eq!(order(&mut worker, 1, 2, vec![of_earlier_work]), [waits]);
+    assert_eq!(written(&mut worker, 4), []);
+    assert_eq!(starts(&written(&mut worker, 5)), [2]);
+    assert_eq!(starts(&written(&mut worker, 7)), [1]);
 }
 
 #[test]
