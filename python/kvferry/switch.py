@@ -6,7 +6,7 @@ from pathlib import Path
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Name of the file. ``kvferry off`` creates it, ``kvferry on`` removes it.
+#: Name of the file. While it exists, the cache is off.
 NAME = "off"
 #: Pause between two looks at the file.
 LOOK_S = 0.5
