@@ -3,8 +3,9 @@
 A step of :class:`Stepped` is a step of an engine with one rank: schedule, run, take the output.
 """
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def memory(pages: int) -> KVCacheConfig:
     return KVCacheConfig(pages, [], [KVCacheGroupSpec(["layer.0"], spec)])
 
 
+@contextlib.contextmanager
+def connecting(connect: Callable[..., Any]) -> Iterator[None]:
+    """Connectors that are created meanwhile get the result of ``connect`` as their client."""
+    before = SchedulerSide.__init__.__kwdefaults__["connect"]
+    SchedulerSide.__init__.__kwdefaults__["connect"] = connect
+    try:
+        yield
+    finally:
+        SchedulerSide.__init__.__kwdefaults__["connect"] = before
+
+
 class Stepped:
     """An engine of one rank without a model. See the module's docstring."""
 
@@ -68,9 +80,7 @@ class Stepped:
             made.append(Leader(*arguments, **named))
             return made[-1]
 
-        before = SchedulerSide.__init__.__kwdefaults__["connect"]
-        SchedulerSide.__init__.__kwdefaults__["connect"] = connect
-        try:
+        with connecting(connect):
             with set_current_vllm_config(self.config):
                 self.rank = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, memory(pages))
             self.scheduler = Scheduler(
@@ -81,8 +91,6 @@ class Stepped:
                 hash_block_size=PAGE_TOKENS,
                 log_stats=True,
             )
-        finally:
-            SchedulerSide.__init__.__kwdefaults__["connect"] = before
         self.connector = self.scheduler.connector
         #: None if the connector was declined.
         self.leader = made[0] if made else None
