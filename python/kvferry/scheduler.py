@@ -667,8 +667,10 @@ class SchedulerSide:
             computed = min(request.num_computed_tokens, request.num_tokens) // self._page_tokens
             tracked.full = max(tracked.full, computed)
             tracked.stored.skip(tracked.full * self._page_tokens)
-            # Pages that the request computes from now on depend on those before.
-            tracked.mixed = not self._settings.shared_after_reset and (computed > 0 or tracked.load is not None)
+            # Pages that the request computes from now on depend on its tokens from before, also on those of a part of
+            # a page.
+            began = request.num_computed_tokens > 0 or tracked.load is not None
+            tracked.mixed = began and not self._settings.shared_after_reset
             self._let_go(tracked)
         left = self._namespaces.leave()
         if forget:

@@ -84,6 +84,19 @@ def test_pages_after_a_requests_pages_from_before_a_reset_are_not_stored(engine:
     assert (message.parts[0].first_page, message.parts[0].pages) == (0, [[1, 3]])
 
 
+def test_a_page_that_was_begun_before_a_reset_is_not_stored(engine: Engine) -> None:
+    """Its first tokens are of the old weights."""
+    found(engine, 0)
+    asking = request("a", 1)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1]
+    engine.step({asking: 1})
+    assert engine.side.reset()
+    asking.grow(3)
+    engine.step({asking: 3})
+    assert engine.leader.count(wire.Store) == 0
+
+
 def test_nothing_is_stored_after_device_pages_from_before_a_reset(engine: Engine) -> None:
     """vLLM's own reset fails while a request runs, the connector's succeeds. New requests hit the old pages."""
     engine.pool.touch(engine.pool.blocks[1:4])
