@@ -1,11 +1,13 @@
 """A simulated device: what each page of vLLM's pool holds, and a model that reads and writes pages like real layers.
 
 The KV of a token is a number that stands for the token, all tokens before it, the group and the weights. The model
-compares every page that a layer would read with what its tokens say, so that wrong bytes show at once.
+compares every page that a layer would read with what its tokens say, so that wrong bytes show at once. Pages of older
+weights may be read after a reset that vLLM refused; what is computed from them counts as of :data:`MIXED` weights.
 """
 
+import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
@@ -14,6 +16,8 @@ from kvferry.served import NO_PAGE
 
 #: What a page holds after a copy into it was stopped midway, and after it was zeroed.
 TORN, ZEROS = "torn", "zeros"
+#: The weights of tokens that were computed from pages of several weights; and the bits of the number.
+MIXED, _BITS = 63, 6
 #: Largest token, and the number of special ones.
 TOKENS, SPECIAL = 40, 3
 Tables = tuple[list[int], ...]
@@ -86,11 +90,11 @@ class Sequence:
 
 
 def keys_of(marks: list[int] | tuple[int, ...], group: int, weights: int) -> list[int]:
-    return [hash((mark, group, weights)) for mark in marks]
+    return [hash((mark, group)) << _BITS | weights for mark in marks]
 
 
 def state_of(mark: int, group: int, weights: int) -> tuple:
-    return "state", hash((mark, group, weights))
+    return "state", keys_of((mark,), group, weights)[0]
 
 
 @dataclass
@@ -112,7 +116,10 @@ class Work:
 
     runs: list[Run]
     zeroed: list[int]
-    ended: list[Name] = field(default_factory=list)
+    ended: list[Name]
+    weights: int
+    #: Older weights must not be read.
+    oldest: int
 
 
 class Device:
@@ -122,6 +129,8 @@ class Device:
         self.groups = groups
         self.hash_tokens, self.hit_tokens = hash_tokens, hit_tokens
         self.weights = 0
+        #: Steps that are scheduled from now on must not read older weights.
+        self.oldest = self._oldest = 0
         self.pages: dict[int, Any] = {}
         #: The column of each request's running state.
         self._columns: dict[Name, int] = {}
@@ -134,19 +143,48 @@ class Device:
         for run in work.runs:
             if run.fresh:
                 self._columns.pop(run.name, None)
-        # A layer writes the KV of a whole step, and reads then: requests share pages within a step.
-        attending = [group for group in self.groups if group.kind in ("full", "window", "chunk")]
-        for run in work.runs:
-            for group in attending:
-                self._write(group, run)
+        self._oldest = work.oldest
+        of = {run.name: work.weights for run in work.runs}
         for run in work.runs:
             for group in self.groups:
-                if group in attending:
-                    self._read(group, run)
-                elif group.kind == "state":
-                    self._advance(group, run)
-                else:
-                    self._scratch(group, run)
+                if group.kind == "state":
+                    self._take(run.name, of, self._move(group, run))
+                elif group.kind == "scratch" and run.start % self.hit_tokens:
+                    page = run.tables[group.number][0]
+                    self._take(run.name, of, self._compare(group, run, 0, [self.pages.get(page)], run.start - 1))
+        attending = [group for group in self.groups if group.kind in ("full", "window", "chunk")]
+        before: dict[Name, int] = {}
+        while before != of:
+            before = dict(of)
+            # A layer writes the KV of a whole step, and reads then: requests share pages within a step.
+            for group, run in itertools.product(attending, work.runs):
+                self._write(group, run, of[run.name])
+            for group, run in itertools.product(attending, work.runs):
+                self._take(run.name, of, self._read(group, run, work.weights))
+        for run in work.runs:
+            for group in self.groups:
+                if group.kind == "state":
+                    self._advance(group, run, of[run.name])
+                elif group.kind == "scratch":
+                    self.pages[run.tables[group.number][0]] = self._state(group, run, run.end, of[run.name])
+
+    @staticmethod
+    def _take(name: Name, of: dict[Name, int], read: set[int]) -> None:
+        if read - {of[name]}:
+            of[name] = MIXED
+
+    def _compare(self, group: Group, run: Run, page: int, held: list[Any], first: int) -> set[int]:
+        """Returns the weights of tokens that are read, or of a state, if these are the tokens from ``first`` on."""
+        found = set()
+        for at, each in enumerate(held):
+            key = each[1] if isinstance(each, tuple) and group.kind in ("state", "scratch") else each
+            wanted = run.sequence.keys(group.number, 0)[first + at] >> _BITS
+            if not isinstance(key, int) or key >> _BITS != wanted:
+                raise self._wrong(group, run, page, f"what is read of token {first + at} is not there")
+            found.add(key & MIXED)
+        if found and min(found) < self._oldest:
+            raise self._wrong(group, run, page, f"it is of the weights {found}, older than {self._oldest}")
+        return found
 
     def _wrong(self, group: Group, run: Run, page: int, why: str) -> Wrong:
         held = run.tables[group.number][page] if page < len(run.tables[group.number]) else None
@@ -155,19 +193,23 @@ class Device:
             f"(page {held} of the pool, {self.pages.get(held or NO_PAGE)}): {why}"
         )
 
-    def _read(self, group: Group, run: Run) -> None:
+    def _read(self, group: Group, run: Run, weights: int) -> set[int]:
         table, size = run.tables[group.number], group.page_tokens
-        keys = run.sequence.keys(group.number, self.weights)
+        keys = run.sequence.keys(group.number, weights)
         first = group.first_read(run.start)
+        found = set()
         for page in range(first // size, math.ceil(run.start / size)):
             low, high = max(first, page * size), min(run.start, (page + 1) * size)
             held = self.pages.get(table[page]) if table[page] != NO_PAGE else None
-            if not isinstance(held, list) or held[low - page * size : high - page * size] != keys[low:high]:
+            if not isinstance(held, list):
                 raise self._wrong(group, run, page, f"tokens {low} to {high} are not there")
+            held = held[low - page * size : high - page * size]
+            found |= {weights} if held == keys[low:high] else self._compare(group, run, page, held, low)
+        return found
 
-    def _write(self, group: Group, run: Run) -> None:
+    def _write(self, group: Group, run: Run, weights: int) -> None:
         table, size = run.tables[group.number], group.page_tokens
-        keys = run.sequence.keys(group.number, self.weights)
+        keys = run.sequence.keys(group.number, weights)
         for page in range(run.start // size, math.ceil(run.end / size)):
             if table[page] == NO_PAGE:
                 raise self._wrong(group, run, page, "no page to write to")
@@ -178,8 +220,8 @@ class Device:
             held[low - page * size : high - page * size] = keys[low:high]
             self.pages[table[page]] = held
 
-    def _advance(self, group: Group, run: Run) -> None:
-        """A recurrent layer, as vLLM runs it in mode ``align``: the state moves on to the last page of the table."""
+    def _move(self, group: Group, run: Run) -> set[int]:
+        """Moves a running state to the last page of the table, and reads it, as vLLM does in mode ``align``."""
         table, size = run.tables[group.number], group.page_tokens
         before = self._columns.get(run.name, (run.start - 1) // size)
         column = self._columns[run.name] = math.ceil(run.end / size) - 1
@@ -187,25 +229,20 @@ class Device:
             raise self._wrong(group, run, column, "no page for the state")
         if before not in (-1, column):
             self.pages[table[column]] = self.pages.get(table[before])
-        if run.start and self.pages.get(table[column]) != self._state(group, run, run.start):
-            raise self._wrong(group, run, before, f"the state after {run.start} tokens is not there")
+        return self._compare(group, run, before, [self.pages.get(table[column])], run.start - 1) if run.start else set()
+
+    def _advance(self, group: Group, run: Run, weights: int) -> None:
+        table, size = run.tables[group.number], group.page_tokens
         if group.checkpoints:
             offsets, columns = compute_mamba_prefill_checkpoints(
                 [run.end], [run.end - run.start], self.hash_tokens, size, 1, False, self.hit_tokens
             )
             if offsets[0] and table[columns[0]] != NO_PAGE:
-                self.pages[table[columns[0]]] = self._state(group, run, run.start + offsets[0])
-        self.pages[table[column]] = self._state(group, run, run.end)
+                self.pages[table[columns[0]]] = self._state(group, run, run.start + offsets[0], weights)
+        self.pages[table[math.ceil(run.end / size) - 1]] = self._state(group, run, run.end, weights)
 
-    def _state(self, group: Group, run: Run, tokens: int) -> tuple:
-        return state_of(run.sequence.marks[tokens - 1], group.number, self.weights)
-
-    def _scratch(self, group: Group, run: Run) -> None:
-        """Layers that need what is in their only page until a boundary is reached."""
-        page = run.tables[group.number][0]
-        if run.start % self.hit_tokens and self.pages.get(page) != self._state(group, run, run.start):
-            raise self._wrong(group, run, 0, f"the scratch after {run.start} tokens is not there")
-        self.pages[page] = self._state(group, run, run.end)
+    def _state(self, group: Group, run: Run, tokens: int, weights: int) -> tuple:
+        return state_of(run.sequence.marks[tokens - 1], group.number, weights)
 
     def expected(self, group: Group, marks: tuple[int, ...], weights: int) -> Any:
         """What a page of these tokens holds."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import neighbour
-import torch
 from engine import transfer_config
-from fake_device import SPECIAL, TOKENS, Device, Group, Name, Run, Sequence, Work, Wrong
+from fake_device import SPECIAL, TOKENS, Device, Name, Run, Sequence, Work, Wrong
 from fake_leader import Clock, Copy, Leader
 from real_scheduler import connecting, engine_config
+from shapes import PAGE, SHAPES, groups_of, spec_of
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -31,16 +31,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -48,60 +39,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvferry.served import NO_PAGE
 from kvferry.vllm import KvferryConnector
 
-#: Tokens of the smallest page, and of the longest prompt and answer.
-PAGE = 4
+#: Tokens of the longest prompt and answer.
 PROMPT_MAX, ANSWER_MAX = 44, 20
 #: Steps in which an engine without new requests must come to rest.
 DRAIN_STEPS = 600
-SHAPES = ("one", "window", "wide", "state", "chunk", "scratch", "three")
-
-
-def groups_of(shape: str, draw: random.Random) -> list[Group]:
-    window = draw.randint(3, 14)
-    match shape:
-        case "one":
-            kinds = [("full", PAGE, 0)]
-        case "window":
-            kinds = [("window", PAGE, window), ("full", PAGE, 0)]
-        case "wide":
-            kinds = [("window", 2 * PAGE, window), ("full", PAGE, 0)]
-        case "state":
-            kinds = [("state", PAGE, 0), ("full", PAGE, 0)]
-        case "chunk":
-            kinds = [("chunk", PAGE, PAGE * draw.randint(2, 4)), ("full", PAGE, 0)]
-        case "scratch":
-            kinds = [("scratch", 2 * PAGE, 0), ("full", PAGE, 0)]
-        case _:
-            kinds = [("full", PAGE, 0), ("window", PAGE, window), ("state", PAGE, 0)]
-    checkpoints = draw.random() < 0.5
-    return [Group(number, *kind, checkpoints) for number, kind in enumerate(kinds)]
-
-
-def spec_of(group: Group) -> KVCacheSpec:
-    if group.kind == "state":
-        return MambaSpec(
-            block_size=group.page_tokens,
-            shapes=((8,),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode="align",
-            num_prefill_checkpoint_blocks=int(group.checkpoints),
-            prefill_checkpoint_alignment=1 if group.checkpoints else None,
-        )
-    attention: dict[str, Any] = {
-        "block_size": group.page_tokens,
-        "num_kv_heads": 1,
-        "head_size": 8,
-        "dtype": torch.float32,
-    }
-    match group.kind:
-        case "window":
-            return SlidingWindowSpec(**attention, sliding_window=group.tokens)
-        case "chunk":
-            return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=group.tokens)
-        case "scratch":
-            return CircularBufferSpec(**attention)
-        case _:
-            return FullAttentionSpec(**attention)
 
 
 class Rank:
@@ -243,7 +184,21 @@ class Schedule:
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
         self.side._copies.wait = self.leader.wait
+        self._resets = 0
+        reset = self.side.reset
+
+        def count() -> bool:
+            self._resets += 1
+            return reset()
+
+        self.side.reset = count
         self.depth = self.config.max_concurrent_batches
+        # The connector relies on neither: pages of steps in flight are free only after these steps, and pages that are
+        # loaded are not zeroed.
+        if self.draw.random() < 0.5:
+            self.scheduler.defer_block_free = False
+        if self.draw.random() < 0.5:
+            self.scheduler.connector.get_loaded_kv_cache_group_ids = lambda request: ()
 
     # One turn of the engine.
 
@@ -297,7 +252,9 @@ class Schedule:
         ended = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
         self.counts["preempted"] += len(output.preempted_req_ids or ())
         assert not output.kv_cache_block_copies
-        self._in_flight.append(Step(output, Work(runs, output.new_block_ids_to_zero or [], ended), sampled))
+        device = self.device
+        work = Work(runs, output.new_block_ids_to_zero or [], ended, device.weights, device.oldest)
+        self._in_flight.append(Step(output, work, sampled))
 
     def _execute(self, step: Step) -> None:
         if step.results is not None:
@@ -332,6 +289,8 @@ class Schedule:
             self._abort()
         if draw.random() < 0.02:
             self._reset(running=draw.random() < 0.5, connector=draw.random() < 0.3)
+        if draw.random() < 0.1 and any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in self._requests):
+            self._reset(running=draw.random() < 0.8, connector=draw.random() < 0.5)
         if draw.random() < 0.01:
             states = [PauseState.UNPAUSED, PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]
             self.scheduler.set_pause_state(draw.choice(states))
@@ -374,20 +333,22 @@ class Schedule:
             self.scheduler.finish_requests(self.draw.choice(going).request_id, RequestStatus.FINISHED_ABORTED)
 
     def _reset(self, *, running: bool, connector: bool) -> None:
-        # A reset of all caches says that the weights change; they change if it succeeds.
+        # A reset of the connector says that the weights change, also if vLLM cannot reset its own pages.
         changes = connector and not self.shared
-        before, known = self.device.weights, set(self.leader.weights)
+        before, known, resets = self.device.weights, set(self.leader.weights), self._resets
         self.device.weights += changes
         try:
             done = self.scheduler.reset_prefix_cache(running, connector)
         except RuntimeError:
             done = False
         self.counts["reset" if done else "reset refused"] += 1
-        if changes and not done:
+        if changes and self._resets == resets:
+            # vLLM gave up before.
             self.device.weights = before
-            for namespace in self.leader.weights:
-                if namespace not in known:
-                    self.leader.weights[namespace] = before
+            for namespace in self.leader.weights.keys() - known:
+                self.leader.weights[namespace] = before
+        elif done:
+            self.device.oldest = self.device.weights
         self._check()
 
     def _learn(self) -> None:

@@ -9,7 +9,8 @@ import collections
 import os
 
 import pytest
-from schedules import SHAPES, Schedule
+from schedules import Schedule
+from shapes import SHAPES
 
 #: Seeds of each shape, and steps of each seed: 10,500 steps together.
 SEEDS, STEPS = 6, 250
