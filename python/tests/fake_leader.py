@@ -45,6 +45,7 @@ class Leader(EngineRequests):
         self.units: dict[bytes, tuple[int, ...]] = {}
         #: Slots that lack hashes because a request was refused: a later one may rely on it before the refusal arrives.
         self._refused: set[int] = set()
+        self._finished: set[int] = set()
         #: Everything up to this number is written, on every rank.
         self.written = 0
         #: How often faults happen, and whether there are no more.
@@ -128,7 +129,7 @@ class Leader(EngineRequests):
         store = isinstance(message, wire.Store)
         fates = ["failed", "unknown", "lost"] + ["part"] * (store or len(self.served) == 1)
         fate = self.draw_from.choice(fates) if self._fault(0.25 if store else 0.5) else "done"
-        return Copy(asked, store, pages, getattr(message, "after", 0), fate)
+        return Copy(asked, store, pages, getattr(message, "after", 0), fate, self.epoch)
 
     def wait(self, timeout_s: float) -> None:
         self.clock.now += timeout_s if self._chance(0.3) else timeout_s * self.draw_from.random()
@@ -168,8 +169,10 @@ class Leader(EngineRequests):
         self._count("new leader")
         self.epoch += 1
         self.slots.clear()
-        lookups = [asked for asked, _ in self._answers if not isinstance(asked.message, wire.Load | wire.Store)]
-        self._queue = sorted({*self._queue, *lookups}, key=lambda asked: asked.id)
+        # A lookup that got no answer although a later finish did is not repeated: no leader answers so.
+        again = [asked for asked, _ in self._answers if not isinstance(asked.message, wire.Load | wire.Store)]
+        again = [asked for asked in again if getattr(asked.message, "slot", None) not in self._finished]
+        self._queue = sorted({*self._queue, *again}, key=lambda asked: asked.id)
         self._answers.clear()
         for copy in self.copies.values():
             if copy.over:
@@ -196,6 +199,7 @@ class Leader(EngineRequests):
                     self._answer(asked, Failure(Code.BUSY, "busy", reported=True, retry=True))
                     return
                 self.slots.pop(asked.message.slot, None)
+                self._finished.add(asked.message.slot)
                 self._answer(asked, wire.Empty())
             case wire.CancelStores():
                 if not self._fault(0.3):
@@ -271,6 +275,8 @@ class Leader(EngineRequests):
         slot = self.slots.get(message.slot)
         late = self.clock.now >= copy.asked.deadline or copy.asked.id not in self.open
         ignored = copy.over or len(copy.stopped) == self.ranks or (copy.store and message.slot in self._refused)
+        if not slot and not late and not ignored and copy.epoch == self.epoch and message.slot not in self._refused:
+            raise Wrong(f"a request for a slot that this leader does not know: {copy}")
         if slot is None or late or ignored:
             if copy.store:
                 # The hashes that it brought are unknown.

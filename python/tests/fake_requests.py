@@ -61,6 +61,8 @@ class Copy:
     after: int
     #: How the leader ends the copy: ``done``, ``part``, ``failed``, ``unknown`` (without its end), ``lost`` (never).
     fate: str
+    #: Of the leader that the client knew.
+    epoch: int
     #: What a load writes, or what the pages of a store must hold; and under which keys a store publishes them.
     contents: list[Any] = field(default_factory=list)
     keys: list[tuple[bytes, int, bytes]] = field(default_factory=list)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import neighbour
+import pool_checks
 from engine import transfer_config
-from fake_device import SPECIAL, TOKENS, Device, Name, Run, Sequence, Work, Wrong
-from fake_leader import Clock, Copy, Leader
+from fake_device import SPECIAL, TOKENS, Device, Name, Run, Sequence, Work
+from fake_leader import Leader
+from fake_requests import Clock
 from real_scheduler import connecting, engine_config
 from shapes import PAGE, SHAPES, groups_of, spec_of
 from vllm import SamplingParams
@@ -36,7 +38,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.served import NO_PAGE
 from kvferry.vllm import KvferryConnector
 
 #: Tokens of the longest prompt and answer.
@@ -108,7 +109,7 @@ class Schedule:
         self.device = Device(groups, unit, block)
         served = [group for group in groups if group.kind != "scratch"]
         self.leader = Leader(draw, self.clock, self.device, served, self.ranks)
-        self.leader.on_copy = self._check_new
+        self.leader.on_copy = lambda copy: pool_checks.check_new(self, copy)
         self._connect(memory, block, unit)
         hashing = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
@@ -213,7 +214,7 @@ class Schedule:
         self._pass()
         if self.scheduler.has_requests() and len(self._in_flight) < self.depth:
             self._schedule()
-            self._check()
+            pool_checks.check(self)
             if len(self._in_flight) < self.depth and self.draw.random() < 0.7:
                 return
         self._pass()
@@ -225,7 +226,7 @@ class Schedule:
                 self._abort()
             self.scheduler.update_from_output(step.output, step.results)
             self._learn()
-            self._check()
+            pool_checks.check(self)
 
     def _pass(self, *, execute: bool = True) -> None:
         """Lets time pass, in which the leader, the workers and the devices do something."""
@@ -349,7 +350,7 @@ class Schedule:
                 self.leader.weights[namespace] = before
         elif done:
             self.device.oldest = self.device.weights
-        self._check()
+        pool_checks.check(self)
 
     def _learn(self) -> None:
         """Tells the leader's model what the hashes of the running requests mean."""
@@ -361,53 +362,6 @@ class Schedule:
                 self.leader.units[bytes(request.block_hashes[at])] = tuple(marks[at * unit : (at + 1) * unit])
             self._registered[request.request_id] = len(request.block_hashes)
         self._requests = [each for each in self._requests if not RequestStatus.is_finished(each.status)]
-
-    # Checks.
-
-    def _tables(self) -> dict[str, collections.Counter[int]]:
-        """The pages that each request holds."""
-        tables: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-        for manager in self.manager.coordinator.single_type_managers:
-            for name, blocks in manager.req_to_blocks.items():
-                tables[name].update(block.block_id for block in blocks if block.block_id != NO_PAGE)
-        return tables
-
-    def _check_new(self, copy: Copy) -> None:
-        assert copy.pages, "a copy of nothing"
-        assert NO_PAGE not in copy.device_pages, f"a copy names the null page: {copy}"
-        assert len({(group.number, at) for group, at, _ in copy.pages}) == len(copy.pages), f"named twice: {copy}"
-        if not copy.store:
-            holders = [name for name, pages in self._tables().items() if pages.keys() & set(copy.device_pages)]
-            assert len(holders) == 1, f"a load into pages of {holders}"
-            request = self.scheduler.requests[holders[0]]
-            assert not RequestStatus.is_finished(request.status)
-
-    def _check(self) -> None:
-        if self.leader.found:
-            raise self.leader.found[0]
-        assert not self.connector.fault, f"{self.connector.fault} failed"
-        tables = self._tables()
-        held: collections.Counter[int] = sum(tables.values(), collections.Counter())
-        for _, blocks in self.scheduler.deferred_frees:
-            held.update(block.block_id for block in blocks if block.block_id != NO_PAGE)
-        stores = [copy for copy in self.side._copies._open.values() if copy.store]
-        for copy in stores:
-            held.update(copy.pages)
-        for block in self.pool.blocks[1:]:
-            if block.ref_cnt != held[block.block_id]:
-                raise Wrong(f"page {block.block_id} has {block.ref_cnt} references, {held[block.block_id]} explained")
-        assert self.pool.get_num_free_blocks() == self.pages - 1 - len(held)
-        for copy in self.leader.running():
-            for page in copy.device_pages:
-                if copy.store:
-                    assert self.pool.blocks[page].ref_cnt, f"page {page} is free and read by {copy}"
-                    continue
-                holders = [name for name, pages in tables.items() if page in pages]
-                assert len(holders) == 1, f"page {page} is written by {copy} and held by {holders}"
-                assert self.pool.blocks[page].ref_cnt == 1
-                status = self.scheduler.requests[holders[0]].status
-                loading = status == RequestStatus.WAITING_FOR_REMOTE_KVS or RequestStatus.is_finished(status)
-                assert loading, f"{holders[0]} is {status.name} while page {page} is written by {copy}"
 
     def _drain(self) -> None:
         """Nothing more is asked for, and nothing fails any more: everything must come to rest."""
@@ -427,25 +381,9 @@ class Schedule:
             step = self._in_flight.popleft()
             self._execute(step)
             self.scheduler.update_from_output(step.output, step.results)
-        self._check()
-        side, leader = self.side, self.leader
-        assert self.pool.get_num_free_blocks() == self.pages - 1, "pages are held by nothing"
-        left = {
-            "requests": side._tracked,
-            "loading": side._loading,
-            "spoiled": side._spoiled,
-            "loads": side._loads,
-            "copies": side._copies._open,
-            "holds": side._copies._holds,
-            "stored pages": side._copies._stored_pages,
-            "finishes": side._finishes._open,
-            "finishes to retry": side._finishes._to_retry,
-            "slots of the leader": leader.slots,
-            "copies of the leader": leader.copies,
-            "requests to the leader": leader.open,
-        }
-        assert not any(left.values()), {name: what for name, what in left.items() if what}
-        self.counts.update(leader.counts)
+        pool_checks.check(self)
+        pool_checks.check_rest(self)
+        self.counts.update(self.leader.counts)
 
 
 def _kvferry(connector: Any) -> KvferryConnector:
