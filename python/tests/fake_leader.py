@@ -283,6 +283,12 @@ class Leader(EngineRequests):
                 self._refused.add(message.slot)
             self._over(copy, refused(Code.DEADLINE if late else Code.UNKNOWN_SLOT))
             return
+        if copy.store and message.more_from > len(slot.hashes):
+            # The lookup with the hashes before was refused: nothing says what the pages are.
+            self._count("store without its hashes")
+            self._refused.add(message.slot)
+            self._over(copy, refused(Code.INVALID))
+            return
         copy.namespace, copy.began = slot.namespace, True
         if copy.store:
             self._learn(slot, message)
@@ -299,7 +305,6 @@ class Leader(EngineRequests):
     def _learn(self, slot: Slot, message: wire.Store) -> None:
         width = message.hash_bytes or 1
         more = [message.more_hashes[at : at + width] for at in range(0, len(message.more_hashes), width)]
-        assert message.more_from <= len(slot.hashes), "a store leaves hashes out"
         known = slot.hashes[message.more_from : message.more_from + len(more)]
         assert known == more[: len(known)], "a store has other hashes than its slot"
         slot.hashes += more[len(known) :]
@@ -332,7 +337,7 @@ class Leader(EngineRequests):
         if not copy.began:
             return
         late = self.clock.now >= copy.asked.deadline and (copy.fate != "lost" or self.calm)
-        if self.written >= (copy.asked.id if copy.store else copy.after):
+        if self.written >= (copy.after or (copy.asked.id if copy.store else 0)):
             for _ in range(self.draw_from.randrange(4)):
                 self._touch(copy, self.draw_from.randrange(len(copy.pages)), torn=self._chance(0.5))
             if not late and copy.fate != "refused" and self._chance(0.3):

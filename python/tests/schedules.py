@@ -55,6 +55,9 @@ class Rank:
         self._number, self._leader = number, leader
         self._abandoned: list[int] = []
 
+    def announces(self, through: int) -> bool:
+        return True
+
     def wrote(self, through: int, over: Any, stream: Any, *, stores: int) -> None:
         self._leader.written = max(self._leader.written, through)
 
