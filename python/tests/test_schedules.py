@@ -3,6 +3,32 @@
 Each seed draws an engine and runs it: hybrid block tables, a pool so small that requests are preempted, several batches
 in flight, MultiConnector, resets, aborts, and a leader that fails in every way that docs/wire.md allows.
 ``KVFERRY_VLLM_FULL=1`` runs 20 times as many seeds, ``KVFERRY_SCHEDULE=SEED`` a single one.
+
+Mistakes that were planted in ``kvferry``, one at a time, and what the default seeds reported:
+
+===================================================  ==================================================
+a store names a page before it is full               other tokens in a page that is stored
+a store does not hold its pages                      a reference that nothing explains
+a load names pages that the device has               a load that is no hit of its lookup
+states are found by their position in the table      another state in a page that is stored
+pages are freed after a failure without ``over``     a page is free and read
+a window is one page short; a chunk is not loaded    a load that is no hit of its lookup
+a reset of the pool does not spoil running loads     a request reads pages of older weights
+a reset of the pool does not spoil ended loads       a request reads pages of older weights
+``load.after`` is left out                           a step in flight overwrites what was loaded
+zeros of the same step are not awaited               a request reads zeros
+an answer of an older leader is used                 a slot that the leader does not know
+a store goes to a slot of an older leader            a slot that the leader does not know
+one rank confirms the end of a copy for all          a page is free and read
+a part of a load counts as all of it                 other tokens in a page that a request reads
+a reset keeps the namespace                          older weights in a page that is stored
+pages on the device from before a reset are stored   older weights in a page that is stored
+``finish`` is left out                               slots that stay open
+===================================================  ==================================================
+
+Not found, since other rules have the same effect: to use a load that was requested before a reset of the connector
+alone (vLLM then keeps pages of older weights, too); not to skip pages that were full before a reset (none of their
+request's pages are stored any more); to abandon no copy when the connection is lost (deadlines end them later).
 """
 
 import collections
@@ -15,7 +41,7 @@ from shapes import SHAPES
 #: Seeds of each shape, and steps of each seed: 10,500 steps together.
 SEEDS, STEPS = 6, 250
 #: Seen at least so often in the schedules of a shape.
-LEAST = {"hits": 15, "load done": 10, "store done": 100, "preempted": 5, "aborted": 30, "reset": 2, "new leader": 2}
+LEAST = {"hits": 15, "load done": 10, "store done": 100, "preempted": 5, "aborted": 30, "reset": 2, "new leader": 1}
 
 
 def run(seed: int, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
