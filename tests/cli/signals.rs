@@ -46,6 +46,21 @@ fn up_ends_in_order_by_a_signal_to_it_alone() {
     }
 }
 
+/// Waits until a process handles SIGTERM. One that has just been started still ends by it.
+fn handles_sigterm(process: &str) {
+    let until = Instant::now() + LIMIT;
+    loop {
+        let status = std::fs::read_to_string(format!("/proc/{process}/status")).expect("a status");
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let caught = u64::from_str_radix(caught.expect("a mask").trim(), 16).expect("a number");
+        if caught & (1 << (Signal::TERM.as_raw() - 1)) != 0 {
+            return;
+        }
+        assert!(Instant::now() < until, "process {process}: {status}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// A service manager sends SIGTERM to each process of a group, and children must not end before `up` has flushed.
 #[test]
 fn children_leave_sigterm_to_up() {
@@ -58,6 +73,7 @@ fn children_leave_sigterm_to_up() {
     let children = || std::fs::read_to_string(&children).expect("children");
     let before = children();
     assert_eq!(before.split_whitespace().count(), 3, "{before}");
+    before.split_whitespace().for_each(handles_sigterm);
     for child in before.split_whitespace() {
         let child = Pid::from_raw(child.parse().expect("a number")).expect("above 0");
         kill_process(child, Signal::TERM).expect("a child");
