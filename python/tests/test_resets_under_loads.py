@@ -96,8 +96,8 @@ def test_device_pages_from_before_a_reset_are_not_found(engine: Stepped) -> None
 def test_a_pause_ends_while_pages_are_loaded(engine: Stepped) -> None:
     """A paused engine runs no step for its requests, so that no load would end."""
     (request,) = loading(engine)
-    engine.add(tokens(PAGE_TOKENS * 3, seed=9))
     found(engine, 0)
+    engine.add(tokens(PAGE_TOKENS * 3, seed=9))
     engine.step()
     engine.leader.cancels = True
     assert engine.leader.count(wire.Store) == 2, "a store runs, too"
