@@ -2,7 +2,7 @@
 
 A store holds its pages until it is over. A running request holds these pages itself; after it has ended or was
 preempted, only the store keeps them from other requests, for as long as the copy takes. When copies are slower than the
-engine fills pages, stores are skipped; the pages are tried again when the request has filled the next one.
+engine fills pages, stores are skipped; the pages are named again in the next store of the request.
 """
 
 import logging

@@ -95,8 +95,8 @@ class EngineRequests:
         """Copies the device pages that ``parts`` name to kvferry.
 
         The copies start when every rank has reported the id of this request as written, or the number ``after`` of
-        earlier work. ``more``: hashes of pages that
-        the lookup did not name, from position ``more_from`` on. The answer is a :class:`kvferry.wire.StoreAnswer`.
+        earlier work. ``more``: hashes of pages that the lookup did not name, from position ``more_from`` on. The answer
+        is a :class:`kvferry.wire.StoreAnswer`.
         """
         message = wire.Store(
             slot=slot,

@@ -69,15 +69,12 @@ class PerRequests:
 
     def __init__(self) -> None:
         self._tell_at = 0.0
-        #: Number of requests whose settings could not be used.
-        self.refused = 0
 
     def of(self, params: Any) -> PerRequest:
         """Returns the settings of a request. With settings that cannot be used, nothing is loaded or stored."""
         try:
             return PerRequest.read(params)
         except ValueError as error:
-            self.refused += 1
             if time.monotonic() >= self._tell_at:
                 self._tell_at = time.monotonic() + _TELL_S
                 logger.warning("kvferry: a request runs without the cache: %s", error)

@@ -210,7 +210,8 @@ class SchedulerSide:
         if tracked is None:
             return
         failed = request.status.name == "FINISHED_ERROR"
-        if tables and not (tracked.finished or tracked.load or failed) and self._client.listening:
+        # A request that ends before a step ran it may count tokens as computed whose load has failed.
+        if tables and tracked.ran and not (tracked.finished or failed) and self._client.listening:
             # The last token was sampled, and has no KV of its own yet.
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._store(tracked, computed, lambda: tables, (), after=self._last_work)
@@ -278,7 +279,7 @@ class SchedulerSide:
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
         # vLLM calls this only for requests that have no pages.
         tracked.stored.restart()
-        tracked.full = 0
+        tracked.full, tracked.ran = 0, False
         tracked.mixed, tracked.on_old_pages = False, self._on_old_pages(tracked)
         if tracked.load is not None or self._loads_nothing(tracked) or not self._client.listening:
             return 0
@@ -425,7 +426,10 @@ class SchedulerSide:
         state = output.kv_connector_block_state
         for request_id, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and self._client.listening:
+            if tracked is None:
+                continue
+            tracked.ran = True
+            if self._client.listening:
                 # Draft tokens have no hash, and their KV may be overwritten.
                 computed = min(tracked.request.num_computed_tokens + tokens, tracked.request.num_tokens)
                 states = state.boundary_state_offloads.get(request_id, ())
@@ -463,11 +467,11 @@ class SchedulerSide:
         if tracked is not None:
             tracked.lookup, tracked.computes = None, False
             tracked.stored.restart()
-            tracked.full = 0
+            tracked.full, tracked.ran = 0, False
             tracked.mixed = False
 
-    def _full(self, tracked: Tracked, computed: int) -> int:
-        """Returns the pages that are full with ``computed`` tokens and are to be stored."""
+    def _full(self, tracked: Tracked, computed: int, *, at_once: bool) -> int:
+        """Returns the pages that are full with ``computed`` tokens and are to be stored: all of them, or in runs."""
         request = tracked.request
         limit = tracked.settings.max_store_tokens
         if limit is not None:
@@ -480,7 +484,7 @@ class SchedulerSide:
             return prompt
         # Generated pages come one by one: each store would cost as much as one of many pages.
         waits = full - max(tracked.full, prompt) < self._settings.store_run_pages
-        return max(tracked.full, prompt) if waits and not request.is_finished() else full
+        return max(tracked.full, prompt) if waits and not at_once else full
 
     def _store(
         self,
@@ -495,7 +499,8 @@ class SchedulerSide:
         They are written by the work ``after``; with 0, by the step that is scheduled now.
         """
         request = tracked.request
-        full = self._full(tracked, computed)
+        # vLLM hands a state over once, and gives the pages of a finished request to others.
+        full = self._full(tracked, computed, at_once=bool(states) or request.is_finished())
         if (full <= tracked.full and not states) or time.monotonic() < self._store_again_at:
             return
         if self._settings.mode == "load" or self._switch.off or not tracked.settings.store:

@@ -51,8 +51,8 @@ class ServedGroup:
     def serves(self, page: int, hit_tokens: int) -> bool:
         """Whether a hit can need a page of a window or a chunk. Hits end at multiples of ``hit_tokens``.
 
-        Such a page lies in the last pages before the first end behind it, or is the page behind an end, which groups
-        with draft layers need as well.
+        True if the page is within the window, or the chunk, of the first such end after it. Groups with draft layers
+        also need the page that follows an end.
         """
         begin = page * self.page_tokens
         end = -(-(begin + self.page_tokens) // hit_tokens) * hit_tokens
@@ -93,7 +93,7 @@ class Served:
 
     @property
     def looks_behind(self) -> bool:
-        """Whether hashes behind the end of a hit are of use: groups with draft layers need the page there."""
+        """Whether a lookup must name hashes beyond its limit: groups with draft layers need the page after the hit."""
         return any(group.eagle for group in self.groups)
 
     def to_load(self, tables: Sequence[Sequence[int]], device: int, end: int) -> list[Part] | None:

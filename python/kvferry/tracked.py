@@ -56,6 +56,8 @@ class Tracked:
     opened: PendingRequest | None = None
     epoch: int = 0
     known: int = 0
+    #: A step ran the request since vLLM last gave it pages. Until then its computed tokens may be of a failed load.
+    ran: bool = False
     #: Pages that were full at the last check.
     full: int = 0
     #: The first pages of the request are from before a reset: pages that are computed after them are not stored.

@@ -16,8 +16,9 @@ VERSION = 2
 HELLO_VERSION = 1
 #: Longest message body, sent or received.
 BODY_BYTES_MAX = 8 << 20
-#: Most page hashes in one message.
+#: Most parts of a load or a store.
 PARTS_MAX = 4096
+#: Most page hashes in one message.
 HASHES_MAX = 131_072
 #: Bytes of one page hash.
 HASH_BYTES = range(16, 65)

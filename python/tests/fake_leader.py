@@ -366,7 +366,7 @@ class Leader(EngineRequests):
             case "unknown":
                 # Only the answer is lost; the copy goes on.
                 copy.fate = "lost"
-                self._answer(copy.asked, Failure(Code.INTERNAL, "nobody knows", reported=True))
+                self._answer(copy.asked, Failure(Code.INTERNAL, "the outcome is unknown", reported=True))
                 return
             case "failed":
                 self._over(copy, refused(self.draw_from.choice((Code.COPY_FAILED, Code.BUSY))))

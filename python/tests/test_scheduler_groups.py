@@ -153,6 +153,19 @@ def test_a_state_is_stored_without_a_new_page(engine: Engine) -> None:
     assert parts(engine.leader.last(wire.Store)) == [(2, 1, [50])]
 
 
+def test_a_state_of_generated_tokens_does_not_wait_for_a_run_of_pages() -> None:
+    """vLLM hands it over once."""
+    engine = Engine(SERVED, store_run_pages=8)
+    filling = request("a", 2 * PAGE_TOKENS)
+    engine.side.track(filling)  # type: ignore[arg-type]
+    engine.tables["a"] = tables(10, 4)
+    engine.step({filling: 2 * PAGE_TOKENS})
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(4, 0))
+    filling.grow(2 * PAGE_TOKENS)
+    engine.step({filling: 2 * PAGE_TOKENS}, states={"a": [(3, 50, 4 * PAGE_TOKENS)]})
+    assert parts(engine.leader.last(wire.Store)) == [(0, 2, [[12, 2]]), (1, 2, [[32, 2]]), (2, 1, [50])]
+
+
 def test_a_failed_store_is_retried_with_the_pages_that_are_left(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ def test_generated_pages_are_stored_in_runs_and_at_the_end() -> None:
     finish(engine, asking)
     assert parts(engine) == [(5, [6])]
     finishes = [type(asked.message) for asked in engine.leader.asked[-2:]]
-    assert finishes == [wire.Store, wire.Finish], "the slot is released behind its last store"
+    assert finishes == [wire.Store, wire.Finish], "the slot is released after its last store"
 
 
 def test_the_last_sampled_token_has_no_kv() -> None:
@@ -64,6 +64,21 @@ def test_the_last_sampled_token_has_no_kv() -> None:
     asking.num_computed_tokens += 1
     finish(engine, asking)
     assert engine.leader.count(wire.Store) == 1, "an engine that schedules ahead counts the token as computed"
+
+
+@pytest.mark.parametrize("answer", [refused(), wire.LoadAnswer(1)])
+def test_pages_of_a_failed_load_are_not_stored_when_the_request_is_aborted(answer: Any) -> None:
+    """vLLM counts the tokens as computed until it takes the results of the load: their pages hold other bytes."""
+    engine = Engine()
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    asking.num_computed_tokens = 16
+    engine.leader.last(wire.Load).end(answer)
+    engine.step()
+    finish(engine, asking, RequestStatus.FINISHED_ABORTED)
+    assert engine.leader.count(wire.Store) == 0
 
 
 def test_the_pages_of_a_failed_request_are_not_stored_at_its_end() -> None:

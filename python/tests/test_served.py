@@ -75,7 +75,7 @@ def test_stores_name_the_pages_that_a_hit_can_need() -> None:
             kept = {page for run in stored for page in pages_of(run) if page < complete}
             ours = set(positions(parts, number))
             assert kept <= ours, (each.line(), group)
-            # Pages behind the last end are stored before it is known whether the sequence goes on to the next.
+            # Pages after the last end are stored, too: the sequence may grow to the next end.
             last = each.tokens // each.hit_tokens * each.hit_tokens // group.page_tokens
             assert all(page >= last for page in ours - kept), (each.line(), group)
 
