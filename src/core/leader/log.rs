@@ -1,7 +1,7 @@
 //! The change log: the pages that each tier gained and lost, in order, for readers that follow them.
 //!
 //! Records are numbered from 1 over the life of a leader, and the newest ones are kept. Nothing is recorded before the first
-//! read, and nothing when nobody has read for [`LOG_IDLE`]: a reader whose next record is not kept has to begin again.
+//! read, and nothing more when no reader came for [`LOG_IDLE`]. A reader whose next record is not kept has to begin again.
 
 use std::collections::VecDeque;
 use std::time::Duration;
