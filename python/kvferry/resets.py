@@ -1,7 +1,7 @@
 """Requests to the leader to remove the pages of namespaces that a reset has left, one namespace after another.
 
 A request names one namespace, so that pages of other engines and models stay. The engine cannot find the pages in any
-case: its stores and lookups use other namespaces by then. See :mod:`kvferry.namespaces`.
+case: its stores and lookups use other namespaces by then. See :mod:`kvferry.vllm.namespaces`.
 """
 
 import time

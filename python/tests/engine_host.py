@@ -128,18 +128,18 @@ class Host:
 
     def spoil(self, order: dict[str, Any]) -> None:
         """Changes the pages of this group that the next load brings, before its request runs."""
-        from kvferry.scheduler import SchedulerSide
+        from kvferry.vllm.loads import Loads
 
-        loaded, self.spoiled_pages = SchedulerSide._loaded, 0
+        loaded, self.spoiled_pages = Loads.over, 0
 
-        def spoiling(side: Any, tracked: Any, copy: Any) -> None:
-            SchedulerSide._loaded = loaded
+        def spoiling(loads: Any, tracked: Any, copy: Any, **named: Any) -> None:
+            Loads.over = loaded
             for part in copy.parts:
                 if part.group == order["group"] and copy.answer is not None:
                     self.spoiled_pages += flip(part.group, part.pages)
-            loaded(side, tracked, copy)
+            loaded(loads, tracked, copy, **named)
 
-        SchedulerSide._loaded = spoiling
+        Loads.over = spoiling
 
     def spoiled(self, order: dict[str, Any]) -> int:
         return self.spoiled_pages

@@ -67,9 +67,9 @@ def check_rest(engine: "Schedule") -> None:
     assert engine.pool.get_num_free_blocks() == engine.pages - 1, "pages are held by nothing"
     left = {
         "requests": side._tracked,
-        "loading": side._loading,
-        "spoiled": side._spoiled,
-        "loads": side._loads,
+        "loading": side._loads._loading,
+        "spoiled": side._loads._spoiled,
+        "loads": side._loads._waiting,
         "copies": side._copies._open,
         "holds": side._copies._holds,
         "stored pages": side._copies._stored_pages,

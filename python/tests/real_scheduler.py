@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.scheduler import SchedulerSide
+from kvferry.vllm.scheduler import SchedulerSide
 
 # The first configuration of a process replaces the handlers of vLLM's loggers, including those that pytest installed.
 configure_logging_if_needed(LoggingConfig())

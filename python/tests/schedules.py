@@ -44,6 +44,12 @@ from kvferry.vllm import KvferryConnector
 PROMPT_MAX, ANSWER_MAX = 44, 20
 #: Steps in which an engine without new requests must come to rest.
 DRAIN_STEPS = 600
+#: Modules of the scheduler's side that read the time, which a schedule advances.
+CLOCKED = [
+    *("finishes", "looks", "resets"),
+    *(f"vllm.{name}" for name in ("backpressure", "inflight", "invalidation", "lookups", "namespaces")),
+    *(f"vllm.{name}" for name in ("scheduler", "stores")),
+]
 
 
 class Rank:
@@ -95,7 +101,7 @@ class Schedule:
         self.multi = draw.random() < 0.3
         self.shared = draw.random() < 0.3
         self.clock = Clock()
-        for name in ("scheduler", "inflight", "finishes", "resets", "backpressure", "looks", "namespaces"):
+        for name in CLOCKED:
             monkeypatch.setattr(f"kvferry.{name}.time", self.clock)
         groups = groups_of(self.shape, draw)
         self.config = self._config()

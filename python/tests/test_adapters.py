@@ -79,7 +79,7 @@ def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_again(en
 def test_more_adapters_than_can_be_remembered_are_not_cached(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.namespaces.ADAPTERS_MAX", 2)
+    monkeypatch.setattr("kvferry.vllm.namespaces.ADAPTERS_MAX", 2)
     found(engine, 0)
     folder(tmp_path)
     seen = []
@@ -130,7 +130,7 @@ def test_an_adapter_stays_known_while_the_files_that_vllm_reads_are_unchanged(
 ) -> None:
     there = folder(tmp_path / "adapter")
     found(engine, 0)
-    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", 0.0)
+    monkeypatch.setattr("kvferry.vllm.namespaces.CLOCK_S", 0.0)
     if unseen_before:
         eventually("the file clock advances", lambda: time.time() > there.stat().st_ctime)
         runs(engine, adapter("one", str(there)), 0, monkeypatch, seen=False)
@@ -253,7 +253,7 @@ def test_files_that_were_checked_too_late_are_known_again_if_unchanged(
     found(engine, 0)
     path = folder(tmp_path / "adapter")
     # Files that the test changes are newer by more than the clocks' difference.
-    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0 if not changed else 60.0)
+    monkeypatch.setattr("kvferry.vllm.namespaces.CLOCK_S", -60.0 if not changed else 60.0)
     for step, (seen, computed) in enumerate(((seen_before, 0), (False, 0), (True, 8), (True, 0))):
         if step == 2 and reset:
             engine.side._namespaces.device_is_empty()
@@ -315,7 +315,7 @@ def test_an_unchecked_adapter_number_reused_for_another_path_is_not_cached(
 ) -> None:
     found(engine, 0)
     one, two = (str(folder(tmp_path / name)) for name in ("one", "two"))
-    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0)
+    monkeypatch.setattr("kvferry.vllm.namespaces.CLOCK_S", -60.0)
     runs(engine, adapter("one", one), 0, monkeypatch, seen=False)
     runs(engine, adapter("two", two), 0, monkeypatch)
     assert engine.leader.count(wire.Store) == 0
@@ -416,7 +416,7 @@ def test_an_adapter_path_that_is_not_utf_8_is_no_fault(
 def test_unchecked_adapters_beyond_the_limit_are_not_cached(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.namespaces.ADAPTERS_MAX", 2)
+    monkeypatch.setattr("kvferry.vllm.namespaces.ADAPTERS_MAX", 2)
     found(engine, 0)
     path = str(folder(tmp_path))
     runs(engine, adapter("known", path, number=1), 0, monkeypatch)
@@ -437,7 +437,7 @@ def test_a_request_after_pages_of_other_files_stores_nothing_once_it_has_a_names
     engine = Engine(shared_after_reset=True)
     found(engine, 0)
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
-    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0)
+    monkeypatch.setattr("kvferry.vllm.namespaces.CLOCK_S", -60.0)
     path = str(folder(tmp_path / "adapter"))
     runs(engine, adapter("one", path, number=1), 0, monkeypatch)
     folder(tmp_path / "adapter", "another")
@@ -482,7 +482,7 @@ def test_a_check_that_succeeds_late_detects_that_the_device_has_pages_of_other_f
 def test_names_beyond_the_limit_count_as_older_ones_on_the_device(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.namespaces.ON_DEVICE_MAX", 1)
+    monkeypatch.setattr("kvferry.vllm.namespaces.ON_DEVICE_MAX", 1)
     found(engine, 0)
     for name, computed in (("a", 0), ("b", 8), ("c", 0)):
         asking = request(name, 16)

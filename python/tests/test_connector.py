@@ -24,10 +24,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry import compat, kv_groups
-from kvferry import vllm as connector
 from kvferry.served import Served, ServedGroup
-from kvferry.settings import Settings, default_socket_dir
+from kvferry.vllm import compat, connector, kv_groups
+from kvferry.vllm.settings import Settings, default_socket_dir
 
 KNOWN = (KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig)
 

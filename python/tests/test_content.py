@@ -11,9 +11,10 @@ import pytest
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import IncompleteSnapshotError
 
-from kvferry import content, files
-from kvferry.namespaces import Namespaces
-from kvferry.settings import Settings
+from kvferry import files
+from kvferry.vllm import content
+from kvferry.vllm.namespaces import Namespaces
+from kvferry.vllm.settings import Settings
 
 COMMITS = ("a" * 40, "b" * 40)
 

@@ -17,12 +17,12 @@ from test_scheduler import found
 
 from kvferry import wire
 from kvferry.client import Failure
-from kvferry.guard import Faults, guarded
 from kvferry.memory import Group, KvMemory, Place
-from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
-from kvferry.reports import Reports
 from kvferry.vllm import KvferryConnector
+from kvferry.vllm.guard import Faults, guarded
+from kvferry.vllm.metadata import RankReport, StepMetadata
+from kvferry.vllm.reports import Reports
 from kvferry.wire import Code
 
 PAGES = 64

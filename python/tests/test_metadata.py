@@ -11,11 +11,11 @@ from test_scheduler import PAGE_TOKENS, Pool, Request, request
 
 from kvferry import wire
 from kvferry.memory import Group, KvMemory, Place
-from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
-from kvferry.scheduler import SchedulerSide
 from kvferry.served import Served
-from kvferry.settings import Settings
+from kvferry.vllm.metadata import RankReport, StepMetadata
+from kvferry.vllm.scheduler import SchedulerSide
+from kvferry.vllm.settings import Settings
 
 ENGINE = b"e" * 16
 #: A load's own time; a step takes longer.

@@ -293,7 +293,7 @@ def test_a_reset_that_cannot_be_confirmed_is_not_awaited(steady: Engine, monkeyp
     """The engine has left more namespaces than are remembered."""
     monkeypatch.setattr("kvferry.resets.FORGET_MAX", 1)
     steady.leader.answers[wire.Reset] = wire.ResetAnswer(1)
-    forgetting = steady.side._forgetting
+    forgetting = steady.side._invalidation._forgetting
     forgetting.add([b"one", b"two"])
     begun = time.monotonic()
     assert not forgetting.wait(60)

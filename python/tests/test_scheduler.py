@@ -12,13 +12,14 @@ import pytest
 from daemon import eventually
 from vllm.v1.request import RequestStatus
 
-from kvferry import inflight, scheduler, wire
+from kvferry import wire
 from kvferry.client import Failure
 from kvferry.engine_client import EngineRequests
-from kvferry.metadata import RankReport, StepMetadata
-from kvferry.scheduler import SchedulerSide
 from kvferry.served import Served
-from kvferry.settings import Settings
+from kvferry.vllm import inflight, scheduler
+from kvferry.vllm.metadata import RankReport, StepMetadata
+from kvferry.vllm.scheduler import SchedulerSide
+from kvferry.vllm.settings import Settings
 from kvferry.wire import Code
 
 PAGE_TOKENS = 4
@@ -326,7 +327,7 @@ def test_a_lookup_is_sent_once_and_repeated_when_its_answer_is_old(
     for device_tokens, asked, matched in ((0, 1, 16), (0, 1, 16), (8, 1, 8), (16, 2, 16), (0, 3, 16)):
         assert engine.side.matched_tokens(asking, device_tokens) == matched
         assert engine.leader.count(wire.Lookup) == asked
-    monkeypatch.setattr("kvferry.scheduler.FRESH_S", -1.0)
+    monkeypatch.setattr("kvferry.vllm.lookups.FRESH_S", -1.0)
     engine.side.matched_tokens(asking, 0)
     assert engine.leader.count(wire.Lookup) == 4
     monkeypatch.undo()
@@ -627,7 +628,7 @@ def test_preemption_waits_a_little_for_pages_that_only_a_store_holds(
     assert not engine.side.frees_soon(), "the request holds them, too"
     engine.pool.free_blocks(engine.pool.blocks[1:3])
     assert engine.side.frees_soon()
-    monkeypatch.setattr("kvferry.scheduler.FREES_SOON_S", 0.0)
+    monkeypatch.setattr("kvferry.vllm.scheduler.FREES_SOON_S", 0.0)
     assert not engine.side.frees_soon(), "a slow store is not awaited"
 
 
@@ -665,7 +666,7 @@ def test_stores_pause_after_one_that_the_leader_could_not_take(engine: Engine, m
     asking.grow(4)
     engine.step({asking: 4})
     assert engine.leader.count(wire.Store) == 1
-    monkeypatch.setattr(engine.side, "_store_again_at", 0.0)
+    monkeypatch.setattr(engine.side._stores, "_again_at", 0.0)
     asking.grow(1)
     engine.step({asking: 1})
     message = engine.leader.last(wire.Store).message

@@ -169,7 +169,7 @@ def test_a_state_of_generated_tokens_does_not_wait_for_a_run_of_pages() -> None:
 def test_a_failed_store_is_retried_with_the_pages_that_are_left(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.STORE_PAUSE_S", 0.0)
+    monkeypatch.setattr("kvferry.vllm.stores.STORE_PAUSE_S", 0.0)
     filling = request("a", 4 * PAGE_TOKENS)
     engine.side.track(filling)  # type: ignore[arg-type]
     engine.tables["a"] = tables(10, 4)

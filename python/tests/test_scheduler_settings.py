@@ -9,10 +9,11 @@ from daemon import eventually
 from test_scheduler import PAGE_TOKENS, Engine, found, refused, request
 from vllm.v1.request import RequestStatus
 
-from kvferry import scheduler, wire
-from kvferry.per_request import PerRequest
-from kvferry.settings import Settings
+from kvferry import wire
 from kvferry.switch import Switch
+from kvferry.vllm import lookups
+from kvferry.vllm.per_request import PerRequest
+from kvferry.vllm.settings import Settings
 
 
 def parts(engine: Engine) -> list[tuple[int, list]]:
@@ -251,7 +252,7 @@ def test_a_request_is_looked_up_when_it_arrives() -> None:
 
 def test_few_waiting_requests_are_looked_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader holds the pages that it finds."""
-    monkeypatch.setattr(scheduler, "EARLY_LOOKUPS_MAX", 2)
+    monkeypatch.setattr(lookups, "EARLY_LOOKUPS_MAX", 2)
     engine = Engine()
     asking = [request(name, 17) for name in "abcd"]
     for each in asking[:3]:

@@ -10,7 +10,7 @@ import pytest
 from daemon import Daemon, eventually, running
 from engine import Engine, Server, config, said, tokens, wait_steps
 
-from kvferry import scheduler
+from kvferry.vllm import scheduler
 
 PROMPT = tokens(270, seed=40)
 

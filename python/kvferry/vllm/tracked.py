@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvferry import wire
 from kvferry.client import PendingRequest
-from kvferry.inflight import Copy
-from kvferry.per_request import PerRequest
 from kvferry.served import StoreCursor
+from kvferry.vllm.inflight import Copy
+from kvferry.vllm.per_request import PerRequest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

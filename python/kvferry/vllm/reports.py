@@ -5,7 +5,7 @@ A report is kept until the next step begins, so that it can be read again after 
 
 from collections.abc import Iterable
 
-from kvferry.metadata import RankReport, StepMetadata
+from kvferry.vllm.metadata import RankReport, StepMetadata
 
 #: Most reported requests that are remembered, 0.1 KB each: 2 MB. More cannot be open at a time.
 REPORTED_MAX = 16_384

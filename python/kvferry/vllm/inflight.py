@@ -2,7 +2,7 @@
 
 A copy is over when the leader has reported so, or, if the leader cannot be reached, when every rank has confirmed that
 nothing is copied for it. Only then may its pages be used again. A load holds at least one page that no other copy
-holds, and the pages of all stores together are bounded (:mod:`kvferry.backpressure`), so that there are never more
+holds, and the pages of all stores together are bounded (:mod:`kvferry.vllm.backpressure`), so that there are never more
 copies than twice the device's pages.
 """
 

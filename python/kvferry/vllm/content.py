@@ -14,12 +14,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry import compat, files, hub
+from kvferry import files, hub
+from kvferry.vllm import compat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvferry.settings import Settings
+    from kvferry.vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvferry")
 

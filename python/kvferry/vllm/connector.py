@@ -1,8 +1,8 @@
 """The KV connector for vLLM: ``KvferryConnector``.
 
 vLLM creates one connector in the scheduler and one in every rank's worker, and calls them at fixed points of each step.
-This file checks vLLM's configuration and dispatches those calls: the scheduler's to :mod:`kvferry.scheduler`, a rank's
-to :mod:`kvferry.rank`. The leader decides what is cached, found and evicted.
+This file checks vLLM's configuration and dispatches those calls: the scheduler's to :mod:`kvferry.vllm.scheduler`, a
+rank's to :mod:`kvferry.rank`. The leader decides what is cached, found and evicted.
 """
 
 import logging
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvferry import compat
+from kvferry.vllm import compat
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -28,21 +28,21 @@ try:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvferry import kv_groups
+    from kvferry.vllm import kv_groups
 except ImportError as error:
     raise RuntimeError(
         f"kvferry knows the KV connector interface of vLLM {compat.KNOWN_VERSION}; vLLM {compat.version()} is "
         f"installed, and differs: {error}. Install vLLM {compat.KNOWN_VERSION}, or a kvferry that knows this one."
     ) from error
 
-from kvferry.content import adapters_of, content_of, namespace_of, start_of, tell_unknown_weights, weights_of
-from kvferry.guard import Faults, guarded
 from kvferry.memory import KvMemory, Place, Unsupported
-from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
-from kvferry.reports import Reports
-from kvferry.scheduler import SchedulerSide
-from kvferry.settings import Settings
+from kvferry.vllm.content import adapters_of, content_of, namespace_of, start_of, tell_unknown_weights, weights_of
+from kvferry.vllm.guard import Faults, guarded
+from kvferry.vllm.metadata import RankReport, StepMetadata
+from kvferry.vllm.reports import Reports
+from kvferry.vllm.scheduler import SchedulerSide
+from kvferry.vllm.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ engine fills pages, stores are skipped; the pages are named again in the next st
 import logging
 import time
 
-from kvferry.inflight import CopiesInFlight
-from kvferry.settings import Settings
+from kvferry.vllm.inflight import CopiesInFlight
+from kvferry.vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvferry")
 

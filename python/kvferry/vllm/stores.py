@@ -1,0 +1,135 @@
+"""Stores: pages that a step fills are copied to kvferry after it."""
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvferry import wire
+from kvferry.engine_client import EngineClient
+from kvferry.served import Served
+from kvferry.switch import Switch
+from kvferry.vllm.backpressure import Backpressure
+from kvferry.vllm.inflight import CopiesInFlight, Copy
+from kvferry.vllm.invalidation import Invalidation
+from kvferry.vllm.lookups import Lookups
+from kvferry.vllm.namespaces import Namespaces
+from kvferry.vllm.settings import Settings
+from kvferry.vllm.steps import Steps
+from kvferry.vllm.tracked import Tracked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+logger = logging.getLogger("vllm.kvferry")
+
+#: Pause of all stores after one that the leader could not take.
+STORE_PAUSE_S = 1.0
+
+
+class Stores:
+    """The stores of an engine. For the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        copies: CopiesInFlight,
+        settings: Settings,
+        served: Served,
+        steps: Steps,
+        *,
+        lookups: Lookups,
+        namespaces: Namespaces,
+        invalidation: Invalidation,
+        switch: Switch,
+    ):
+        self._client = client
+        self._copies = copies
+        self._settings = settings
+        self._steps = steps
+        self._lookups = lookups
+        self._namespaces = namespaces
+        self._invalidation = invalidation
+        self._switch = switch
+        #: Tokens of a page, as hashes count pages.
+        self._page_tokens = served.hash_tokens
+        #: No store is requested before this time, because the leader could not take one.
+        self._again_at = 0.0
+        page_bytes = max(group.page_bytes for group in served.groups)
+        self.backpressure = Backpressure(settings, page_bytes, copies)
+
+    def _full(self, tracked: Tracked, computed: int, *, at_once: bool) -> int:
+        """Returns the pages that are full with ``computed`` tokens and are to be stored: all of them, or in runs."""
+        request = tracked.request
+        limit = tracked.settings.max_store_tokens
+        if limit is not None:
+            computed = min(computed, limit)
+        full = min(computed // self._page_tokens, len(request.block_hashes))
+        prompt = request.num_prompt_tokens // self._page_tokens
+        if full <= prompt:
+            return full
+        if self._settings.store == "prompt":
+            return prompt
+        # Generated pages come one by one: each store would cost as much as one of many pages.
+        waits = full - max(tracked.full, prompt) < self._settings.store_run_pages
+        return max(tracked.full, prompt) if waits and not at_once else full
+
+    def store(
+        self,
+        tracked: Tracked,
+        computed: int,
+        tables: "Callable[[], Sequence[Sequence[int]] | None]",
+        states: "Sequence[tuple[int, int, int]]",
+        after: int = 0,
+    ) -> None:
+        """Requests a store of the pages that are full with ``computed`` tokens, and of states that vLLM hands over.
+
+        They are written by the work ``after``; with 0, by the step that is scheduled now.
+        """
+        request = tracked.request
+        # vLLM hands a state over once, and gives the pages of a finished request to others.
+        full = self._full(tracked, computed, at_once=bool(states) or request.is_finished())
+        if (full <= tracked.full and not states) or time.monotonic() < self._again_at:
+            return
+        if not self._allowed(tracked):
+            return
+        tracked.full = full
+        found = tables()
+        if found is None or full > wire.HASHES_MAX:
+            return
+        parts = [*tracked.stored.to_store(found, full * self._page_tokens, states)][: wire.PARTS_MAX]
+        if not parts or not self.backpressure.admits(sum(len(part.pages) for part in parts)):
+            return
+        if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
+            self._lookups.open(tracked, full, full, self._settings.store_timeout_ms)
+        tracked.stored.stored(parts)
+        known = tracked.known
+        more = request.block_hashes[known:full]
+        tracked.known = max(known, full)
+        copy = Copy(tracked, parts, store=True)
+        limit_s = self._settings.store_timeout_ms / 1000
+        store = self._copies.begin_store(copy, tracked.slot, more=more, more_from=known, after=after, timeout_s=limit_s)
+        if not after:
+            self._steps.store = store
+
+    def _allowed(self, tracked: Tracked) -> bool:
+        """Whether pages of this request may be stored now."""
+        if self._settings.mode == "load" or self._switch.off or not tracked.settings.store:
+            return False
+        # vLLM may evict an adapter and read its files again while its requests run.
+        lora = tracked.request.lora_request
+        own = tracked.settings.namespace
+        if tracked.namespace is None or (lora and self._namespaces.of(lora, own) != tracked.namespace):
+            return False
+        return not (tracked.mixed or tracked.on_old_pages or self._invalidation.on_old_pages(tracked))
+
+    def over(self, tracked: Tracked, copy: Copy, *, before_reset: bool) -> None:
+        """Handles the end of a store. ``before_reset``: it was requested before the last reset of the cache."""
+        if copy.answer is not None:
+            return
+        logger.debug("kvferry: a store of %d pages failed: %s", len(copy.pages), copy.failure)
+        # Reopens the slot, and retries the pages when the next one is full.
+        tracked.opened = None
+        if copy.failure is None or copy.failure.retry:
+            self._again_at = time.monotonic() + STORE_PAUSE_S
+        if not before_reset:
+            tracked.stored.not_stored(copy.parts)
