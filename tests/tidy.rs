@@ -107,10 +107,20 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("vllm/inflight", &["client", "engine_client", "served"], &[]),
     (
         "vllm/tracked",
-        &["wire", "client", "vllm/inflight", "vllm/per_request", "served"],
+        &[
+            "wire",
+            "client",
+            "vllm/inflight",
+            "vllm/per_request",
+            "served",
+        ],
         &[],
     ),
-    ("vllm/backpressure", &["vllm/inflight", "vllm/settings"], &[]),
+    (
+        "vllm/backpressure",
+        &["vllm/inflight", "vllm/settings"],
+        &[],
+    ),
     ("vllm/reports", &["vllm/metadata"], &[]),
     ("vllm/namespaces", &["files", "hub", "looks"], &[]),
     (

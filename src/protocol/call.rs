@@ -4,7 +4,7 @@ use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Events, Finish, Flush,
     FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
     ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
-    TierFlushed, TransferOrder as Transfer, Unregister, Welcome, Written,
+    Stores, StoresAnswer, TierFlushed, TransferOrder as Transfer, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;
@@ -61,6 +61,7 @@ calls! {
     Lookup => LookupAnswer(LookupAnswer);
     Load => LoadAnswer(LoadAnswer);
     Store => StoreAnswer(StoreAnswer);
+    Stores => StoresAnswer(StoresAnswer);
     Finish => FinishAnswer(Empty);
     Reset => ResetAnswer(ResetAnswer);
     Flush => FlushAnswer(FlushAnswer);

@@ -45,6 +45,7 @@ pub fn catalogue() -> Value {
             "small_body_bytes": limits::SMALL_BODY_BYTES_MAX,
             "deadline_max_ms": limits::DEADLINE_MAX_MS,
             "page_hashes": limits::HASHES_MAX,
+            "stores": limits::STORES_MAX,
             "pairs": limits::PAIRS_MAX,
             "page_items": limits::PAGE_ITEMS_MAX,
             "pages": limits::PAGES_MAX,

@@ -6,8 +6,9 @@ use serde::{Deserialize, Serialize};
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Events, Finish,
     Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
-    MemoryAnswer, PartBody, ReadEvents, ReadInventory, Readiness, Register, Registered, Reset,
-    Status, StatusAnswer, Store, TierFlushed, TransferOrder, Unregister, Welcome, Written,
+    MemoryAnswer, NumberedStore, PartBody, ReadEvents, ReadInventory, Readiness, Register,
+    Registered, Reset, Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed,
+    TransferOrder, Unregister, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -15,7 +16,7 @@ use crate::kind::MessageKind;
 use crate::limits::{
     ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, EVENT_PAGES_MAX, HASHES_MAX,
     NAMESPACE_BYTES_MAX, PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX,
-    PARTS_MAX, SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
+    PARTS_MAX, SMALL_BODY_BYTES_MAX, STORES_MAX, TEXT_BYTES_MAX,
 };
 use crate::named::Named;
 use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
@@ -85,6 +86,10 @@ messages! {
     Store(Store);
     /// See [`MessageKind::StoreAnswer`].
     StoreAnswer(StoreAnswer);
+    /// See [`Stores`].
+    Stores(Stores);
+    /// See [`StoresAnswer`].
+    StoresAnswer(StoresAnswer);
     /// See [`MessageKind::Finish`].
     Finish(Finish);
     /// See [`MessageKind::FinishAnswer`].
@@ -316,10 +321,14 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             HASHES_MAX as u64,
         )
     };
-    let parts = |parts: &[PartBody]| {
-        within("parts", parts.len() as u64, PARTS_MAX as u64)?;
-        let pages = parts.iter().map(|part| part.pages.list.pages());
-        within("pages", pages.sum(), PAGES_MAX)
+    let parts = |parts: &mut dyn Iterator<Item = &PartBody>| {
+        let (mut count, mut pages) = (0, 0);
+        for part in parts {
+            count += 1;
+            pages += part.pages.list.pages();
+        }
+        within("parts", count, PARTS_MAX as u64)?;
+        within("pages", pages, PAGES_MAX)
     };
     let text = |text: &str| within("text bytes", text.len() as u64, TEXT_BYTES_MAX as u64);
     match message {
@@ -361,10 +370,26 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             abandon.requests.len() as u64,
             ABANDONED_MAX as u64,
         ),
-        Message::Load(load) => parts(&load.parts),
+        Message::Load(load) => parts(&mut load.parts.iter()),
         Message::Store(store) => {
-            parts(&store.parts)?;
+            parts(&mut store.parts.iter())?;
             hashes(&store.more_hashes, store.hash_bytes)
+        }
+        Message::Stores(Stores { stores }) => {
+            within("stores", stores.len() as u64, STORES_MAX as u64)?;
+            parts(&mut stores.iter().flat_map(|each| &each.store.parts))?;
+            let count =
+                |store: &Store| store.more_hashes.len() as u64 / u64::from(store.hash_bytes.max(1));
+            let count = stores.iter().map(|each| count(&each.store)).sum();
+            within("page hashes", count, HASHES_MAX as u64)
+        }
+        Message::StoresAnswer(answer) => {
+            within("stores", answer.results.len() as u64, STORES_MAX as u64)?;
+            let mut errors = answer
+                .results
+                .iter()
+                .filter_map(|result| result.error.as_ref());
+            errors.try_for_each(|error| text(&error.message))
         }
         Message::Transfer(transfer) => {
             within(
@@ -393,14 +418,9 @@ fn check(message: &Message) -> Result<(), EncodeError> {
 
 /// Checks that the parts of a load or a store have the pages that their reader requires.
 fn check_pages(message: &Message) -> Result<(), EncodeError> {
-    let parts = match message {
-        Message::Load(load) => &load.parts,
-        Message::Store(store) => &store.parts,
-        _ => return Ok(()),
-    };
     let holds_none = |run: &&PageRun| run.count == 0 || run.end() > u64::from(u32::MAX);
     let kind = message.kind().name();
-    for part in parts {
+    for part in parts_of(message) {
         let list = &part.pages.list;
         let value = match list.0.iter().find(holds_none) {
             None if list.0.is_empty() => "no page".to_owned(),
@@ -424,13 +444,7 @@ fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
         1 => list.pages(),
         _ => list.0.len() as u64,
     };
-    let parts = |parts: &[PartBody]| {
-        let items = parts.iter().map(|part| items(&part.pages.list));
-        within("page items", items.sum(), PAGE_ITEMS_MAX)
-    };
     match message {
-        Message::Load(load) => parts(&load.parts),
-        Message::Store(store) => parts(&store.parts),
         Message::Transfer(transfer) => transfer.transfers.iter().try_for_each(|copy| {
             let pairs = &copy.pairs.list;
             let count = match version {
@@ -441,8 +455,23 @@ fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
             let items = pairs.iter().map(|pair| items(&pair.src) + items(&pair.dst));
             within("page items", items.sum(), 2 * PAGE_ITEMS_MAX)
         }),
-        _ => Ok(()),
+        _ => {
+            let items = parts_of(message).map(|part| items(&part.pages.list));
+            within("page items", items.sum(), PAGE_ITEMS_MAX)
+        }
     }
+}
+
+/// The parts of loads and stores; none in other messages.
+fn parts_of(message: &Message) -> impl Iterator<Item = &PartBody> {
+    let (one, several): (&[PartBody], &[NumberedStore]) = match message {
+        Message::Load(load) => (&load.parts, &[]),
+        Message::Store(store) => (&store.parts, &[]),
+        Message::Stores(stores) => (&[], &stores.stores),
+        _ => (&[], &[]),
+    };
+    let several = several.iter().flat_map(|each| &each.store.parts);
+    one.iter().chain(several)
 }
 
 /// Returns the message in the form of version 1: page by page.
@@ -451,6 +480,10 @@ fn flat(message: &Message) -> Message {
     match &mut message {
         Message::Load(Load { parts, .. }) | Message::Store(Store { parts, .. }) => {
             parts.iter_mut().for_each(|part| part.pages.flat = true);
+        }
+        Message::Stores(Stores { stores }) => {
+            let parts = stores.iter_mut().flat_map(|each| &mut each.store.parts);
+            parts.for_each(|part| part.pages.flat = true);
         }
         Message::Transfer(transfer) => {
             transfer

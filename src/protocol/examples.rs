@@ -4,9 +4,10 @@ use crate::body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
     Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
     FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
-    MovesStatus, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness, RecordBody, Register,
-    Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierFlushed, TierPages,
-    TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness,
+    RecordBody, Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store,
+    StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody,
+    TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -165,6 +166,32 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 present_pages: 2,
                 refused_pages: 3,
                 failed_pages: 4,
+            }),
+        ),
+        (
+            "stores",
+            Message::Stores(Stores {
+                stores: vec![numbered_store(20, 7), numbered_store(21, 8)],
+            }),
+        ),
+        (
+            "stores_answer",
+            Message::StoresAnswer(StoresAnswer {
+                results: vec![
+                    StoreResult {
+                        answer: Some(StoreAnswer {
+                            stored_pages: 1,
+                            present_pages: 0,
+                            refused_pages: 0,
+                            failed_pages: 0,
+                        }),
+                        error: None,
+                    },
+                    StoreResult {
+                        answer: None,
+                        error: Some(ErrorBody::new(ErrorCode::Busy, "8 stores wait: retry")),
+                    },
+                ],
             }),
         ),
         ("finish", Message::Finish(Finish { slot: 7 })),
@@ -678,6 +705,26 @@ fn disk_status() -> DiskStatus {
         bad_pages: 3,
         unreadable_pages: 2,
         quarantined_pages: 1,
+    }
+}
+
+fn numbered_store(id: u64, slot: u64) -> NumberedStore {
+    NumberedStore {
+        id,
+        deadline_ms: 30_000,
+        store: Store {
+            slot,
+            parts: vec![PartBody {
+                group: 0,
+                first_page: 8,
+                pages: PageList::run(12, 8).into(),
+                priority: None,
+            }],
+            hash_bytes: 0,
+            more_hashes: Vec::new(),
+            more_from: 0,
+            after: 0,
+        },
     }
 }
 

@@ -133,6 +133,10 @@ kinds! {
     Status = 64, "status";
     /// Answer to `status`.
     StatusAnswer = 65, "status_answer";
+    /// Engine to leader: several `store` requests in one message.
+    Stores = 66, "stores";
+    /// Answer to `stores`, after the last of them has ended: how each one ended.
+    StoresAnswer = 67, "stores_answer";
 }
 
 /// Whether a number stands for a request or an answer. Defined for unassigned numbers too, so that a message of a newer
@@ -167,9 +171,12 @@ impl MessageKind {
     pub fn sent_by(self, role: Role) -> bool {
         match self {
             Self::Hello | Self::Ping | Self::Pong => true,
-            Self::Lookup | Self::Load | Self::Store | Self::Finish | Self::CancelStores => {
-                role == Role::Engine
-            }
+            Self::Lookup
+            | Self::Load
+            | Self::Store
+            | Self::Stores
+            | Self::Finish
+            | Self::CancelStores => role == Role::Engine,
             Self::Reset | Self::Flush | Self::ReadEvents => {
                 matches!(role, Role::Engine | Role::Admin)
             }

@@ -25,9 +25,10 @@ pub use body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
     Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
     FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
-    MovesStatus, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness, RecordBody, Register,
-    Registered, Reset, StatedMemory, Status, StatusAnswer, Store, TierFlushed, TierPages,
-    TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness,
+    RecordBody, Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store,
+    StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody,
+    TransferOrder, Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

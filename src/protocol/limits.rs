@@ -12,6 +12,9 @@ pub const PAIRS_MAX: usize = 65_536;
 pub const PAGE_ITEMS_MAX: usize = 131_072;
 /// Parts of a load or a store: runs of pages, of which a window or a state may have one for each boundary.
 pub const PARTS_MAX: usize = 4096;
+/// Stores in one message: those of one step of an engine. Their pages, parts and hashes together are limited as those of
+/// one store.
+pub const STORES_MAX: usize = 256;
 /// Pages named by one part of the change log, and records in it.
 pub const EVENT_PAGES_MAX: usize = 8192;
 /// Pages named by one message, each page of a run counted.

@@ -3,9 +3,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::PageItemSchema;
+use super::{ErrorBody, PageItemSchema};
 use crate::pairs::Pages;
-use kvferry_types::{GroupId, PRIORITY_DEFAULT, Part};
+use kvferry_types::{GroupId, PRIORITY_DEFAULT, Part, StoreAnswer};
 
 /// Finds and holds the pages of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -113,6 +113,43 @@ pub struct Store {
     /// written. 0: once each rank has reported the request's own id.
     #[serde(default, skip_serializing_if = "nothing_before")]
     pub after: u64,
+}
+
+/// A store among several in one message.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NumberedStore {
+    /// Id of the request, as a `store` of its own would have it in its header. Other messages name the store by it:
+    /// `written`, `abandon` and a repeated request.
+    pub id: u64,
+    /// Milliseconds until the deadline of this store, at most those of the message.
+    pub deadline_ms: u32,
+    /// The request.
+    pub store: Store,
+}
+
+/// Several `store` requests in one message, each with an id of its own: those of one step of the engine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Stores {
+    /// The requests, in the order in which they are carried out.
+    pub stores: Vec<NumberedStore>,
+}
+
+/// How one of several stores ended: with its answer or with an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct StoreResult {
+    /// The answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answer: Option<StoreAnswer>,
+    /// Why the store was not carried out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<ErrorBody>,
+}
+
+/// Answer to `stores`, once each of them has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct StoresAnswer {
+    /// How each store ended, in their order.
+    pub results: Vec<StoreResult>,
 }
 
 /// Ends a running request.

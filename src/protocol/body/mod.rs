@@ -10,7 +10,10 @@ mod status;
 mod tier;
 mod worker;
 
-pub use engine::{CancelStores, Finish, Flush, Load, Lookup, PartBody, Reset, Store};
+pub use engine::{
+    CancelStores, Finish, Flush, Load, Lookup, NumberedStore, PartBody, Reset, Store, StoreResult,
+    Stores, StoresAnswer,
+};
 pub use events::{EventKind, EventReason, EventRecord, Events, ReadEvents};
 pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{

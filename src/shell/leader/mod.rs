@@ -1,5 +1,6 @@
 //! The leader's shell: messages of peers in, the core's steps, messages to peers out.
 
+mod batches;
 mod errors;
 mod host;
 mod readers;
@@ -26,6 +27,7 @@ use kvferry_types::{
     Request, RequestId, ResetId, TierId, Time, Transfer, TransferId, WorkerId,
 };
 
+use batches::StoreBatches;
 use errors::to_error;
 pub use host::{HostError, LeaderHost};
 use readers::LogReaders;
@@ -57,6 +59,7 @@ pub struct LeaderShell<P> {
     problems: LogLimit,
     refused_orders: LogLimit,
     readers: LogReaders,
+    batches: StoreBatches,
     next_order: u64,
     effects: Vec<LeaderEffect>,
 }
@@ -78,6 +81,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             problems: LogLimit::new(),
             refused_orders: LogLimit::new(),
             readers: LogReaders::default(),
+            batches: StoreBatches::default(),
             next_order: 0,
             effects: Vec::new(),
         }
@@ -208,6 +212,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     self.step(host, LeaderEvent::EngineOpened(name));
                 }
                 self.request(host, (peer, name, correlation), deadline_ms, message);
+            }
+            (Some(PeerRole::Engine(engine)), Message::Stores(stores)) => {
+                self.stores(host, (peer, engine, correlation), deadline_ms, stores);
             }
             (Some(PeerRole::Engine(engine)), message) => {
                 self.request(host, (peer, engine, correlation), deadline_ms, message);
@@ -457,7 +464,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             Ok(answer) => answer.into(),
             Err(refusal) => Message::Error(to_error(&refusal)),
         };
-        host.reply(peer, id, message);
+        self.reply(host, (peer, engine, id), message);
     }
 
     fn admit<H: LeaderHost<Process = P>>(

@@ -158,6 +158,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
         self.roles.insert(peer, PeerRole::Engine(engine));
         self.engines.insert(engine, Holder::new(host, peer, pid));
+        self.batches.forget(engine);
         self.step(host, LeaderEvent::EngineOpened(engine));
         Ok(())
     }
@@ -242,6 +243,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         match self.roles.remove(&peer) {
             Some(PeerRole::Engine(engine) | PeerRole::Admin(engine, _)) => {
                 self.engines.remove(&engine);
+                self.batches.forget(engine);
                 self.step(host, LeaderEvent::EngineClosed(engine));
             }
             Some(PeerRole::Worker(worker)) => {

@@ -1,6 +1,7 @@
 //! The leader's shell on a host that records what is sent: seats, fencing and status. The core's own tests cover the
 //! decisions.
 
+mod batches;
 mod readers;
 
 use super::*;

@@ -1,0 +1,144 @@
+//! Stores that arrive several in one message, and are answered in one.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fmt;
+use std::time::Duration;
+
+use super::{LeaderHost, LeaderShell};
+use kvferry_core::LeaderEvent;
+use kvferry_protocol::{ErrorBody, ErrorCode, Message, StoreResult, Stores, StoresAnswer};
+use kvferry_types::{EngineId, PeerId, Request, RequestId};
+
+/// The messages with several stores that wait for the end of one. An engine's connection has at most as many as it has
+/// request credits, and their stores take at most its byte credits on the wire; in memory each store takes less than 300
+/// bytes here.
+#[derive(Debug, Default)]
+pub(super) struct StoreBatches {
+    batches: BTreeMap<(EngineId, RequestId), Batch>,
+    /// For each store without an answer: its message, and its place there.
+    places: BTreeMap<(EngineId, RequestId), (RequestId, usize)>,
+}
+
+#[derive(Debug)]
+struct Batch {
+    results: Vec<Option<StoreResult>>,
+    missing: usize,
+}
+
+impl StoreBatches {
+    /// Adds a message with these stores. Fails if one of them waits for its answer already: it would get two.
+    fn begin(
+        &mut self,
+        engine: EngineId,
+        message: RequestId,
+        stores: &[RequestId],
+    ) -> Result<(), RequestId> {
+        for (place, store) in stores.iter().enumerate() {
+            match self.places.entry((engine, *store)) {
+                Entry::Vacant(vacant) => vacant.insert((message, place)),
+                Entry::Occupied(_) => {
+                    for store in &stores[..place] {
+                        self.places.remove(&(engine, *store));
+                    }
+                    return Err(*store);
+                }
+            };
+        }
+        let batch = Batch {
+            results: vec![None; stores.len()],
+            missing: stores.len(),
+        };
+        self.batches.insert((engine, message), batch);
+        Ok(())
+    }
+
+    /// Takes the answer of a request. Returns what is sent for it: the answer of a request with a message of its own, the
+    /// results of a message whose last store has ended, or nothing.
+    fn end(
+        &mut self,
+        engine: EngineId,
+        request: RequestId,
+        answer: Message,
+    ) -> Option<(RequestId, Message)> {
+        let Some((message, place)) = self.places.remove(&(engine, request)) else {
+            return Some((request, answer));
+        };
+        let batch = self.batches.get_mut(&(engine, message))?;
+        let (answer, error) = match answer {
+            Message::StoreAnswer(answer) => (Some(answer), None),
+            Message::Error(error) => (None, Some(error)),
+            other => {
+                let text = format!("{} answers no store", other.kind().name());
+                (None, Some(ErrorBody::new(ErrorCode::Internal, text)))
+            }
+        };
+        batch.missing -= 1;
+        batch.results[place] = Some(StoreResult { answer, error });
+        if batch.missing > 0 {
+            return None;
+        }
+        let batch = self.batches.remove(&(engine, message))?;
+        let results = batch.results.into_iter().flatten().collect();
+        Some((message, Message::StoresAnswer(StoresAnswer { results })))
+    }
+
+    /// Drops the messages of an engine whose connection is closed: it sends the stores again over the next one.
+    pub(super) fn forget(&mut self, engine: EngineId) {
+        self.batches.retain(|(whose, _), _| *whose != engine);
+        self.places.retain(|(whose, _), _| *whose != engine);
+    }
+}
+
+impl<P: fmt::Debug> LeaderShell<P> {
+    /// Carries out the stores of a message in their order.
+    pub(super) fn stores<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        (peer, engine, message): (PeerId, EngineId, RequestId),
+        deadline_ms: u32,
+        stores: Stores,
+    ) {
+        let ids: Vec<RequestId> = stores.stores.iter().map(|one| RequestId(one.id)).collect();
+        let begun = match ids.is_empty() {
+            true => Err("stores is empty: name at least one store".to_owned()),
+            false => self.batches.begin(engine, message, &ids).map_err(|id| {
+                let id = id.0;
+                format!("stores.id {id} is of a store without an answer: draw a new id")
+            }),
+        };
+        if let Err(text) = begun {
+            let error = ErrorBody::new(ErrorCode::Invalid, text);
+            return host.reply(peer, message, Message::Error(error));
+        }
+        let now = host.now();
+        for one in stores.stores {
+            let id = RequestId(one.id);
+            let deadline_ms = one.deadline_ms.min(deadline_ms);
+            match Request::try_from(Message::Store(one.store)) {
+                Ok(request) => {
+                    let event = LeaderEvent::Request {
+                        engine,
+                        id,
+                        deadline: now + Duration::from_millis(u64::from(deadline_ms)),
+                        request,
+                    };
+                    self.step(host, event);
+                }
+                Err(error) => self.reply(host, (peer, engine, id), Message::Error(error)),
+            }
+        }
+    }
+
+    /// Answers a request of an engine: in a message of its own, or with the stores that arrived with it.
+    pub(super) fn reply<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        (peer, engine, id): (PeerId, EngineId, RequestId),
+        answer: Message,
+    ) {
+        if let Some((request, answer)) = self.batches.end(engine, id, answer) {
+            host.reply(peer, request, answer);
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Stores that arrive several in one message.
+
+use super::*;
+use kvferry_protocol::{NumberedStore, StoreResult, Stores};
+use kvferry_types::StoreAnswer;
+
+/// The message of the stores.
+const MESSAGE: u64 = 30;
+
+impl World {
+    /// A leader with a slot that names four pages.
+    fn with_slot() -> Self {
+        let mut world = Self::serving();
+        let lookup = Lookup {
+            limit_pages: None,
+            slot: 4,
+            namespace: Vec::new(),
+            hash_bytes: 16,
+            hashes: (0..64).collect(),
+            device_pages: 0,
+        };
+        world.request(1, 1, Message::Lookup(lookup));
+        world.process.replies.clear();
+        world
+    }
+
+    fn stores(&mut self, message: u64, stores: Vec<NumberedStore>) {
+        self.request(1, message, Message::Stores(Stores { stores }));
+    }
+
+    /// Reports the end of every copy that was ordered since the last call.
+    fn copied(&mut self) {
+        let orders = std::mem::take(&mut self.process.orders);
+        let transfers = orders.into_iter().filter_map(|(_, order)| match order {
+            Message::Transfer(order) => Some(order.transfers),
+            _ => None,
+        });
+        let copies = transfers.flatten().map(|transfer| EndedCopy {
+            transfer: TransferId(transfer.id),
+            complete: true,
+            complete_pages: 1,
+            bytes: 4096,
+            copy_us: 1,
+            bad_source: false,
+            faulty_page: None,
+        });
+        let copies = copies.collect();
+        self.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));
+    }
+
+    fn results(&mut self) -> Vec<StoreResult> {
+        match self.process.replies.pop() {
+            Some((1, Message::StoresAnswer(answer))) => answer.results,
+            other => panic!("no results: {other:?}"),
+        }
+    }
+}
+
+/// A store of one page.
+fn store(id: u64, slot: u64, page: u32) -> NumberedStore {
+    let part = PartBody {
+        group: 0,
+        first_page: page,
+        pages: PageList::run(2 + page, 1).into(),
+        priority: None,
+    };
+    NumberedStore {
+        id,
+        deadline_ms: 1000,
+        store: Store {
+            slot,
+            parts: vec![part],
+            hash_bytes: 0,
+            more_hashes: Vec::new(),
+            more_from: 0,
+            after: 0,
+        },
+    }
+}
+
+fn stored() -> StoreResult {
+    StoreResult {
+        answer: Some(StoreAnswer {
+            stored_pages: 1,
+            present_pages: 0,
+            refused_pages: 0,
+            failed_pages: 0,
+        }),
+        error: None,
+    }
+}
+
+#[test]
+fn stores_of_one_message_are_answered_together_and_in_order() {
+    let mut world = World::with_slot();
+    // The slot of the second store is unknown: it is refused at once, and the first one is copied meanwhile.
+    world.stores(
+        MESSAGE,
+        vec![store(11, 4, 0), store(12, 5, 0), store(13, 4, 1)],
+    );
+    assert!(world.process.replies.is_empty(), "two stores are copied");
+    world.copied();
+    let results = world.results();
+    assert_eq!((&results[0], &results[2]), (&stored(), &stored()));
+    let refused = results[1].error.as_ref().expect("no such slot");
+    assert_eq!(
+        (refused.code(), refused.over),
+        (ErrorCode::UnknownSlot, true)
+    );
+}
+
+#[test]
+fn a_message_whose_stores_all_end_at_once_is_answered_at_once() {
+    let mut world = World::with_slot();
+    world.stores(MESSAGE, vec![store(11, 5, 0), store(12, 5, 1)]);
+    assert_eq!(world.results().len(), 2);
+}
+
+#[test]
+fn a_store_without_an_answer_is_answered_in_the_message_that_repeats_it() {
+    let mut world = World::with_slot();
+    world.stores(MESSAGE, vec![store(11, 4, 0), store(12, 4, 1)]);
+    world.close(1);
+    world.connect((1, 10), &named(Role::Engine, ENGINE, 0));
+    world.process.replies.clear();
+    world.stores(MESSAGE + 1, vec![store(11, 4, 0)]);
+    world.copied();
+    // The first message is over with its connection: the other store has none to be answered in.
+    let alone = world.process.replies.pop();
+    assert!(
+        matches!(alone, Some((1, Message::StoreAnswer(_)))),
+        "{alone:?}"
+    );
+    assert_eq!(world.results(), [stored()]);
+    world.stores(MESSAGE + 2, vec![store(12, 4, 1)]);
+    assert_eq!(world.results(), [stored()]);
+}
+
+#[test]
+fn an_id_that_waits_for_its_answer_is_refused_in_a_second_message() {
+    let mut world = World::with_slot();
+    world.stores(MESSAGE, vec![store(11, 4, 0)]);
+    for (message, again) in [
+        (MESSAGE + 1, vec![store(12, 4, 1), store(11, 4, 0)]),
+        (MESSAGE + 2, vec![store(13, 4, 1), store(13, 4, 1)]),
+        (MESSAGE + 3, vec![]),
+    ] {
+        world.stores(message, again);
+        match world.process.replies.pop() {
+            Some((1, Message::Error(error))) => {
+                assert_eq!((error.code(), error.over), (ErrorCode::Invalid, false));
+            }
+            other => panic!("not refused: {other:?}"),
+        }
+    }
+    world.stores(MESSAGE + 4, vec![store(12, 4, 1)]);
+    world.copied();
+    assert_eq!(world.results(), [stored()]);
+    assert_eq!(world.results(), [stored()]);
+}
+
+#[test]
+fn a_store_has_no_more_time_than_its_message() {
+    let mut world = World::with_slot();
+    let mut one = store(11, 4, 0);
+    one.deadline_ms = 100_000;
+    world.stores(MESSAGE, vec![one]);
+    let deadlines: Vec<Time> = (world.process.events.iter())
+        .filter_map(|event| match event {
+            LeaderEvent::Request {
+                id: RequestId(11),
+                deadline,
+                ..
+            } => Some(*deadline),
+            _ => None,
+        })
+        .collect();
+    // The deadline of a message of the tests.
+    assert_eq!(deadlines, [world.process.now + Duration::from_millis(1000)]);
+}
