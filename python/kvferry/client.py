@@ -23,6 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry import wire
+from kvferry.batches import StoreBatches
 from kvferry.wire import Code, Hello, Kind
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class PendingRequest:
 
     __slots__ = (
         "_ended",
+        "alone",
         "answer",
         "body",
         "deadline",
@@ -98,6 +100,8 @@ class PendingRequest:
         self.failure: Failure | None = None
         self.until: Callable[[PendingRequest], None] | None = None
         self.urgent = False
+        #: Not sent together with others.
+        self.alone = False
         self._ended = threading.Event()
 
     @property
@@ -163,6 +167,7 @@ class Client:
         #: longer waits uses its credits until it is answered.
         self._in_flight: dict[int, int] = {}
         self._in_flight_bytes = 0
+        self._batches = StoreBatches()
         #: When the last message was sent over the present connection.
         self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
@@ -187,12 +192,15 @@ class Client:
         link: int | None = None,
         until: Callable[[PendingRequest], None] | None = None,
         urgent: bool = False,
+        wake: bool = True,
     ) -> PendingRequest:
         """Sends a request; returns at once. An ``urgent`` one overtakes those that wait for credits of the connection.
 
         The peer must carry the request out within ``timeout_s``, and may answer up to ``grace_s`` later. Over a new
         connection the request is sent again under the same id, unless it is bound to one connection, ``link``.
         ``until`` is called with the ended request, on the client's thread, or by this call if the request is refused.
+        Without ``wake`` the request is sent when the thread wakes next, at the latest by :meth:`poke`: stores that are
+        sent at one time share a message.
         """
         now = time.monotonic()
         with self._lock:
@@ -206,7 +214,7 @@ class Client:
         if full:
             text = f"{OPEN_MAX} requests wait for an answer"
             pending._end(None, Failure(Code.BUSY, text, reported=False, retry=True, over=True))
-        else:
+        elif wake:
             self.poke()
         return pending
 
@@ -274,6 +282,7 @@ class Client:
         self._take_turn()
 
     def _forget_in_flight(self) -> None:
+        self._batches.lost()
         self._in_flight.clear()
         self._in_flight_bytes = 0
 
@@ -416,14 +425,14 @@ class Client:
                 self._answer(socket, envelope)
                 continue
             self._in_flight_bytes -= self._in_flight.pop(envelope.correlation, 0)
+            for store, end in self._batches.ends(envelope.correlation, envelope.kind, envelope.body):
+                self._store_ended(store, end)
             pending = self._open.get(envelope.correlation)
             if pending is None or (envelope.body is None and not envelope.required):
                 # No request waits for this answer, or its kind is unknown here.
                 continue
             if isinstance(envelope.body, wire.Error):
-                error = envelope.body
-                failure = Failure(error.code, error.message, reported=True, retry=error.retry, over=error.over)
-                self._settle(pending, None, failure)
+                self._refused(pending, envelope.body)
             elif envelope.kind == pending.kind + 1 and envelope.body is not None:
                 self._settle(pending, envelope.body, None)
             else:
@@ -431,6 +440,19 @@ class Client:
                     f"kind {envelope.kind}, with bits {envelope.required:#x}, is no answer to kind {int(pending.kind)}"
                 )
                 self._settle(pending, None, Failure(Code.INTERNAL, text, reported=False))
+
+    def _refused(self, pending: PendingRequest, error: wire.Error) -> None:
+        failure = Failure(error.code, error.message, reported=True, retry=error.retry, over=error.over)
+        self._settle(pending, None, failure)
+
+    def _store_ended(self, store: PendingRequest, end: wire.StoreAnswer | wire.Error | None) -> None:
+        """Handles the end of a store that shared a message."""
+        if isinstance(end, wire.Error):
+            self._refused(store, end)
+        elif end is not None:
+            self._settle(store, end, None)
+        elif not store.done:
+            self._queue(store)
 
     def _answer(self, socket: zmq.Socket, request: wire.Envelope) -> None:
         """Answers a request of the peer. The peer's ids are independent of our own."""
@@ -455,12 +477,18 @@ class Client:
             too_much = self._in_flight_bytes + len(pending.body) > byte_credits - kept * _URGENT_BYTES
             if self._in_flight and (len(self._in_flight) >= requests - kept or too_much):
                 return
-            queue.popleft()
-            self._in_flight[pending.id] = len(pending.body)
-            self._in_flight_bytes += len(pending.body)
-            left_ms = max(int((pending.deadline - time.monotonic()) * 1000), 1)
-            head = wire.header(self._version, pending.kind, pending.id, left_ms, self.epoch)
-            self._send_now(socket, head, pending.body)
+            now = time.monotonic()
+            if stores := self._batches.take(queue, byte_credits - self._in_flight_bytes):
+                identity, kind = self.draw(), Kind.STORES
+                left_ms, body = self._batches.message(identity, stores, now)
+            else:
+                queue.popleft()
+                identity, kind, body = pending.id, pending.kind, pending.body
+                left_ms = max(int((pending.deadline - now) * 1000), 1)
+            self._in_flight[identity] = len(body)
+            self._in_flight_bytes += len(body)
+            head = wire.header(self._version, kind, identity, left_ms, self.epoch)
+            self._send_now(socket, head, body)
 
     def _take_new(self) -> None:
         while self._new:

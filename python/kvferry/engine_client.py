@@ -25,6 +25,7 @@ class Sends(Protocol):
         grace_s: float = 0.0,
         until: Ended = None,
         urgent: bool = False,
+        wake: bool = True,
     ) -> PendingRequest:
         """Sends a request; returns its handle at once."""
 
@@ -91,12 +92,14 @@ class EngineRequests:
         timeout_s: float,
         grace_s: float = 0.0,
         until: Ended = None,
+        wake: bool = True,
     ) -> PendingRequest:
         """Copies the device pages that ``parts`` name to kvferry.
 
         The copies start when every rank has reported the id of this request as written, or the number ``after`` of
-        earlier work. ``more``: hashes of pages that the lookup did not name, from position ``more_from`` on. The answer
-        is a :class:`kvferry.wire.StoreAnswer`.
+        earlier work. ``more``: hashes of pages that the lookup did not name, from position ``more_from`` on. Without
+        ``wake`` the store is sent with the next request, or by ``poke``, so that the stores of a step share a message.
+        The answer is a :class:`kvferry.wire.StoreAnswer`.
         """
         message = wire.Store(
             slot=slot,
@@ -106,7 +109,7 @@ class EngineRequests:
             more_from=more_from,
             after=after,
         )
-        return self.request(message, timeout_s, grace_s=grace_s, until=until)
+        return self.request(message, timeout_s, grace_s=grace_s, until=until, wake=wake)
 
     def finish(self: Sends, slot: int, *, timeout_s: float, until: Ended = None) -> PendingRequest:
         """Ends a running request: frees its slot and its holds."""

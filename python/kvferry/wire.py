@@ -20,6 +20,8 @@ BODY_BYTES_MAX = 8 << 20
 PARTS_MAX = 4096
 #: Most page hashes in one message.
 HASHES_MAX = 131_072
+#: Most stores in one message.
+STORES_MAX = 256
 #: Bytes of one page hash.
 HASH_BYTES = range(16, 65)
 
@@ -61,6 +63,8 @@ class Kind(IntEnum):
     UNREGISTERED = 39
     STATUS = 64
     STATUS_ANSWER = 65
+    STORES = 66
+    STORES_ANSWER = 67
 
 
 #: A bit of ``features``: a rank's device writes its progress to a timeline word, which the worker reads.
@@ -194,6 +198,20 @@ class Store(msgspec.Struct):
     after: int = 0
 
 
+class NumberedStore(msgspec.Struct):
+    """A store among several in one message. ``store``: the encoded body of a :class:`Store`."""
+
+    id: int
+    deadline_ms: int
+    store: msgspec.Raw
+
+
+class Stores(msgspec.Struct):
+    """Several stores in one message, each with an id of its own."""
+
+    stores: list[NumberedStore]
+
+
 class StoreAnswer(msgspec.Struct):
     """The outcome of a store, in pages."""
 
@@ -201,6 +219,19 @@ class StoreAnswer(msgspec.Struct):
     present_pages: int
     refused_pages: int = 0
     failed_pages: int = 0
+
+
+class StoreResult(msgspec.Struct):
+    """How one of several stores ended: with an answer or an error."""
+
+    answer: StoreAnswer | None = None
+    error: Error | None = None
+
+
+class StoresAnswer(msgspec.Struct):
+    """How the stores of a message ended, in their order."""
+
+    results: list[StoreResult]
 
 
 class Finish(msgspec.Struct):
@@ -375,6 +406,7 @@ BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.LOOKUP_ANSWER: LookupAnswer,
     Kind.LOAD_ANSWER: LoadAnswer,
     Kind.STORE_ANSWER: StoreAnswer,
+    Kind.STORES_ANSWER: StoresAnswer,
     Kind.FINISH_ANSWER: Empty,
     Kind.RESET_ANSWER: ResetAnswer,
     Kind.FLUSH_ANSWER: FlushAnswer,
@@ -392,6 +424,7 @@ KINDS: dict[type[msgspec.Struct], Kind] = {
     Lookup: Kind.LOOKUP,
     Load: Kind.LOAD,
     Store: Kind.STORE,
+    Stores: Kind.STORES,
     Finish: Kind.FINISH,
     Reset: Kind.RESET,
     Flush: Kind.FLUSH,

@@ -78,6 +78,9 @@ class Leader(EngineRequests):
     def close(self) -> None:
         pass
 
+    def poke(self) -> None:
+        """Does nothing: every request is sent at once."""
+
     def draw(self) -> int:
         return next(self._ids)
 
@@ -89,7 +92,14 @@ class Leader(EngineRequests):
             raise
 
     def _request(
-        self, message: Any, timeout_s: float, *, grace_s: float = 0, until: Any = None, urgent: bool = False
+        self,
+        message: Any,
+        timeout_s: float,
+        *,
+        grace_s: float = 0,
+        until: Any = None,
+        urgent: bool = False,
+        wake: bool = True,
     ) -> Asked:
         deadline = self.clock.now + timeout_s
         asked = Asked(self, next(self._ids), message, deadline, deadline + grace_s, until)

@@ -71,24 +71,34 @@ def connecting(connect: Callable[..., Any]) -> Iterator[None]:
 class Stepped:
     """An engine of one rank without a model. See the module's docstring."""
 
-    def __init__(self, *, pages: int = 64, config: VllmConfig | None = None):
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        config: VllmConfig | None = None,
+        kv: KVCacheConfig | None = None,
+        client: Callable[..., Any] = Leader,
+    ):
+        """``client``: what the connector talks to the leader with, by default a leader that the test scripts."""
         self.config = config or engine_config()
         self.config.cache_config.num_gpu_blocks = pages
-        made: list[Leader] = []
+        kv = kv or memory(pages)
+        page_tokens = kv.kv_cache_groups[0].kv_cache_spec.block_size
+        made: list[Any] = []
 
-        def connect(*arguments: Any, **named: Any) -> Leader:
-            made.append(Leader(*arguments, **named))
+        def connect(*arguments: Any, **named: Any) -> Any:
+            made.append(client(*arguments, **named))
             return made[-1]
 
         with connecting(connect):
             with set_current_vllm_config(self.config):
-                self.rank = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, memory(pages))
+                self.rank = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv)
             self.scheduler = Scheduler(
                 self.config,
-                memory(pages),
+                kv,
                 StructuredOutputManager(self.config),
-                block_size=PAGE_TOKENS,
-                hash_block_size=PAGE_TOKENS,
+                block_size=page_tokens,
+                hash_block_size=page_tokens,
                 log_stats=True,
             )
         self.connector = self.scheduler.connector
@@ -96,7 +106,7 @@ class Stepped:
         self.leader = made[0] if made else None
         hashing = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
-        self._hasher = get_request_block_hasher(PAGE_TOKENS, hashing)
+        self._hasher = get_request_block_hasher(page_tokens, hashing)
         self._names = itertools.count()
         self._outputs: list[SchedulerOutput] = []
 

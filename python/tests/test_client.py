@@ -46,6 +46,12 @@ class Fake:
         peer, kind, parts = self._receive(pings=pings)
         return peer, wire.Envelope(kind, int.from_bytes(parts[0][8:16], "big"), 0, None)
 
+    def receive_bytes(self, kind: int) -> tuple[bytes, int, bytes]:
+        """Returns the next message, which must be of this kind: its sender, its id, and its body."""
+        peer, received, parts = self._receive()
+        assert received == kind, received
+        return peer, int.from_bytes(parts[0][8:16], "big"), parts[1]
+
     def receive_refusal(self) -> wire.Envelope:
         """Returns the next error."""
         _, _, parts = self._receive()

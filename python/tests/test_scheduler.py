@@ -64,6 +64,8 @@ class Leader(EngineRequests):
         self.answers: dict[type, Any] = {}
         #: Whether the leader carries out `cancel_stores`.
         self.cancels = False
+        #: How often requests were sent that had waited for others.
+        self.pokes = 0
         self._ids = itertools.count(1)
 
     @property
@@ -84,6 +86,7 @@ class Leader(EngineRequests):
         grace_s: float = 0,
         until: Callable | None = None,
         urgent: bool = False,
+        wake: bool = True,
     ) -> Asked:
         asked = Asked(next(self._ids), message, until)
         asked.timeout_s = timeout_s
@@ -99,6 +102,9 @@ class Leader(EngineRequests):
 
     def last(self, kind: type) -> Asked:
         return next(asked for asked in reversed(self.asked) if isinstance(asked.message, kind))
+
+    def poke(self) -> None:
+        self.pokes += 1
 
     def draw(self) -> int:
         return next(self._ids)

@@ -75,6 +75,8 @@ class CopiesInFlight:
         self._over: collections.deque[Copy] = collections.deque()
         self._to_abandon: list[int] = []
         self._stored_pages = 0
+        #: Some store waits for the others of its step.
+        self._unsent = False
         #: How many stores hold each page.
         self._holds: collections.Counter[int] = collections.Counter()
 
@@ -101,13 +103,15 @@ class CopiesInFlight:
     ) -> int:
         """Requests a store, which holds its pages until it is over; returns the id of the request.
 
-        Its pages are written by the work ``after``; with 0, by the step that is scheduled now.
+        Its pages are written by the work ``after``; with 0, by the step that is scheduled now, and the store is sent
+        with the others of that step, by :meth:`send`.
         """
         if self._pool is None:
             raise RuntimeError("pages cannot be held: vLLM has given no pool")
         copy.blocks = [self._pool.blocks[page] for page in copy.pages]
         self._pool.touch(copy.blocks)
         self._holds.update(copy.pages)
+        self._unsent = self._unsent or after == 0
         return self._opened(
             copy,
             self._client.store(
@@ -119,8 +123,15 @@ class CopiesInFlight:
                 timeout_s=timeout_s,
                 grace_s=FENCE_S,
                 until=self._request_ended,
+                wake=after != 0,
             ),
         )
+
+    def send(self) -> None:
+        """Sends the stores of a step."""
+        if self._unsent:
+            self._unsent = False
+            self._client.poke()
 
     def _opened(self, copy: Copy, pending: PendingRequest) -> int:
         copy.pending = pending

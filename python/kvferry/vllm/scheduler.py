@@ -304,6 +304,7 @@ class SchedulerSide:
             # Drawn after the ids of this step's stores, so that it covers them.
             self._steps.work = self._client.draw()
         self._loads.begin_waiting(before, frozenset(output.new_block_ids_to_zero or ()))
+        self._copies.send()
         step.written_through, step.stores_through = self._steps.work, self._steps.store
         step.abandon = self._copies.to_abandon()
         return step

@@ -1,0 +1,86 @@
+"""Stores that are sent several in one message: those of one step of the engine.
+
+Each remains a request of its own, with its id, deadline and answer. The peer answers the message once, after its last
+store has ended.
+"""
+
+import collections
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry import wire
+from kvferry.wire import Code, Kind
+
+if TYPE_CHECKING:
+    from kvferry.client import PendingRequest
+
+#: Longest body of a store that shares a message, and most bytes of all of them. Longer ones have little to gain.
+STORE_BYTES_MAX = 4 << 10
+BATCH_BYTES_MAX = 64 << 10
+
+
+class StoreBatches:
+    """The messages with several stores that wait for their answer. For the client's thread alone."""
+
+    def __init__(self) -> None:
+        #: At most as many as the connection has request credits.
+        self._open: dict[int, list[PendingRequest]] = {}
+        #: The peer knows messages with several stores.
+        self._known = True
+
+    def lost(self) -> None:
+        """Forgets the messages of a connection that broke. Their stores are sent again over the next one."""
+        self._open.clear()
+        self._known = True
+
+    def take(self, queue: "collections.deque[PendingRequest]", bytes_max: int) -> "list[PendingRequest]":
+        """Takes the stores at the start of a queue that fit into one message; a single one is left in the queue."""
+        taken: list[PendingRequest] = []
+        room = min(bytes_max, BATCH_BYTES_MAX)
+        while self._known and queue and len(taken) < wire.STORES_MAX:
+            store = queue[0]
+            size = len(store.body)
+            if store.kind != Kind.STORE or store.alone or size > min(STORE_BYTES_MAX, room):
+                break
+            queue.popleft()
+            # The caller of an ended one no longer waits.
+            if not store.done:
+                room -= size
+                taken.append(store)
+        if len(taken) == 1:
+            queue.appendleft(taken.pop())
+        return taken
+
+    def message(self, identity: int, stores: "list[PendingRequest]", now: float) -> tuple[int, bytes]:
+        """Returns the deadline, in milliseconds from now, and the body of a message with these stores."""
+        self._open[identity] = stores
+        numbered = [
+            wire.NumberedStore(store.id, max(int((store.deadline - now) * 1000), 1), msgspec.Raw(store.body))
+            for store in stores
+        ]
+        return max(each.deadline_ms for each in numbered), wire.body_of(wire.Stores(numbered))
+
+    def ends(
+        self, identity: int, kind: int, body: msgspec.Struct | None
+    ) -> "Iterator[tuple[PendingRequest, wire.StoreAnswer | wire.Error | None]]":
+        """Yields the stores of an answered message, each with its end; nothing if ``identity`` is of no such message.
+
+        A store without an end must be sent again, alone: the peer has refused the message as a whole.
+
+        Raises:
+            wire.Malformed: for an answer that does not fit.
+        """
+        stores = self._open.pop(identity, [])
+        if isinstance(body, wire.Error):
+            self._known = self._known and body.code != Code.UNKNOWN_KIND
+            for store in stores:
+                store.alone = True
+                yield store, None
+        elif stores:
+            results = body.results if isinstance(body, wire.StoresAnswer) else []
+            found = [each for result in results if (each := result.answer or result.error) is not None]
+            if len(found) != len(stores):
+                raise wire.Malformed(f"kind {kind} with {len(found)} results is no answer to {len(stores)} stores")
+            yield from zip(stores, found, strict=True)
