@@ -113,7 +113,7 @@ class Daemon:
     def killed(self, pid: int) -> None:
         """Kills a process, and waits until it is gone."""
         os.kill(pid, signal.SIGKILL)
-        eventually("the process is gone", lambda: pid not in [*self._children("leader"), *self.workers])
+        eventually("the process is gone", lambda: pid not in [*self.children("leader"), *self.workers])
 
     def wait_idle(self) -> None:
         """Whether nothing is leased, pinned or in flight."""
@@ -124,7 +124,7 @@ class Daemon:
 
         eventually("nothing is held", idle)
 
-    def _children(self, command: str) -> list[int]:
+    def children(self, command: str) -> list[int]:
         assert self._up is not None
         found = []
         for pid in Path(f"/proc/{self._up.pid}/task/{self._up.pid}/children").read_text().split():
@@ -136,11 +136,11 @@ class Daemon:
 
     @property
     def leader(self) -> int:
-        return self._children("leader")[0]
+        return self.children("leader")[0]
 
     @property
     def workers(self) -> list[int]:
-        return self._children("worker")
+        return self.children("worker")
 
     def poison(self) -> None:
         """Changes every byte of every page in the host memory that ``up`` holds."""

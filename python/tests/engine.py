@@ -134,9 +134,9 @@ class Engine(Process):
         assert line, f"the engine does not answer:\n{self.logged()[-8000:]}"
         return json.loads(line)
 
-    def request(self, do: str, **order: Any) -> Any:
+    def request(self, do: str, *, within_s: float = 2 * TIMEOUT_S, **order: Any) -> Any:
         self._say({"do": do, **order})
-        return self._receive(2 * TIMEOUT_S)
+        return self._receive(within_s)
 
     def generate(self, *prompts: list[int] | dict[str, Any], max_tokens: int = 16) -> list[Answer]:
         orders = [each if isinstance(each, dict) else {"tokens": each} for each in prompts]

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import load
+
 
 def sampling(order: dict[str, Any]) -> Any:
     from vllm import SamplingParams
@@ -50,6 +52,11 @@ class Host:
         return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
     # Available only with the engine in this process.
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Serves a mixed load."""
+        wanted = load.requests(order["count"], order["seed"], aborts=order.get("aborts", 0.0))
+        return load.Driver(self.llm.llm_engine, wanted, sampling, order["at_a_time"]).run()
 
     @property
     def scheduler(self) -> Any:

@@ -1,0 +1,191 @@
+"""Costs of the connector beside vLLM's scheduler, with a real kvferry and without a model. Pages have 16 tokens.
+
+``decode``: 256 requests run, and each step computes one token of each, so that 16 pages are full in a step. Steps begin
+at a fixed interval, in which an engine would run its model. Prints
+
+* the time in the connector's hooks of a step, scheduler and rank, p50 and p99;
+* the CPU time of the connector's own threads, as a share of the wall time. The threads hold Python's lock for at most
+  that time; the threads of the socket library, which never do, do not count.
+
+``prompts``: prompts of 32,768 tokens arrive one after another, cold and warm. Prints the time of each hook of the
+scheduler's side, and of all of them for one prompt, until it is computed or loaded.
+"""
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from daemon import Daemon, eventually
+from real_scheduler import Stepped, engine_config, transfer_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvferry.engine_client import EngineClient
+
+PAGE_TOKENS = 16
+HEADS, HEAD_SIZE, LAYERS = 4, 32, 4
+
+#: Hooks that vLLM calls in or around a step.
+SCHEDULER_HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_block_frees",
+)
+RANK_HOOKS = (
+    "bind_connector_metadata",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+)
+
+
+class Clocked:
+    """Adds up the time in some methods of an object."""
+
+    def __init__(self, owner: Any, names: tuple[str, ...]):
+        self.spent_s = 0.0
+        for name in names:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, call: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.spent_s += time.perf_counter() - begun
+
+        return timed
+
+    def take(self) -> float:
+        spent, self.spent_s = self.spent_s, 0.0
+        return spent
+
+
+def memory(pages: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=PAGE_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+    layers = [f"layer.{layer}" for layer in range(LAYERS)]
+    return KVCacheConfig(pages, [], [KVCacheGroupSpec(layers, spec)])
+
+
+def cpu_s(threads: list[threading.Thread]) -> float:
+    """CPU time of threads of this process, from the system."""
+    ticks = 0
+    for thread in threads:
+        fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / 100
+
+
+def connector_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+
+
+def engine(daemon: Daemon, pages: int, **changes: Any) -> Stepped:
+    """vLLM's scheduler and a rank whose memory a worker has."""
+    config = engine_config(transfer_config(daemon.socket_dir), block_size=PAGE_TOKENS, **changes)
+    stepped = Stepped(pages=pages, config=config, kv=memory(pages), client=EngineClient)
+    kv = torch.zeros(LAYERS, pages, HEADS, PAGE_TOKENS, 2 * HEAD_SIZE)
+    stepped.rank.register_kv_caches({f"layer.{layer}": kv[layer] for layer in range(LAYERS)})
+    daemon.wait_ready()
+    return stepped
+
+
+def percentiles(seconds: list[float]) -> str:
+    ordered = sorted(each * 1e6 for each in seconds)
+    p50, p99 = (ordered[int((len(ordered) - 1) * share)] for share in (0.5, 0.99))
+    return f"p50 {p50:.0f} us, p99 {p99:.0f} us, most {ordered[-1]:.0f} us"
+
+
+def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
+    prompt, running, steps = 64, arguments.running, arguments.steps
+    stepped = engine(
+        daemon,
+        running * ((prompt + steps) // PAGE_TOKENS + 3),
+        max_model_len=prompt + steps + 64,
+        max_num_seqs=running,
+        max_num_batched_tokens=8192,
+    )
+    requests = [
+        stepped.add([number % 1000] * 16 + list(range(prompt - 16)), max_tokens=steps + 48) for number in range(running)
+    ]
+    scheduler, rank = Clocked(stepped.connector, SCHEDULER_HOOKS), Clocked(stepped.rank, RANK_HOOKS)
+    eventually("every request decodes", lambda: stepped.step() and all(each.num_output_tokens for each in requests))
+    scheduler.take(), rank.take()
+    before = daemon.counter("published_pages")
+    threads = connector_threads()
+    hooks: list[tuple[float, float]] = []
+    began, began_cpu = time.perf_counter(), cpu_s(threads)
+    late = 0
+    for number in range(steps):
+        stepped.step()
+        hooks.append((scheduler.take(), rank.take()))
+        pause = began + (number + 1) * arguments.step_ms / 1000 - time.perf_counter()
+        late += pause < 0
+        time.sleep(max(pause, 0.0))
+    wall_s, used_s = time.perf_counter() - began, cpu_s(threads) - began_cpu
+    print(f"{running} running requests, {steps} steps of {arguments.step_ms:.0f} ms in {wall_s:.1f} s, {late} late")
+    print(f"pages stored: {daemon.counter('published_pages') - before}")
+    print("hooks of the scheduler in a step:", percentiles([each for each, _ in hooks]))
+    print("hooks of the rank in a step:", percentiles([each for _, each in hooks]))
+    names = ", ".join(thread.name for thread in threads)
+    print(f"threads of the connector ({names}): {100 * used_s / wall_s:.2f} % of the time")
+
+
+def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
+    tokens = 32_768
+    stepped = engine(
+        daemon, 2 * tokens // PAGE_TOKENS + 64, max_model_len=tokens + 64, max_num_seqs=4, max_num_batched_tokens=tokens
+    )
+    every = Clocked(stepped.connector, SCHEDULER_HOOKS)
+    single = {name: Clocked(stepped.connector, (name,)) for name in SCHEDULER_HOOKS}
+    for kind in ("cold", "warm"):
+        spent: dict[str, list[float]] = {name: [] for name in ("all hooks of a prompt", *SCHEDULER_HOOKS)}
+        for number in range(arguments.prompts):
+            prompt = [number % 1000, *range(tokens - 1)]
+            if kind == "warm":
+                # No page of the device serves it.
+                eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
+                eventually("the pages are reset", lambda: stepped.step() and stepped.scheduler.reset_prefix_cache())
+            every.take()
+            for each in single.values():
+                each.take()
+            stepped.run(stepped.add(prompt, max_tokens=1))
+            spent["all hooks of a prompt"].append(every.take())
+            for name, each in single.items():
+                spent[name].append(each.take())
+        print(f"{arguments.prompts} {kind} prompts of {tokens} tokens")
+        for name, times in spent.items():
+            print(f"  {name}: {percentiles(times)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["decode", "prompts"])
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=100)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvferry-cost-") as folder:
+        daemon = Daemon(Path(folder) / "s", ranks=1, g2="4GiB")
+        daemon.start()
+        try:
+            {"decode": decode, "prompts": prompts}[arguments.what](daemon, arguments)
+        finally:
+            daemon.stop()
+
+
+if __name__ == "__main__":
+    # The model has no part in it.
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    main()
