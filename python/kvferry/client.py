@@ -79,11 +79,14 @@ class PendingRequest:
         "answer",
         "body",
         "deadline",
+        "ended_at",
         "expires",
         "failure",
         "id",
         "kind",
         "link",
+        "requested_at",
+        "sent_at",
         "until",
         "urgent",
     )
@@ -102,7 +105,21 @@ class PendingRequest:
         self.urgent = False
         #: Not sent together with others.
         self.alone = False
+        #: When the request was made, first sent, and when it ended, on the monotonic clock.
+        self.requested_at = time.monotonic()
+        self.sent_at: float | None = None
+        self.ended_at: float | None = None
         self._ended = threading.Event()
+
+    @property
+    def queued_s(self) -> float | None:
+        """Time for which the request waited before it was sent; None if it was not."""
+        return None if self.sent_at is None else self.sent_at - self.requested_at
+
+    @property
+    def took_s(self) -> float | None:
+        """Time from the request to its end; None before the end."""
+        return None if self.ended_at is None else self.ended_at - self.requested_at
 
     @property
     def done(self) -> bool:
@@ -116,6 +133,7 @@ class PendingRequest:
     def _end(self, answer: msgspec.Struct | None, failure: Failure | None) -> None:
         self.answer, self.failure = answer, failure
         self.body = b""
+        self.ended_at = time.monotonic()
         self._ended.set()
         if self.until is not None:
             self.until(self)
@@ -217,6 +235,12 @@ class Client:
         elif wake:
             self.poke()
         return pending
+
+    @property
+    def open_requests(self) -> tuple[int, int]:
+        """Numbers of requests without an answer that wait to be sent, and that were sent. May lag behind."""
+        sent = len(self._in_flight)
+        return max(self._count - sent, 0), sent
 
     def draw(self) -> int:
         """Draws a request id, above those of all earlier requests and below those of all later ones."""
@@ -485,6 +509,8 @@ class Client:
                 queue.popleft()
                 identity, kind, body = pending.id, pending.kind, pending.body
                 left_ms = max(int((pending.deadline - now) * 1000), 1)
+            for sent in stores or [pending]:
+                sent.sent_at = sent.sent_at or now
             self._in_flight[identity] = len(body)
             self._in_flight_bytes += len(body)
             head = wire.header(self._version, kind, identity, left_ms, self.epoch)

@@ -72,6 +72,10 @@ class Leader(EngineRequests):
     def listening(self) -> bool:
         return self.link != 0
 
+    @property
+    def open_requests(self) -> tuple[int, int]:
+        return len(self._queue), len(self.open)
+
     def start(self) -> None:
         pass
 

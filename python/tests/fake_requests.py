@@ -36,6 +36,7 @@ class Asked:
         self.answer: Any = None
         self.failure: Failure | None = None
         self.done = False
+        self.queued_s, self.took_s = 0.0, 0.0
         self._leader = leader
 
     def wait(self, timeout_s: float) -> bool:

@@ -377,6 +377,25 @@ def test_an_urgent_request_overtakes_requests_that_wait_for_credits(directory: P
         assert all(ended(pending).answer == FOUND for pending in questions)
 
 
+def test_the_time_in_the_queue_is_known(directory: Path) -> None:
+    server = Fake(directory, request_credits=1)
+    with talking(directory) as client:
+        first = client.request(LOOKUP, 20)
+        peer, _ = server.receive()
+        second = client.request(LOOKUP, 20)
+        assert (first.took_s, second.queued_s) == (None, None)
+        assert not server.socket.poll(100), "the second one waits"
+        assert client.open_requests == (1, 1)
+        for pending in (first, second):
+            server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
+            ended(pending)
+            if pending is first:
+                server.receive()
+        assert client.open_requests == (0, 0)
+        assert 0 <= first.queued_s <= first.took_s
+        assert 0.1 <= second.queued_s <= second.took_s
+
+
 def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
     Fake(directory)
     directory.chmod(0o755)
