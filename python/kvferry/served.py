@@ -112,9 +112,14 @@ class Served:
                 parts.append(Part(number, needed.start, pages))
         return parts
 
-    def rank_bytes(self, parts: Sequence[Part]) -> int:
-        """Bytes of these pages on one rank."""
-        return sum(len(part.pages) * self.groups[part.group].page_bytes for part in parts)
+    def rank_bytes(self, parts: Sequence[Part], pages: int | None = None) -> int:
+        """Bytes of these pages on one rank: of all, or of the first ``pages``."""
+        total = 0
+        for part in parts:
+            count = len(part.pages) if pages is None else min(len(part.pages), pages)
+            total += count * self.groups[part.group].page_bytes
+            pages = None if pages is None else pages - count
+        return total
 
 
 @dataclass

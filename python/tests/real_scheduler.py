@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -109,6 +110,8 @@ class Stepped:
         self._hasher = get_request_block_hasher(page_tokens, hashing)
         self._names = itertools.count()
         self._outputs: list[SchedulerOutput] = []
+        #: The statistics of all steps.
+        self.stats: list[SchedulerStats] = []
 
     def add(self, tokens: list[int], max_tokens: int = 4, lora: LoRARequest | None = None) -> Request:
         request = Request(
@@ -125,7 +128,8 @@ class Stepped:
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
         self._outputs.append(output)
-        self.scheduler.update_from_output(output, self._run(output))
+        results = self.scheduler.update_from_output(output, self._run(output))
+        self.stats += [each.scheduler_stats for each in results.values() if each.scheduler_stats is not None]
         return output
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -139,6 +143,7 @@ class Stepped:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=rank.get_block_ids_with_load_errors(),
+            kv_connector_stats=rank.get_kv_connector_stats(),
             kv_connector_worker_meta=rank.build_connector_worker_meta(),
         )
         rank.clear_connector_metadata()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -23,12 +24,23 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.served import Served, ServedGroup
 from kvferry.vllm import compat, connector, kv_groups
 from kvferry.vllm.settings import Settings, default_socket_dir
 
-KNOWN = (KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig)
+KNOWN = (
+    KVConnectorBase_V1,
+    SupportsHMA,
+    BlockPool,
+    SchedulerOutput,
+    KVConnectorBlockState,
+    KVCacheConfig,
+    KVConnectorStats,
+    KVConnectorPromMetrics,
+    CacheHitSource,
+)
 
 
 def config(**changes: Any) -> Any:
@@ -60,20 +72,36 @@ def test_differences_of_the_interface_are_listed() -> None:
 
         wait_for_save = None  # type: ignore[assignment]
 
+        @classmethod
+        def build_prom_metrics(cls, labels: Any) -> Any:  # type: ignore[override]
+            pass
+
     Other.__abstractmethods__ = frozenset({"fly"})
 
     class Pool:
         def touch(self) -> None:
             pass
 
+    class Stats(KVConnectorStats):
+        reduce = None  # type: ignore[assignment]
+
+    class Prom(KVConnectorPromMetrics):
+        def observe(self, transfer_stats_data: dict[str, Any]) -> None:  # type: ignore[override]
+            pass
+
+    given = (Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig, Stats, Prom, object)
     with pytest.raises(RuntimeError) as refused:
-        compat.check(Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig)
+        compat.check(*given)
     text = str(refused.value)
     for part in (
         "kvferry knows the KV connector interface of vLLM 0.32; vLLM 0.32.0",
         "Other.get_num_new_matched_tokens takes ('request',), known is ('request', 'num_computed_tokens')",
         "Other.wait_for_save is missing",
         "Other.fly must be written, and is unknown here",
+        "Other.build_prom_metrics takes ('labels',), known is ('vllm_config', 'metric_types',",
+        "Stats.reduce is missing",
+        "Prom.observe takes ('transfer_stats_data',), known is ('transfer_stats_data', 'engine_idx')",
+        "object.DISK is missing",
         "Pool.free_blocks is missing",
         "Install vLLM 0.32",
     ):

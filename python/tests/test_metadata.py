@@ -8,6 +8,7 @@ import pytest
 import torch
 from daemon import TIMEOUT_S, Daemon, eventually, running
 from test_scheduler import PAGE_TOKENS, Pool, Request, request
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry import wire
 from kvferry.memory import Group, KvMemory, Place
@@ -78,7 +79,7 @@ def load_behind_a_step(engine: Engine) -> int:
     stored = engine.step(asking, (1, 2, 3))
     engine.rank.wrote(stored.written_through)
     report = RankReport({}, "", stored.written_through)
-    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=report))  # type: ignore[arg-type]
+    engine.side.ranks_reported(KVConnectorOutput(kv_connector_worker_meta=report))
     eventually("the pages are stored", lambda: engine.step() and len(engine.side._copies) == 0)
     engine.side.finished(asking)  # type: ignore[arg-type]
     through = engine.step(request("busy", 1), (7,)).written_through

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from daemon import eventually
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvferry import wire
@@ -37,6 +38,8 @@ class Asked:
         self.done = False
         self.timeout_s = 0.0
         self.waited = False
+        self.queued_s: float | None = 0.003
+        self.took_s: float | None = None
 
     def wait(self, timeout_s: float) -> bool:
         self.waited = True
@@ -47,7 +50,7 @@ class Asked:
             self.failure = answer
         else:
             self.answer = answer
-        self.done = True
+        self.done, self.took_s = True, 0.02
         if self.until is not None:
             self.until(self)
 
@@ -71,6 +74,10 @@ class Leader(EngineRequests):
     @property
     def listening(self) -> bool:
         return self.link != 0
+
+    @property
+    def open_requests(self) -> tuple[int, int]:
+        return 0, sum(not asked.done for asked in self.asked)
 
     def start(self) -> None:
         pass
@@ -290,9 +297,9 @@ def test_a_load_gets_time_for_running_steps() -> None:
     assert limit_s("idle") == 1.0, "no step was sent to the ranks"
     first, second = (engine.step({busy: 1}).written_through for _ in range(2))
     assert limit_s("both") == 8.0
-    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport({}, "", first)))  # type: ignore[arg-type]
+    engine.side.ranks_reported(KVConnectorOutput(kv_connector_worker_meta=RankReport({}, "", first)))
     assert limit_s("one") == 8.0
-    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport({}, "", second)))  # type: ignore[arg-type]
+    engine.side.ranks_reported(KVConnectorOutput(kv_connector_worker_meta=RankReport({}, "", second)))
     assert limit_s("none") == 1.0
 
 
@@ -439,7 +446,7 @@ def test_an_error_without_over_frees_no_pages(engine: Engine) -> None:
 
 
 def report(engine: Engine, over: dict[int, int]) -> None:
-    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport(over)))  # type: ignore[arg-type]
+    engine.side.ranks_reported(KVConnectorOutput(kv_connector_worker_meta=RankReport(over)))
 
 
 def test_without_a_connection_copies_are_not_awaited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

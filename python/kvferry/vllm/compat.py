@@ -29,6 +29,26 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "has_pending_push_work": (),
     "reset_cache": (),
     "shutdown": (),
+    "get_kv_connector_stats": (),
+    "get_external_cache_hit_sources": ("request", "num_external_tokens"),
+}
+#: Class methods that vLLM calls, with their parameters without ``cls``.
+_CLASS_METHODS: dict[str, tuple[str, ...]] = {
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+}
+#: Methods of the statistics that vLLM calls.
+_STATS_METHODS: dict[str, tuple[str, ...]] = {
+    "to_dict": (),
+    "reset": (),
+    "aggregate": ("other",),
+    "reduce": (),
+    "is_empty": (),
+}
+#: Methods of the metrics for Prometheus that vLLM calls, and the constructor that is called here.
+_PROM_METHODS: dict[str, tuple[str, ...]] = {
+    "__init__": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    "observe": ("transfer_stats_data", "engine_idx"),
 }
 
 
@@ -43,18 +63,32 @@ def version() -> str:
 
 
 def differences(
-    base: type, hma: type, block_pool: type, scheduler_output: type, block_state: type, kv_cache: type
+    base: type,
+    hma: type,
+    block_pool: type,
+    scheduler_output: type,
+    block_state: type,
+    kv_cache: type,
+    stats: type,
+    prom: type,
+    hit_source: type,
 ) -> list[str]:
     """Returns the differences from the known interface, one line each."""
     found = []
-    for name, known in _METHODS.items():
-        method = getattr(base, name, None)
-        if method is None:
-            found.append(f"{base.__name__}.{name} is missing")
-            continue
-        given = tuple(inspect.signature(method).parameters)[1:]
-        if given != known:
-            found.append(f"{base.__name__}.{name} takes {given}, known is {known}")
+    for cls, methods, skipped in (
+        (base, _METHODS, 1),
+        (base, _CLASS_METHODS, 0),
+        (stats, _STATS_METHODS, 1),
+        (prom, _PROM_METHODS, 1),
+    ):
+        for name, known in methods.items():
+            method = getattr(cls, name, None)
+            if method is None:
+                found.append(f"{cls.__name__}.{name} is missing")
+                continue
+            given = tuple(inspect.signature(method).parameters)[skipped:]
+            if given != known:
+                found.append(f"{cls.__name__}.{name} takes {given}, known is {known}")
     given = tuple(inspect.signature(base.__init__).parameters)[1:]
     if given != ("vllm_config", "role", "kv_cache_config"):
         found.append(f"{base.__name__} is made from {given}")
@@ -82,6 +116,7 @@ def differences(
             kv_cache,
             ("hash_block_size", "cache_hit_alignment_tokens", "prefix_cacheable_group_ids", "needs_kv_cache_zeroing"),
         ),
+        (hit_source, ("HOST", "DISK")),
     ):
         known_names = {*dir(cls), *_fields(cls)}
         found.extend(f"{cls.__name__}.{name} is missing" for name in names if name not in known_names)

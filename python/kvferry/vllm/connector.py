@@ -23,12 +23,13 @@ try:
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvferry.vllm import kv_groups
+    from kvferry.vllm import kv_groups, meters, stats
 except ImportError as error:
     raise RuntimeError(
         f"kvferry knows the KV connector interface of vLLM {compat.KNOWN_VERSION}; vLLM {compat.version()} is "
@@ -63,8 +64,6 @@ _KV_HEADS = re.compile("kv_heads|key_value_heads")
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     """Loads pages that kvferry has, and stores those that it lacks. See ``docs/vllm.md``."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Called by vLLM, once per scheduler and per rank.
 
@@ -72,7 +71,17 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             ValueError: for a setting that cannot be used, with the remedy.
             RuntimeError: when the interface of the installed vLLM differs from the known one.
         """
-        compat.check(KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig)
+        compat.check(
+            KVConnectorBase_V1,
+            SupportsHMA,
+            BlockPool,
+            SchedulerOutput,
+            KVConnectorBlockState,
+            KVCacheConfig,
+            KVConnectorStats,
+            KVConnectorPromMetrics,
+            CacheHitSource,
+        )
         super().__init__(vllm_config, role, kv_cache_config)
         check_config(vllm_config)
         self._settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
@@ -106,6 +115,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
                 ranks=parallel.world_size,
                 private=vllm_config.weight_transfer_config is not None,
                 zeroes=kv_cache_config.needs_kv_cache_zeroing,
+                meters=self.meters,
             )
 
     @property
@@ -120,6 +130,39 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             self._scheduler.close()
         if self._rank is not None:
             self._rank.close()
+
+    # Statistics.
+
+    @guarded()
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Returns the statistics of this side since the last call; None if there is nothing to report yet."""
+        if self.role == KVConnectorRole.WORKER:
+            registered = self._rank is not None and self._rank.registered
+            self.meters.set(meters.REGISTERED, int(registered), str(self._vllm_config.parallel_config.rank))
+        else:
+            self.meters.set(meters.FAILED, int(bool(self.fault)))
+            if self._scheduler is not None:
+                self._scheduler.measure()
+            else:
+                self.meters.set(meters.CONNECTED, 0)
+        taken = self.meters.take()
+        return stats.KvferryStats(taken) if taken is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Returns statistics that another process has sent, or empty ones."""
+        return stats.KvferryStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Returns the metrics for Prometheus."""
+        return stats.KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # A rank's worker.
 
@@ -257,6 +300,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
+    def _all_from_host(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    @guarded(instead=_all_from_host, begins=True)
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Returns from which tiers the tokens of a request come whose load has just begun."""
+        disk = min(self._scheduler.disk_tokens(request), num_external_tokens) if self._scheduler is not None else 0
+        sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
     def _load_failed(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.load_failed(request, blocks, num_external_tokens)
@@ -330,6 +383,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     def reset_cache(self) -> bool | None:
         """Stops finding the pages from before, and requests their removal by the leader."""
         return self._scheduler.reset() if self._scheduler is not None else True
+
+
+stats.register()
 
 
 def check_config(config: "VllmConfig") -> None:

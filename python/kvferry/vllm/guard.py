@@ -1,13 +1,16 @@
 """Keeps exceptions of the connector's hooks out of vLLM's step, where most of them would end the engine.
 
 After the first exception the connector begins no lookups, loads or stores. Hooks that report open copies or free pages
-still run. Every hook that can fail is decorated with :func:`guarded`.
+still run. Every hook that can fail is decorated with :func:`guarded`, which also measures the time of each call.
 """
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from kvferry.vllm.meters import Meters
 
 logger = logging.getLogger("vllm.kvferry")
 
@@ -19,6 +22,11 @@ class Faults:
 
     #: Name of the failed hook, or a description of another failure; empty without a failure.
     fault = ""
+
+    @functools.cached_property
+    def meters(self) -> Meters:
+        """The statistics of the connector, with the times of its hooks."""
+        return Meters()
 
     def failed(self, hook: str) -> None:
         """Records the current exception; logs the first one as an error, later ones for debugging."""
@@ -49,11 +57,14 @@ def guarded(
     def around(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
         def call(self: Faults, *arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
             try:
                 if not (begins and self.fault):
                     return call.__wrapped__(self, *arguments, **named)  # type: ignore[attr-defined]
             except Exception:
                 self.failed(hook.__name__)
+            finally:
+                self.meters.hook(hook.__name__, time.perf_counter() - began)
             try:
                 return instead(self, *arguments, **named) if instead is not None else default()
             except Exception:

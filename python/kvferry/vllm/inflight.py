@@ -57,6 +57,11 @@ class Copy:
         return self.pending.answer if self.pending and self.ranks_over is None else None
 
     @property
+    def state(self) -> str:
+        """The state of a copy that is not over."""
+        return "abandoned" if self.ranks_over is not None else "storing" if self.store else "loading"
+
+    @property
     def failure(self) -> Failure | None:
         """Why the copy was not carried out, if known."""
         return self.pending.failure if self.pending else None
@@ -77,6 +82,8 @@ class CopiesInFlight:
         self._stored_pages = 0
         #: Some store waits for the others of its step.
         self._unsent = False
+        #: Number of open copies in each state.
+        self._states = collections.Counter(loading=0, storing=0, abandoned=0)
         #: How many stores hold each page.
         self._holds: collections.Counter[int] = collections.Counter()
 
@@ -136,6 +143,7 @@ class CopiesInFlight:
     def _opened(self, copy: Copy, pending: PendingRequest) -> int:
         copy.pending = pending
         self._open[pending.id] = copy
+        self._states[copy.state] += 1
         self._stored_pages += len(copy.blocks)
         return pending.id
 
@@ -170,7 +178,9 @@ class CopiesInFlight:
 
     def _abandon(self, request: int, copy: Copy) -> None:
         if copy.ranks_over is None:
+            self._states[copy.state] -= 1
             copy.ranks_over, copy.abandoned_at = 0, time.monotonic()
+            self._states[copy.state] += 1
             self._to_abandon.append(request)
 
     def to_abandon(self) -> list[int]:
@@ -193,6 +203,7 @@ class CopiesInFlight:
 
     def _end(self, request: int) -> None:
         copy = self._open.pop(request)
+        self._states[copy.state] -= 1
         self._stored_pages -= len(copy.blocks)
         self._over.append(copy)
         if copy.blocks and self._pool is not None:
@@ -202,6 +213,10 @@ class CopiesInFlight:
                     del self._holds[page]
             # The tail comes first, so that vLLM evicts it first.
             self._pool.free_blocks(reversed(copy.blocks))
+
+    def states(self) -> dict[str, int]:
+        """Returns the number of open copies in each state: loading, storing, abandoned."""
+        return dict(self._states)
 
     def stored_pages(self) -> int:
         """Pages that stores hold, also if requests hold them; a page of two stores counts twice, as both copy it."""

@@ -1,10 +1,12 @@
 """Loads: from vLLM's allocation of pages to the report that vLLM waits for."""
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from kvferry import wire
 from kvferry.served import NO_PAGE, Served
+from kvferry.vllm.counts import Counts
 from kvferry.vllm.inflight import CopiesInFlight, Copy
 from kvferry.vllm.metadata import StepMetadata
 from kvferry.vllm.settings import Settings
@@ -23,8 +25,18 @@ logger = logging.getLogger("vllm.kvferry")
 class Loads:
     """The loads of an engine. Each is reported to vLLM once. For the scheduler's thread alone."""
 
-    def __init__(self, copies: CopiesInFlight, settings: Settings, served: Served, steps: Steps, *, zeroes: bool):
+    def __init__(
+        self,
+        copies: CopiesInFlight,
+        settings: Settings,
+        served: Served,
+        steps: Steps,
+        counts: Counts,
+        *,
+        zeroes: bool,
+    ):
         self._copies = copies
+        self._counts = counts
         self._settings = settings
         self._served = served
         self._steps = steps
@@ -36,6 +48,8 @@ class Loads:
         #: those whose pages vLLM has reset meanwhile.
         self._loading: dict[str, list[int]] = {}
         self._spoiled: set[str] = set()
+        #: When vLLM allocated pages for each load that was not reported to it yet. No more than requests that load.
+        self._unreported: dict[str, float] = {}
         #: Loads that end while vLLM takes the results of a step are reported there; None at other times.
         self._ended_now: set[str] | None = None
         #: The reports that the next step's metadata carries.
@@ -50,10 +64,14 @@ class Loads:
         # The device's own pages come first in the block tables.
         device = tracked.device_pages * self._served.hash_tokens
         parts = self._served.to_load(tables, device, device + external_tokens)
+        self._counts.load_begins(tracked, external_tokens)
+        self._unreported[tracked.request.request_id] = time.monotonic()
         if changed or not parts:
             # Without parts: vLLM has no place for some of the pages.
             tracked.computes = True
-            self.report(tracked, self._expected(tracked, blocks, external_tokens))
+            expected = self._expected(tracked, blocks, external_tokens)
+            self._counts.load_dropped(len(expected), "adapter" if changed else "no_pages")
+            self.report(tracked, expected)
             return False
         tracked.lookup = None
         self._loading[tracked.request.request_id] = [page for table in tables for page in table if page != NO_PAGE]
@@ -81,6 +99,7 @@ class Loads:
         while self._waiting:
             copy = self._waiting.pop(0)
             copy.owner.load = None
+            self._counts.load_dropped(len(copy.pages), "fault")
             self.report(copy.owner, copy.pages)
 
     def take_step(self) -> StepMetadata:
@@ -105,6 +124,10 @@ class Loads:
                 "the cache was reset" if before_reset else copy.failure or "the load was stopped",
             )
             tracked.computes = True
+        spoiled = tracked.request.request_id in self._spoiled
+        all_fail = spoiled or (failed and self._served.whole)
+        computed = len(copy.pages) if all_fail else len(failed)
+        self._counts.load_over(copy, computed, reset=before_reset or spoiled)
         self.report(tracked, failed)
 
     def report(self, tracked: Tracked, failed: list[int]) -> None:
@@ -117,6 +140,7 @@ class Loads:
             # Every rank has the pages: vLLM can schedule the request in its next step.
             self._ended_now.add(name)
             self._loading.pop(name, None)
+            self._reported(name)
         elif name not in self._step.loaded:
             if name in self._spoiled or (failed and self._served.whole):
                 self._spoiled.discard(name)
@@ -131,7 +155,10 @@ class Loads:
             return
         self._waiting = [copy for copy in self._waiting if copy is not tracked.load]
         tracked.load = None
-        self.report(tracked, self._expected(tracked, blocks, external_tokens))
+        expected = self._expected(tracked, blocks, external_tokens)
+        if tracked.request.request_id not in self._step.loaded:
+            self._counts.load_dropped(len(expected), "fault")
+        self.report(tracked, expected)
 
     def _expected(self, tracked: Tracked, blocks: "KVCacheBlocks", external_tokens: int) -> list[int]:
         """Returns pages of an engine with one group that a load was to bring; of several groups all of the first."""
@@ -141,9 +168,16 @@ class Loads:
         count = external_tokens // self._served.hash_tokens
         return list(table[tracked.device_pages : tracked.device_pages + count])
 
-    def begin_results(self) -> None:
+    def begin_results(self, output: "KVConnectorOutput") -> None:
         """Begins to report loads that end without a failure in the results of a step, not by way of the ranks."""
         self._ended_now = set()
+        for name in output.finished_recving or ():
+            self._reported(name)
+
+    def _reported(self, name: str) -> None:
+        """Counts the time that a load took until vLLM got the report of its end."""
+        if (allocated_at := self._unreported.pop(name, None)) is not None:
+            self._counts.load_reported(time.monotonic() - allocated_at)
 
     def end_results(self, output: "KVConnectorOutput") -> None:
         """Adds the loads that have ended since :meth:`begin_results` to the results."""

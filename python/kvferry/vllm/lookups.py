@@ -8,6 +8,7 @@ from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.served import Served
 from kvferry.switch import Switch
+from kvferry.vllm.counts import Counts
 from kvferry.vllm.settings import Settings
 from kvferry.vllm.tracked import Lookup, Tracked
 
@@ -24,8 +25,9 @@ EARLY_LOOKUPS_MAX = 64
 class Lookups:
     """The lookups of an engine, and the slots of its requests at the leader. For the scheduler's thread alone."""
 
-    def __init__(self, client: EngineClient, settings: Settings, served: Served, switch: Switch):
+    def __init__(self, client: EngineClient, settings: Settings, served: Served, switch: Switch, counts: Counts):
         self._client = client
+        self._counts = counts
         self._settings = settings
         self._served = served
         self._switch = switch
@@ -43,9 +45,9 @@ class Lookups:
         """Looks the pages of a new request up, so that the answer is there when it is scheduled."""
         request = tracked.request
         # The files of an adapter are checked later, and may have other pages then.
-        if request.lora_request or self._loads_nothing(tracked) or len(self._early) >= EARLY_LOOKUPS_MAX:
+        if request.lora_request or self._why_not(tracked) or len(self._early) >= EARLY_LOOKUPS_MAX:
             return
-        if self._client.listening and self._limit(request) > 0 and tracked.lookup is None:
+        if self._limit(request) > 0 and tracked.lookup is None:
             self._early.add(request.request_id)
             self._look_up(tracked, 0)
 
@@ -56,31 +58,46 @@ class Lookups:
     def matched_tokens(self, tracked: Tracked) -> int | None:
         """Returns how many tokens after the device's pages can be loaded; None: vLLM should call again later."""
         request, device_pages = tracked.request, tracked.device_pages
-        if tracked.load is not None or self._loads_nothing(tracked) or not self._client.listening:
+        if tracked.load is not None:
             return 0
         limit = self._limit(request)
-        if limit <= device_pages:
+        if why := self._why_not(tracked) or ("" if limit > device_pages else "short"):
+            self._counts.not_looked_up(tracked, why)
             return 0
+        tracked.not_looked_up = ""
         lookup = tracked.lookup
         if lookup is None or not self._serves(lookup, device_pages, self._looked_up(request)):
             lookup = self._look_up(tracked, device_pages)
         if not lookup.pending.done and self._budget_s > 0:
             before = time.monotonic()
             lookup.pending.wait(self._budget_s)
-            self._budget_s -= time.monotonic() - before
+            waited_s = time.monotonic() - before
+            self._budget_s -= waited_s
+            self._counts.waited(waited_s)
         if not lookup.pending.done:
             if time.monotonic() - lookup.requested_at <= self._settings.lookup_timeout_ms / 1000:
+                self._counts.deferred()
                 return None
+            self._counts.looked_up(lookup, 0)
             tracked.computes = True
             return 0
-        return max(min(lookup.found(), limit) - device_pages, 0) * self._page_tokens
+        tokens = max(min(lookup.found(), limit) - device_pages, 0) * self._page_tokens
+        self._counts.looked_up(lookup, tokens)
+        return tokens
 
-    def _loads_nothing(self, tracked: Tracked) -> bool:
-        """Whether a request is computed without a lookup."""
-        if self._settings.mode == "store" or self._switch.off or not tracked.settings.load:
-            return True
+    def _why_not(self, tracked: Tracked) -> str:
+        """Returns why a request is computed without a lookup; empty when it is looked up."""
         # vLLM ignores hits of a request that does not read its prefix cache: no pages are held for such a request.
-        return tracked.computes or tracked.namespace is None or tracked.request.skip_reading_prefix_cache
+        reasons = {
+            "mode": self._settings.mode == "store",
+            "off": self._switch.off,
+            "request": not tracked.settings.load,
+            "recomputed": tracked.computes,
+            "adapter": tracked.namespace is None,
+            "vllm": tracked.request.skip_reading_prefix_cache,
+            "disconnected": not self._client.listening,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def _limit(self, request: "Request") -> int:
         """The longest hit of a request in pages: vLLM must compute at least one token."""

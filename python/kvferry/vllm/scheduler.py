@@ -20,11 +20,14 @@ from kvferry.finishes import Finishes
 from kvferry.resets import Forgetting
 from kvferry.served import Served, StoreCursor
 from kvferry.switch import Switch
+from kvferry.vllm import meters
+from kvferry.vllm.counts import Counts
 from kvferry.vllm.inflight import CopiesInFlight
 from kvferry.vllm.invalidation import Invalidation
 from kvferry.vllm.loads import Loads
 from kvferry.vllm.lookups import Lookups
 from kvferry.vllm.metadata import RankReport, StepMetadata
+from kvferry.vllm.meters import Meters
 from kvferry.vllm.namespaces import Namespaces
 from kvferry.vllm.per_request import PerRequests
 from kvferry.vllm.poolreset import reset_beside_loads
@@ -70,9 +73,12 @@ class SchedulerSide:
         ranks: int,
         private: bool = False,
         zeroes: bool = False,
+        meters: Meters | None = None,
         connect: type[EngineClient] = EngineClient,
     ):
         self._served = served
+        self._meters = meters or Meters()
+        counts = Counts(self._meters, served)
         self._namespaces = Namespaces(namespace, engine.hex(), adapters, declared=bool(settings.weights))
         if private:
             # The weights may change at any time: no other engine may find what is computed here.
@@ -89,8 +95,8 @@ class SchedulerSide:
         self._steps = Steps()
         self._copies = CopiesInFlight(self._client, ranks)
         self._finishes = Finishes(self._client)
-        self._lookups = Lookups(self._client, settings, served, self._switch)
-        self._loads = Loads(self._copies, settings, served, self._steps, zeroes=zeroes)
+        self._lookups = Lookups(self._client, settings, served, self._switch, counts)
+        self._loads = Loads(self._copies, settings, served, self._steps, counts, zeroes=zeroes)
         self._invalidation = Invalidation(
             settings,
             Forgetting(self._client),
@@ -105,6 +111,7 @@ class SchedulerSide:
             settings,
             served,
             self._steps,
+            counts,
             lookups=self._lookups,
             namespaces=self._namespaces,
             invalidation=self._invalidation,
@@ -340,7 +347,7 @@ class SchedulerSide:
         if isinstance(report, RankReport):
             self._steps.over = max(self._steps.over, report.stepped_through)
             self._copies.ranks_know(report.over)
-        self._loads.begin_results()
+        self._loads.begin_results(output)
         try:
             self._settle()
         finally:
@@ -350,6 +357,21 @@ class SchedulerSide:
     def stores_skipped_backpressure(self) -> int:
         """Number of stores that were skipped because of the limits on running stores."""
         return self._stores.backpressure.skipped
+
+    def disk_tokens(self, request: "Request") -> int:
+        """Tokens of the last load of a request that were found on a disk."""
+        tracked = self._tracked.get(request.request_id)
+        return tracked.disk_tokens if tracked is not None else 0
+
+    def measure(self) -> None:
+        """Sets the gauges of the statistics."""
+        self._meters.set(meters.CONNECTED, int(self._client.listening))
+        self._meters.set(meters.OFF, int(self._switch.off))
+        for state, copies in self._copies.states().items():
+            self._meters.set(meters.COPIES, copies, state)
+        self._meters.set(meters.STORE_HELD_PAGES, self._copies.stored_pages())
+        for state, requests in zip(("queued", "sent"), self._client.open_requests, strict=True):
+            self._meters.set(meters.OPEN_REQUESTS, requests, state)
 
     def frees_soon(self) -> bool:
         """Whether pages that only a store holds will be freed soon."""

@@ -9,6 +9,7 @@ from kvferry.engine_client import EngineClient
 from kvferry.served import Served
 from kvferry.switch import Switch
 from kvferry.vllm.backpressure import Backpressure
+from kvferry.vllm.counts import Counts
 from kvferry.vllm.inflight import CopiesInFlight, Copy
 from kvferry.vllm.invalidation import Invalidation
 from kvferry.vllm.lookups import Lookups
@@ -36,6 +37,7 @@ class Stores:
         settings: Settings,
         served: Served,
         steps: Steps,
+        counts: Counts,
         *,
         lookups: Lookups,
         namespaces: Namespaces,
@@ -44,6 +46,7 @@ class Stores:
     ):
         self._client = client
         self._copies = copies
+        self._counts = counts
         self._settings = settings
         self._steps = steps
         self._lookups = lookups
@@ -88,20 +91,25 @@ class Stores:
         request = tracked.request
         # vLLM hands a state over once, and gives the pages of a finished request to others.
         full = self._full(tracked, computed, at_once=bool(states) or request.is_finished())
-        if (full <= tracked.full and not states) or time.monotonic() < self._again_at:
+        if full <= tracked.full and not states:
             return
-        if not self._allowed(tracked):
+        if why := self._why_not(tracked):
+            self._counts.not_stored(tracked, why)
             return
         tracked.full = full
         found = tables()
         if found is None or full > wire.HASHES_MAX:
             return
         parts = [*tracked.stored.to_store(found, full * self._page_tokens, states)][: wire.PARTS_MAX]
-        if not parts or not self.backpressure.admits(sum(len(part.pages) for part in parts)):
+        if not parts:
+            return
+        if not self.backpressure.admits(sum(len(part.pages) for part in parts)):
+            self._counts.held_back()
             return
         if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
             self._lookups.open(tracked, full, full, self._settings.store_timeout_ms)
         tracked.stored.stored(parts)
+        tracked.not_stored = ""
         known = tracked.known
         more = request.block_hashes[known:full]
         tracked.known = max(known, full)
@@ -111,19 +119,27 @@ class Stores:
         if not after:
             self._steps.store = store
 
-    def _allowed(self, tracked: Tracked) -> bool:
-        """Whether pages of this request may be stored now."""
-        if self._settings.mode == "load" or self._switch.off or not tracked.settings.store:
-            return False
+    def _why_not(self, tracked: Tracked) -> str:
+        """Returns why pages of this request may not be stored now; empty when they may."""
+        if time.monotonic() < self._again_at:
+            return "paused"
+        if self._settings.mode == "load":
+            return "mode"
+        if self._switch.off:
+            return "off"
+        if not tracked.settings.store:
+            return "request"
         # vLLM may evict an adapter and read its files again while its requests run.
         lora = tracked.request.lora_request
         own = tracked.settings.namespace
         if tracked.namespace is None or (lora and self._namespaces.of(lora, own) != tracked.namespace):
-            return False
-        return not (tracked.mixed or tracked.on_old_pages or self._invalidation.on_old_pages(tracked))
+            return "adapter"
+        old = tracked.mixed or tracked.on_old_pages or self._invalidation.on_old_pages(tracked)
+        return "reset" if old else ""
 
     def over(self, tracked: Tracked, copy: Copy, *, before_reset: bool) -> None:
         """Handles the end of a store. ``before_reset``: it was requested before the last reset of the cache."""
+        self._counts.store_over(copy)
         if copy.answer is not None:
             return
         logger.debug("kvferry: a store of %d pages failed: %s", len(copy.pages), copy.failure)

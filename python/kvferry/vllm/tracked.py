@@ -26,6 +26,8 @@ class Lookup:
     link: int
     device_pages: int
     pages: int
+    #: The outcome is part of the statistics.
+    counted: bool = False
 
     def found(self) -> int:
         """Pages at the start of the sequence that the device and kvferry have together; 0 without an answer."""
@@ -66,3 +68,8 @@ class Tracked:
     on_old_pages: bool = False
     load: Copy | None = None
     finished: bool = False
+    #: Tokens of the last load that were found on a disk.
+    disk_tokens: int = 0
+    #: Why the last lookup or store of the request was skipped, empty if it was not: counted once until it changes.
+    not_looked_up: str = ""
+    not_stored: str = ""
