@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -25,6 +26,8 @@ DEVICE_PAGES = 256
 #: Deadline for an engine's start, on two busy cores.
 START_LIMIT_S = 400.0
 Answer = dict[str, Any]
+#: The connector's metrics by name and label values, separated by slashes.
+Statistics = dict[str, float]
 
 
 def transfer_config(socket_dir: Path, **extra: Any) -> dict[str, Any]:
@@ -149,6 +152,10 @@ class Engine(Process):
     def external_hits(self) -> int:
         return int(self.request("metrics")["vllm:external_prefix_cache_hits"])
 
+    def statistics(self) -> Statistics:
+        """Returns the connector's metrics; of a histogram the number of values."""
+        return {_short(name, labels): value for name, labels, value in self.request("statistics")}
+
 
 class Server(Process):
     """``vllm serve``."""
@@ -227,6 +234,21 @@ class Server(Process):
             if line.startswith("vllm:external_prefix_cache_hits_total"):
                 return int(float(line.rsplit(" ", 1)[1]))
         return 0
+
+    def statistics(self) -> Statistics:
+        """Returns the connector's metrics, like :meth:`Engine.statistics`."""
+        found = {}
+        lines = re.findall(r"^(vllm:kvferry_\w+)\{(.*)\} (\S+)$", self._call("/metrics"), re.MULTILINE)
+        for name, labels, value in lines:
+            if not name.endswith(("_bucket", "_sum", "_created")):
+                pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+                found[_short(name.removesuffix("_total").removesuffix("_count"), pairs)] = float(value)
+        return found
+
+
+def _short(name: str, labels: dict[str, str]) -> str:
+    own = [value for label, value in labels.items() if label not in ("engine", "model_name")]
+    return "/".join([name.removeprefix("vllm:kvferry_"), *own])
 
 
 def free_port() -> int:

@@ -51,6 +51,13 @@ class Host:
         found = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
         return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
+    def statistics(self, order: dict[str, Any]) -> list[tuple[str, dict[str, str], float]]:
+        """The connector's metrics: name, labels, and value; of a histogram the number of values."""
+        found = [metric for metric in self.llm.get_metrics() if metric.name.startswith("vllm:kvferry_")]
+        return [
+            (metric.name, metric.labels, metric.value if hasattr(metric, "value") else metric.count) for metric in found
+        ]
+
     # Available only with the engine in this process.
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:

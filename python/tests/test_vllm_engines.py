@@ -36,6 +36,7 @@ def test_warm_results_equal_cold_results(kind: str, dtype: str, ranks: int) -> N
             assert [said(answers) for answers in warm] == [said(answers) for answers in cold]
             found = engine.external_hits() - hits
             assert found > loadable([PROMPTS[0]])
+            check_statistics(engine, ranks)
             print(f"{kind}, {dtype}, {ranks} ranks: {found} tokens loaded, bit for bit the same")
             daemon.poison()
             engine.reset()
@@ -43,6 +44,22 @@ def test_warm_results_equal_cold_results(kind: str, dtype: str, ranks: int) -> N
         finally:
             engine.end(signal.SIGTERM)
         daemon.wait_idle()
+
+
+def check_statistics(engine: Engine | Server, ranks: int) -> None:
+    """vLLM's metrics have what the connector counted in the scheduler and in each rank."""
+    found = engine.statistics()
+    assert found["hit_tokens/host"] == engine.external_hits() > 0
+    assert found["hit_tokens/disk"] == found["pages_recomputed"] == found["failed"] == 0
+    assert found["loads/whole"] == found["load_time_seconds"] == found["load_copy_time_seconds"] > 0
+    assert found["load_bytes"] > 0
+    assert found["stores/done"] == found["store_time_seconds"] > 0
+    assert found["store_pages/stored"] > 0
+    assert found["connected"] == 1
+    assert [found[f"rank_registered/{rank}"] for rank in range(ranks)] == [1] * ranks
+    assert found["hook_time_seconds/build_connector_meta"] > 0
+    assert found["hook_time_seconds/wait_for_save"] > 0
+    assert not [name for name in found if name.startswith("refusals")]
 
 
 def test_an_engine_that_started_before_kvferry_uses_it_later() -> None:
