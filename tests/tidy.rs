@@ -88,9 +88,10 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("cuda", &[], &[]),
     ("proofs", &["cuda"], &["torch"]),
     ("memory", &["client", "cuda", "proofs"], &["torch"]),
+    ("progress", &["memory"], &[]),
     (
         "rank",
-        &["outbox", "silence", "wire", "client", "memory"],
+        &["outbox", "progress", "silence", "wire", "client", "memory"],
         &[],
     ),
     ("finishes", &["wire", "client", "engine_client"], &[]),

@@ -18,7 +18,8 @@ _LIBRARY = "libcuda.so.1"
 _CAPTURE_RELAXED = 2
 #: ``CU_STREAM_NON_BLOCKING``.
 _STREAM_NON_BLOCKING = 1
-
+#: ``CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS``.
+_STREAMS_WRITE_WORDS = 122
 
 #: ``CU_MEM_ALLOCATION_TYPE_PINNED``, ``CU_MEM_LOCATION_TYPE_DEVICE``, ``CU_MEM_ACCESS_FLAGS_PROT_READWRITE``.
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
@@ -198,9 +199,19 @@ class Context:
             self._call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
         return self._stream
 
+    @_in_context
     def can_mark(self) -> bool:
-        """Whether a stream can write words to memory."""
-        return hasattr(self._library, "cuStreamWriteValue64_v2")
+        """Whether a stream can write words to memory: the driver has the call, and the device supports it."""
+        if not hasattr(self._library, "cuStreamWriteValue64_v2"):
+            return False
+        device, value = ctypes.c_int(), ctypes.c_int()
+        self._call("cuCtxGetDevice", ctypes.byref(device))
+        try:
+            self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_STREAMS_WRITE_WORDS), device)
+        except CudaError:
+            # The driver is older than the attribute.
+            return False
+        return value.value == 1
 
     def mark(self, stream: int, address: int, value: int) -> None:
         """Makes the device write a word after all work that was submitted to the stream so far.

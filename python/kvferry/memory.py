@@ -133,6 +133,8 @@ class KvMemory:
         self.served = served
         self._pieces: list[Piece] = []
         self._context: cuda.Context | None = None
+        #: Whether the device can mark its progress.
+        self._marks = False
         self._nonce: Piece | None = None
         self._proofs: Proofs | None = None
         self._groups = [_Described.of(group) for group in groups]
@@ -160,7 +162,7 @@ class KvMemory:
     @property
     def has_timeline(self) -> bool:
         """Whether the device can write its progress to a timeline word."""
-        return self._context is not None and self._context.can_mark()
+        return self._marks
 
     def mark(self, stream: int, through: int) -> None:
         """Makes the device write ``through`` to its timeline word after the work submitted to the stream so far.
@@ -171,6 +173,17 @@ class KvMemory:
         if self._context is None or self._nonce is None:
             raise cuda.CudaError("there is no device")
         self._context.mark(stream, self._nonce.address + _WORD_OFFSET_BYTES, through)
+
+    def marked(self) -> int:
+        """Returns the timeline word: the last mark that the device has written. Waits for the read of 8 bytes.
+
+        Raises:
+            CudaError: the device cannot be read.
+        """
+        if self._context is None or self._nonce is None:
+            raise cuda.CudaError("there is no device")
+        (word,) = self._context.read_all([(self._nonce.address + _WORD_OFFSET_BYTES, 8)])
+        return int.from_bytes(word, "little")
 
     def close(self) -> None:
         """Closes the descriptors. The engine keeps its memory.
@@ -210,6 +223,7 @@ class KvMemory:
             base, size = self._context.range_of(proof_at)
             self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
         self._context.write(proof_at + _WORD_OFFSET_BYTES, bytes(8))
+        self._marks = self._context.can_mark()
         # Only served memory is marked: layers of other kinds may read bytes that no token has written.
         parts = [part for piece in self._pieces for part in piece.parts()]
         self._proofs = Proofs(self._context, parts, tensors, new=self.served)

@@ -10,7 +10,6 @@ import select
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import msgspec
 from kvferry import outbox, wire
 from kvferry.client import Client, Failure, PendingRequest
 from kvferry.memory import KvMemory, Unsupported
+from kvferry.progress import Progress
 from kvferry.silence import Silence, look_every
 from kvferry.wire import Code
 
@@ -33,17 +33,9 @@ REQUEST_LIMIT_S = 30.0
 KILL_AFTER_S = 30.0
 
 _PAUSE_FIRST_S = 0.05
-#: Pause between two checks whether a device has finished its submitted work.
-_WRITING_PAUSE_S = 0.0005
 _PAUSE_MAX_S = 1.0
-#: Newest marked passes that are kept, for a worker that does not read the device's timeline.
-_MARKED_MAX = 256
 #: Longest wait for a worker to unmap a device's memory.
 _LET_GO_LIMIT_S = 3.0
-
-
-def _at_once() -> bool:
-    return True
 
 
 class RankSession:
@@ -59,17 +51,8 @@ class RankSession:
         self._lock = threading.Lock()
         self._outbox = outbox.Outbox()
         self._over: list[int] = []
-        #: Numbers of passes that the device still runs, in order, each with a check whether it is over.
-        self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
         self._announced = 0
-        #: Everything up to ``_known`` is written. ``_marked`` are the newest passes that the device marks in its
-        #: timeline: number, and a check whether the pass is over.
-        self._known = 0
-        self._marked: deque[tuple[int, Callable[[], bool]]] = deque(maxlen=_MARKED_MAX)
-        #: The stream of the last pass.
-        self._stream: int | None = None
-        #: Whether the worker reads the device's timeline.
-        self._timeline = False
+        self._progress = Progress(memory, self._lock)
         self._closing = False
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
@@ -102,51 +85,27 @@ class RankSession:
     def wrote(
         self,
         through: int,
-        when: Callable[[], bool] | None = None,
+        record: Callable[[], Callable[[], bool]] | None = None,
         stream: int | None = None,
         *,
         stores: int | None = None,
     ) -> None:
-        """Reports everything up to ``through`` as written: now, or once ``when``, which must not wait, returns True.
+        """Reports everything up to ``through`` as written: now, or once the device's work so far is over.
 
-        With ``stream``, the calling thread's context is the device's, and the device itself marks in its timeline when
-        the work that was submitted to the stream so far is over. The worker reads the timeline for loads, and is
-        notified of stores only: up to ``stores``, by default ``through``.
+        ``stream`` is the device's, and the calling thread's context its context. The device itself then marks in its
+        timeline when the work that was submitted to the stream so far is over. The worker reads the timeline for loads,
+        and is notified of stores only: up to ``stores``, by default ``through``. Where there is no mark, ``record`` is
+        called, which must be given with ``stream``: it returns a check whether that work is over, which must not wait.
         """
         if not self.announces(through):
             return
         self._announced = through
-        marked = self._timeline and when is not None and stream is not None and self._mark(stream, through)
+        marked = self._progress.mark(stream, through)
+        check = record() if record is not None and not marked else None
         with self._lock:
-            if marked:
-                self._marked.append((through, when or _at_once))
-                self._outbox.wrote(through if stores is None else stores)
-            elif when is None and not self._writing:
-                self._known = through
-                self._outbox.wrote(through)
-            else:
-                # Earlier passes are marked by the device. This one counts as written only when they are over, too.
-                if not self._writing and self._marked:
-                    self._writing.append(self._marked[-1])
-                self._writing.append((through, when or _at_once))
+            if self._progress.submitted(through, marked, check):
+                self._outbox.wrote(through if stores is None or not marked else stores)
         self._client.poke()
-
-    def _mark(self, stream: int, through: int) -> bool:
-        """Submits a mark to the device's timeline; False if there will be none.
-
-        All streams share one timeline word, so a stream may write it only when no earlier pass runs on another stream.
-        After a change of the stream nothing is marked until all passes before the change are known to be over.
-        """
-        changed = self._stream is not None and self._stream != stream
-        self._stream = stream
-        if changed or self._writing or not self._memory.has_timeline:
-            return False
-        try:
-            self._memory.mark(stream, through)
-        except OSError as error:
-            logger.debug("kvferry: %s: the device cannot mark its progress: %s", self._name, error)
-            return False
-        return True
 
     def abandon(self, requests: list[int]) -> None:
         """Takes the pages of these requests back. :meth:`over` returns the requests once nothing is copied for them."""
@@ -199,7 +158,7 @@ class RankSession:
 
     def _turn(self) -> float | None:
         now = time.monotonic()
-        self._look_at_writing()
+        self._look_at_writing(now)
         with self._lock:
             if self._client.link != self._link:
                 self._outbox.lost()
@@ -207,24 +166,23 @@ class RankSession:
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
             self._fence(now)
             waiting = bool(self._outbox.abandoned)
-            writing = bool(self._writing) and not self.fault
         wake = self._send_owed(now, waiting)
         if waiting and wake is not None:
             wake = min(wake, now + look_every(KILL_AFTER_S))
-        return now + _WRITING_PAUSE_S if writing and (wake is None or wake > now + _WRITING_PAUSE_S) else wake
+        look = None if self.fault else self._progress.next_look()
+        return look if wake is None else wake if look is None else min(look, wake)
 
-    def _look_at_writing(self) -> None:
-        if not self._writing or self.fault:
+    def _look_at_writing(self, now: float) -> None:
+        if self.fault:
             return
         try:
-            self._memory.bind_thread()
-            # The check runs without the lock, which the engine's threads take: only this thread removes entries.
-            while self._writing and self._writing[0][1]():
-                with self._lock:
-                    self._known = self._writing.popleft()[0]
-                    self._outbox.wrote(self._known)
+            more = self._progress.look(now)
         except Exception:
             self._lose_sight()
+            more = True
+        if more:
+            with self._lock:
+                self._outbox.wrote(self._progress.known)
 
     def _lose_sight(self) -> None:
         """Records the current exception as a fault: the device's progress can no longer be read.
@@ -276,48 +234,18 @@ class RankSession:
             case outbox.Register(after):
                 tickets, process, process_fd = self._memory.hand_over(self._directory)
                 self._remember_process(process, process_fd)
-                self._timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
-                if not self._timeline:
-                    # The worker does not read the timeline, and must be notified of passes without stores, too.
-                    with self._lock:
-                        self._outbox.wrote(max((request for request, _ in self._marked), default=0))
-                memory = self._memory.describe(tickets, timeline=self._timeline)
+                timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
+                with self._lock:
+                    self._progress.worker(timeline)
+                    if not timeline:
+                        # Marks mean nothing to this worker: it is notified of passes that are known to be over.
+                        self._outbox.wrote_last(self._progress.known)
+                memory = self._memory.describe(tickets, timeline=timeline)
                 return wire.Register(after, self._engine, memory, check_only=not self._memory.served)
-            case outbox.Written():
-                return self._written(rank_request)
+            case outbox.Written(through):
+                return wire.Written(through, timeline=through > self._progress.known)
             case outbox.Abandon(requests):
                 return wire.Abandon(requests)
-
-    def _written(self, rank_request: outbox.Written) -> wire.Written:
-        if rank_request.through > self._known and self._timeline:
-            return wire.Written(rank_request.through, timeline=True)
-        if rank_request.through <= self._known:
-            return wire.Written(rank_request.through)
-        # The worker does not read the timeline: check here which marked passes are over.
-        try:
-            self._look_at_marked()
-        except Exception:
-            self._lose_sight()
-            with self._lock:
-                self._marked.clear()
-                self._outbox.wrote_last(self._known)
-        # The rest is reported later.
-        rank_request.through = min(rank_request.through, self._known)
-        if rank_request.through <= self._outbox.confirmed:
-            raise OSError("the device has not written the pages yet")
-        return wire.Written(rank_request.through)
-
-    def _look_at_marked(self) -> None:
-        self._memory.bind_thread()
-        with self._lock:
-            marked = list(self._marked)
-        for request, is_over in marked:
-            if not is_over():
-                break
-            self._known = max(self._known, request)
-        with self._lock:
-            while self._marked and self._marked[0][0] <= self._known:
-                self._marked.popleft()
 
     def _answered(
         self, rank_request: outbox.RankRequest, failure: Failure | None, answer: msgspec.Struct | None = None

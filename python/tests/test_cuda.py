@@ -311,3 +311,98 @@ def test_an_engine_that_writes_to_its_memory_can_register_again(variables: dict[
             daemon.killed(daemon.pid())
             said, _ = engine.communicate(timeout=TIMEOUT_S)
         assert said == "again\n"
+
+
+#: A rank whose device marks nothing: each pass has an event. The first pass ends late, the last never.
+PASSES = """
+import ctypes, sys, threading, time
+from pathlib import Path
+import gpu_rank
+from daemon import TIMEOUT_S, Daemon, eventually
+from kvferry import wire
+from kvferry.engine_client import EngineClient
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
+sockets, gpu = Path(sys.argv[1]), gpu_rank.context()
+layer = gpu_rank.on_device(gpu.allocate(1 << 20))
+group = Group({"layer": layer}, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+assert not memory.has_timeline, "the device cannot write words"
+rank = RankSession(sockets / "worker-0-0", gpu_rank.ENGINE, 0, 0, memory)
+scheduler = EngineClient(sockets / "leader", gpu_rank.ENGINE, first_id=1)
+scheduler.start()
+eventually("the rank is registered", lambda: rank.registered)
+Daemon(sockets).wait_ready()
+library, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+assert library.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(1)) == 0
+gate = gpu.allocate(1 << 16)
+gpu.write(gate, bytes(8))
+def run_until(value):
+    word = ctypes.c_uint64(gate), ctypes.c_uint64(value)
+    assert library.cuStreamWaitValue64_v2(stream, *word, ctypes.c_uint(0)) == 0
+def record():
+    event = ctypes.c_void_p()
+    assert library.cuEventCreate(ctypes.byref(event), ctypes.c_uint(2)) == 0
+    assert library.cuEventRecord(event, stream) == 0
+    def is_over():
+        code = library.cuEventQuery(event)
+        if code not in (0, 600):
+            raise RuntimeError(f"cuEventQuery answered {code}")
+        return code == 0
+    return is_over
+def store(slot, page):
+    hashes = slot.to_bytes(16, "big")
+    found = scheduler.request(wire.Lookup(slot=slot, namespace=b"", hash_bytes=16, hashes=hashes), TIMEOUT_S)
+    assert found.wait(TIMEOUT_S) and found.answer is not None, found.failure
+    pending = scheduler.request(wire.Store(slot, [wire.Part(0, wire.runs([page]))]), TIMEOUT_S)
+    rank.wrote(pending.id, record, stream.value)
+    return pending
+"""
+LATE = """
+run_until(1)
+first = store(1, 4)
+run_until(2)
+second = store(2, 5)
+assert not first.wait(0.1), "a store did not wait for its pass"
+gpu.write(layer.address + 4 * gpu_rank.PAGE_BYTES, b"late")
+gpu.write(gate, (1).to_bytes(8, "little"))
+assert first.wait(TIMEOUT_S) and first.answer is not None, first.failure
+assert not second.wait(0.1), "passes are reported in order"
+gpu.write(gate, (2).to_bytes(8, "little"))
+assert second.wait(TIMEOUT_S) and second.answer is not None, second.failure
+run_until(3)
+third = store(3, 6)
+assert not third.wait(0.1)
+begun = time.monotonic()
+rank.close()
+scheduler.close()
+assert time.monotonic() - begun < 5, "a pass that never ends must not block the end"
+assert not rank.fault
+print("every pass in its turn", flush=True)
+import os
+os._exit(0)
+"""
+FAILS = """
+run_until(1)
+pending = store(1, 4)
+eventually("the failure is noticed", lambda: rank.fault)
+assert not pending.wait(0.1)
+rank.close()
+scheduler.close()
+print("noticed", flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "text"),
+    [(LATE, "", "every pass in its turn"), (FAILS, ";fail=*/cuEventQuery/2/719", "noticed")],
+)
+def test_passes_of_a_device_without_a_timeline(
+    variables: dict[str, str], source: str, settings: str, text: str
+) -> None:
+    with running(ranks=1, g2="16MiB", variables=variables) as daemon:
+        mine = {**variables, "FAKE_CUDA": f"{variables['FAKE_CUDA']};attribute=122/0{settings}"}
+        done = script(PASSES + source, str(daemon.socket_dir), **mine)
+        assert text in done.stdout, done.stdout + done.stderr

@@ -221,7 +221,9 @@ def test_a_device_that_reports_no_progress_ends_lookups(
     group = Group({"layer": torch.zeros(8, 2, 8, 8)}, engine_page_tokens=8, device_pages=8)
     memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
     engine.rank._rank = session = RankSession(tmp_path / "nobody", b"e" * 16, 0, 0, memory)
-    monkeypatch.setattr(engine.rank, "_pass_over", lambda: (broken, None))
+    monkeypatch.setattr(engine.rank, "_on_device", True)
+    monkeypatch.setattr("kvferry.vllm.connector.current_stream", lambda: None)
+    monkeypatch.setattr("kvferry.vllm.connector.record_end", lambda: broken)
     try:
         first = engine.add(tokens(PAGE_TOKENS * 4, seed=1))
         for _ in engine.until_over(first):

@@ -8,10 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,9 +139,9 @@ def test_pages_that_the_device_still_writes_are_not_reported_as_written(session:
 
         return over
 
-    session.wrote(4, when(4))
-    session.wrote(4, when(7))
-    session.wrote(7, when(7))
+    session.wrote(4, lambda: when(4))
+    session.wrote(4, lambda: when(7))
+    session.wrote(7, lambda: when(7))
     session.wrote(9)
     eventually("the device is checked repeatedly", lambda: len(looked) > 3)
     assert set(looked) == {4}, "in order"
@@ -161,10 +159,10 @@ def test_a_device_that_does_not_answer_ends_no_session(session: RankSession, cap
     def broken() -> bool:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    session.wrote(4, broken)
+    session.wrote(4, lambda: broken)
     eventually("the fault is logged", lambda: "unspecified launch failure" in caplog.text)
     assert session.fault == "reading the progress of the device"
-    session.wrote(9, lambda: True)
+    session.wrote(9, lambda: lambda: True)
     session.abandon([3])
     over(session, [3])
     assert session._outbox.written == 0, "no later pass is known to be written"
@@ -364,99 +362,6 @@ def test_a_dead_engine_whose_connections_survive_in_a_child_is_released() -> Non
         eventually("the worker has unmapped the memory", lambda: not daemon.status()["ranks"][0]["attached"])
         # The child ends when its standard input ends.
         engine.communicate()
-
-
-def test_passes_outside_the_timeline_are_reported_when_they_end() -> None:
-    """The worker was replaced by one that does not read the device's timeline."""
-    session = object.__new__(RankSession)
-    session._known, session._timeline, session._lock = 0, False, threading.Lock()
-    session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
-    over = {5: True, 6: False, 7: True}
-    session._marked = deque((request, lambda request=request: over[request]) for request in over)
-    session._outbox = outbox = Outbox(registered=True, written=7)
-    rank_request = outbox.next()
-    assert rank_request == Written(7)
-    assert session._message(rank_request) == wire.Written(5)
-    outbox.answered(rank_request, True)
-    rank_request = outbox.next()
-    assert rank_request == Written(7)
-    with pytest.raises(OSError, match="has not written the pages yet"):
-        session._message(rank_request)
-    outbox.answered(rank_request, False)
-    over[6] = True
-    rank_request = outbox.next()
-    assert rank_request is not None
-    assert session._message(rank_request) == wire.Written(7)
-    assert not session._marked
-
-
-def test_a_device_failure_is_a_fault_when_the_worker_does_not_read_the_timeline() -> None:
-    """As above, and the device fails: completed passes are reported, and the rest is not checked again."""
-    session = object.__new__(RankSession)
-    session._known, session._timeline, session._lock, session._name = 0, False, threading.Lock(), "rank 0"
-    session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
-
-    def broken() -> bool:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    session._marked = deque([(5, lambda: True), (6, broken), (7, lambda: True)])
-    session._outbox = outbox = Outbox(registered=True, written=7)
-    rank_request = outbox.next()
-    assert rank_request is not None
-    assert session._message(rank_request) == wire.Written(5)
-    outbox.answered(rank_request, True)
-    assert session.fault
-    assert outbox.next() is None
-    assert not session._marked
-
-
-def test_a_mark_of_one_stream_does_not_cover_another_stream() -> None:
-    """Two streams in turn: a mark of the second must not count as the end of the first one's work."""
-    session = object.__new__(RankSession)
-    marks: list[tuple[int, int]] = []
-    session._memory = SimpleNamespace(  # type: ignore[assignment]
-        has_timeline=True, mark=lambda stream, through: marks.append((stream, through)), bind_thread=lambda: None
-    )
-    session._client = SimpleNamespace(poke=lambda: None)  # type: ignore[assignment]
-    session._lock, session._name = threading.Lock(), "rank 0"
-    session._announced = session._known = 0
-    session._stream, session._timeline, session._closing = None, True, False
-    session._marked, session._writing = deque(maxlen=8), deque()
-    session._outbox = outbox = Outbox(registered=True)
-    over = dict.fromkeys(range(1, 6), False)
-
-    def wrote(number: int, stream: int) -> None:
-        session.wrote(number, lambda: over[number], stream)
-        session._look_at_writing()
-
-    wrote(1, 70)
-    assert marks == [(70, 1)]
-    wrote(2, 80)
-    wrote(3, 80)
-    assert marks == [(70, 1)], "the first stream may still write"
-    over[2] = over[3] = True
-    session._look_at_writing()
-    assert outbox.written == 1, "the first pass is not over"
-    over[1] = True
-    session._look_at_writing()
-    assert outbox.written == 3
-    wrote(4, 80)
-    assert marks == [(70, 1), (80, 4)]
-
-
-def test_a_worker_that_reads_the_timeline_is_notified_of_stores_only() -> None:
-    session = object.__new__(RankSession)
-    session._memory = SimpleNamespace(has_timeline=True, mark=lambda stream, through: None)  # type: ignore[assignment]
-    session._client = SimpleNamespace(poke=lambda: None)  # type: ignore[assignment]
-    session._lock, session._name, session._announced = threading.Lock(), "rank 0", 0
-    session._stream, session._timeline, session._closing = None, True, False
-    session._marked, session._writing = deque(maxlen=8), deque()
-    session._outbox = outbox = Outbox(registered=True)
-    session.wrote(5, lambda: False, 70, stores=4)
-    session.wrote(6, lambda: False, 70, stores=4)
-    assert outbox.next() == Written(4)
-    assert outbox.next() is None
-    assert [number for number, _ in session._marked] == [5, 6]
 
 
 def engine_memory(daemon: Daemon) -> list[str]:

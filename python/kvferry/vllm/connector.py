@@ -226,18 +226,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         metadata = self._connector_metadata
         rank = self._rank
         if rank is not None and isinstance(metadata, StepMetadata) and rank.announces(metadata.written_through):
-            over, stream = self._pass_over()
-            rank.wrote(metadata.written_through, over, stream, stores=metadata.stores_through)
-
-    def _pass_over(self) -> "tuple[Callable[[], bool] | None, int | None]":
-        """Returns a check whether the device has finished its work so far, and its stream; both None on the CPU."""
-        if not self._on_device:
-            return None, None
-        import torch
-
-        event = torch.cuda.Event()
-        event.record()
-        return event.query, torch.cuda.current_stream().cuda_stream
+            record, stream = (record_end, current_stream()) if self._on_device else (None, None)
+            rank.wrote(metadata.written_through, record, stream, stores=metadata.stores_through)
 
     def _finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._reports.loaded() or None
@@ -386,6 +376,22 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
 
 stats.register()
+
+
+def current_stream() -> int:
+    """Returns the CUDA stream of the calling thread."""
+    import torch
+
+    return torch.cuda.current_stream().cuda_stream
+
+
+def record_end() -> "Callable[[], bool]":
+    """Records an event behind the work so far of the calling thread's stream; returns a check whether it is over."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
 
 
 def check_config(config: "VllmConfig") -> None:
