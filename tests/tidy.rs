@@ -88,6 +88,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("cuda", &[], &[]),
     ("proofs", &["cuda"], &["torch"]),
     ("memory", &["client", "cuda", "proofs"], &["torch"]),
+    ("pool", &["cuda"], &["torch"]),
     ("progress", &["memory"], &[]),
     (
         "rank",
@@ -230,15 +231,20 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         &[],
     ),
     ("vllm/kv_groups", &["memory", "served"], &["vllm"]),
+    ("vllm/kv_memory", &[], &["vllm"]),
+    ("vllm/layouts", &[], &["vllm"]),
     (
         "vllm/connector",
         &[
             "memory",
+            "pool",
             "rank",
             "vllm/compat",
             "vllm/content",
             "vllm/guard",
             "vllm/kv_groups",
+            "vllm/kv_memory",
+            "vllm/layouts",
             "vllm/metadata",
             "vllm/meters",
             "vllm/reports",

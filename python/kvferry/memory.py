@@ -118,11 +118,13 @@ class KvMemory:
         hash_tokens: int = 0,
         hit_tokens: int = 0,
         served: bool = True,
+        whole: bool = False,
     ):
         """Moves the tensors of all groups. Tensors on a device stay, and are marked: no work uses them yet.
 
         ``hash_tokens`` and ``hit_tokens`` are those of docs/wire.md, 0 for the page of an only group. Memory that is
-        not ``served`` is only checked.
+        not ``served`` is only checked. With ``whole``, memory in chunks is refused: an allocator that takes memory back
+        from a sleeping engine puts other chunks at the same addresses.
 
         Raises:
             Unsupported: nothing is moved then.
@@ -145,7 +147,7 @@ class KvMemory:
             raise Unsupported(f"the engine's KV cache is on {where}: one device is expected")
         if tensors[0].device.type == "cuda":
             try:
-                self._open_device(tensors)
+                self._open_device(tensors, whole)
             except cuda.CudaError as error:
                 raise Unsupported(
                     f"the KV cache on {tensors[0].device} cannot be shared: {error}. Memory of some allocators, such "
@@ -200,7 +202,7 @@ class KvMemory:
         if self._context is not None:
             self._context.bind()
 
-    def _open_device(self, tensors: list[torch.Tensor]) -> None:
+    def _open_device(self, tensors: list[torch.Tensor], whole: bool) -> None:
         self._context = cuda.Context()
         bases: dict[int, int] = {}
         for tensor in tensors:
@@ -210,6 +212,11 @@ class KvMemory:
                 bases[base] = size
                 address = base + size
         self._pieces = _pieces(self._context, bases)
+        if whole and any(piece.chunks for piece in self._pieces):
+            raise Unsupported(
+                f"the KV cache on {tensors[0].device} lies in chunks, which its allocator takes back while the engine "
+                "sleeps: let kvferry allocate it (kv_memory 'auto')"
+            )
         # The proof is written into memory of its own, because every byte of the engine's allocations may be in use.
         # That memory is shared in the same way as the allocations: handles of whole allocations do not work in another
         # PID namespace, chunks do.

@@ -42,6 +42,19 @@ def on_device(address: int) -> OnDevice:
     return tensor
 
 
+def on_device_in_whole_pages(address: int) -> list[OnDevice]:
+    """Layers that vLLM allocates with layout BLNHC: a page has its bytes of all layers in one range."""
+    heads, tokens, content = 2, 5, 10
+    strides = (LAYERS * PAGE_ELEMENTS, content, heads * content, 1)
+    layers = []
+    for layer in range(LAYERS):
+        shape = (PAGES, heads, tokens, content)
+        tensor = torch.empty_strided(shape, strides, dtype=torch.half, device="meta").as_subclass(OnDevice)
+        tensor.address = address + layer * PAGE_BYTES
+        layers.append(tensor)
+    return layers
+
+
 def context() -> cuda.Context:
     """Creates a context, as an engine does before it uses kvferry."""
     library = ctypes.CDLL("libcuda.so.1")

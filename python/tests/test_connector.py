@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.served import Served, ServedGroup
 from kvferry.vllm import compat, connector, kv_groups
+from kvferry.vllm.metadata import StepMetadata
 from kvferry.vllm.settings import Settings, default_socket_dir
 
 KNOWN = (
@@ -65,7 +66,7 @@ def test_the_installed_interface_is_the_known_one() -> None:
     assert compat.differences(*KNOWN) == []
 
 
-def test_differences_of_the_interface_are_listed() -> None:
+def test_differences_of_the_interface_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(KVConnectorBase_V1):
         def get_num_new_matched_tokens(self, request: Any) -> Any:  # type: ignore[override]
             pass
@@ -90,6 +91,9 @@ def test_differences_of_the_interface_are_listed() -> None:
             pass
 
     given = (Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState, KVCacheConfig, Stats, Prom, object)
+    monkeypatch.delattr("vllm.device_allocator.alloc_conf.set_alloc_conf")
+    monkeypatch.setattr("vllm.v1.worker.utils.select_common_block_size", lambda sizes: 0)
+    monkeypatch.delattr("vllm.v1.attention.backend.AttentionBackend.supported_kv_cache_layouts")
     with pytest.raises(RuntimeError) as refused:
         compat.check(*given)
     text = str(refused.value)
@@ -103,6 +107,9 @@ def test_differences_of_the_interface_are_listed() -> None:
         "Prom.observe takes ('transfer_stats_data',), known is ('transfer_stats_data', 'engine_idx')",
         "object.DISK is missing",
         "Pool.free_blocks is missing",
+        "vllm.device_allocator.alloc_conf.set_alloc_conf is missing",
+        "vllm.v1.worker.utils.select_common_block_size takes ('sizes',)",
+        "vllm.v1.attention.backend.AttentionBackend.supported_kv_cache_layouts is missing",
         "Install vLLM 0.32",
     ):
         assert part in text
@@ -151,6 +158,27 @@ def test_every_hash_algorithm_of_vllm_is_judged() -> None:
     assert set(PrefixCachingHashAlgo.__args__) == known
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_no_event_is_recorded_before_the_rank_needs_one(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    made = object.__new__(connector.KvferryConnector)
+    made._connector_metadata = StepMetadata(written_through=5, stores_through=4)
+    made._on_device = on_device
+    made._rank = SimpleNamespace(  # type: ignore[assignment]
+        announces=lambda through: through == 5, wrote=lambda *arguments, **named: reported.append((*arguments, named))
+    )
+    events: list[str] = []
+    event = SimpleNamespace(record=lambda: events.append("recorded"), query=lambda: bool(events))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=70))
+    made.wait_for_save()
+    assert not made.fault
+    assert reported == [(5, *((connector.record_end, 70) if on_device else (None, None)), {"stores": 4})]
+    assert events == []
+    assert connector.record_end()()
+    assert events == ["recorded"]
+
+
 PLAIN: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(**PLAIN)
 WINDOW = SlidingWindowSpec(**PLAIN, sliding_window=128)
@@ -168,7 +196,7 @@ def kv_cache(*specs: Any, **more: Any) -> Any:
 )
 def test_unsupported_settings_are_named(changes: dict[str, int]) -> None:
     ((name, value),) = changes.items()
-    assert f"{name} is {value}" in (connector.why_unreachable(config(**changes)) or "")
+    assert f"{name} is {value}" in (connector.why_unreachable(config(**changes), Settings.read({})) or "")
 
 
 @pytest.mark.parametrize(
@@ -323,6 +351,8 @@ def test_a_page_has_bytes_of_all_layers() -> None:
         ({"namespace": 3}, "namespace is 3: give a text"),
         ({"shared_after_reset": 1}, "shared_after_reset is 1: give true or false"),
         ({"weights": 7}, "weights is 7: give a text"),
+        ({"layout": "HND"}, "layout is 'HND': give one of auto, engine, BLHNC, BLNHC"),
+        ({"kv_memory": True}, "kv_memory is True: give one of auto, engine"),
     ],
 )
 def test_wrong_extra_settings_are_refused(extra: dict[str, Any], text: str) -> None:

@@ -63,6 +63,73 @@ except Unsupported as error:
     assert text in done.stdout, done.stdout + done.stderr
 
 
+def test_chunks_that_their_allocator_takes_back_are_refused(variables: dict[str, str]) -> None:
+    """Also such that could be shared: a worker would have other memory than an engine that slept."""
+    source = """
+import gpu_rank
+from kvferry import cuda
+from kvferry.memory import Group, KvMemory, Place, Unsupported
+gpu = gpu_rank.context()
+place = Place(rank=0, tp_size=1, shard=0, content=b"test")
+def group(address):
+    return Group({"layer": gpu_rank.on_device(address)}, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
+shared = gpu_rank.in_chunks([gpu_rank.CHUNK_BYTES], cuda.SHARED_BY_FD)
+KvMemory([group(shared)], place)
+try:
+    KvMemory([group(shared)], place, whole=True)
+except Unsupported as error:
+    print(error)
+KvMemory([group(gpu.allocate(1 << 16))], place, whole=True)
+print("accepted")
+"""
+    done = script(source, **variables)
+    assert "lies in chunks, which its allocator takes back while the engine sleeps" in done.stdout, done.stderr
+    assert "accepted" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("memory", "text"),
+    [
+        ("gpu.allocate(1 << 16)", "allocated in whole ranges, in the pool"),
+        ("gpu_rank.in_chunks([gpu_rank.CHUNK_BYTES], cuda.SHARED_BY_FD)", "cuIpcGetMemHandle answered"),
+    ],
+)
+def test_a_pool_is_tried_before_it_is_used(variables: dict[str, str], memory: str, text: str) -> None:
+    """torch's pools need a GPU: what they allocate is replaced, and the driver for tests shares it or not."""
+    source = f"""
+import contextlib, torch
+import gpu_rank
+from kvferry import cuda
+from kvferry.pool import KvPool
+gpu, inside = gpu_rank.context(), []
+address = {memory}
+@contextlib.contextmanager
+def within(what):
+    inside.append(what)
+    yield
+    inside.remove(what)
+torch.cuda.MemPool = lambda: "pool"
+torch.cuda.use_mem_pool = within
+class Tensor:
+    def data_ptr(self):
+        return address
+def empty(*_, **named):
+    assert inside == ["whole ranges", "pool"] and named["device"] == "cuda", inside
+    return Tensor()
+torch.empty = empty
+try:
+    pool = KvPool(lambda: within("whole ranges"))
+    assert not inside
+    with pool.allocating():
+        print("allocated in", ", in the ".join(inside))
+    assert not inside
+except OSError as error:
+    print(error)
+"""
+    done = script(source, **variables)
+    assert text in done.stdout, done.stdout + done.stderr
+
+
 def test_chunks_that_cannot_be_shared_are_refused(variables: dict[str, str]) -> None:
     source = """
 import gpu_rank
@@ -406,3 +473,67 @@ def test_passes_of_a_device_without_a_timeline(
         mine = {**variables, "FAKE_CUDA": f"{variables['FAKE_CUDA']};attribute=122/0{settings}"}
         done = script(PASSES + source, str(daemon.socket_dir), **mine)
         assert text in done.stdout, done.stdout + done.stderr
+
+
+#: Stores and loads pages of layers in one allocation, or in several, and compares every byte.
+WHOLE_PAGES = """
+import random, sys
+from pathlib import Path
+import gpu_rank
+from daemon import TIMEOUT_S, Daemon, eventually
+from kvferry import wire
+from kvferry.engine_client import EngineClient
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
+sockets, gpu, whole = Path(sys.argv[1]), gpu_rank.context(), sys.argv[2] == "whole"
+pages, size = gpu_rank.PAGES, gpu_rank.LAYERS * gpu_rank.PAGE_BYTES
+base = gpu.allocate(1 << 20)
+if whole:
+    layers = gpu_rank.on_device_in_whole_pages(base)
+else:
+    layers = [gpu_rank.on_device(base + layer * pages * gpu_rank.PAGE_BYTES) for layer in range(gpu_rank.LAYERS)]
+group = Group({str(number): layer for number, layer in enumerate(layers)}, engine_page_tokens=8, device_pages=pages)
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+rank = RankSession(sockets / "worker-0-0", gpu_rank.ENGINE, 0, 0, memory)
+scheduler = EngineClient(sockets / "leader", gpu_rank.ENGINE, first_id=1)
+scheduler.start()
+eventually("the rank is registered", lambda: rank.registered)
+Daemon(sockets).wait_ready()
+def answer(message, written=False):
+    pending = scheduler.request(message, TIMEOUT_S)
+    if written:
+        rank.wrote(pending.id)
+    assert pending.wait(TIMEOUT_S) and pending.answer is not None, pending.failure
+    return pending.answer
+hashes = b"".join(number.to_bytes(16, "big") for number in range(1, 4))
+content = random.Random(1).randbytes(pages * size)
+gpu.write(base, content)
+page = lambda number: content[number * size :][:size]
+assert answer(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=hashes)).hit_pages == 0
+answer(wire.Store(1, [wire.Part(0, wire.runs([4, 9, 1]))]), written=True)
+gpu.write(base, bytes(pages * size))
+found = answer(wire.Lookup(slot=2, namespace=b"", hash_bytes=16, hashes=hashes)).hit_pages
+assert found == 3, f"{found} pages were stored"
+answer(wire.Load(2, [wire.Part(0, wire.runs([0, 7, 3]))]))
+if whole:
+    expected = [bytes(size)] * pages
+    expected[0], expected[7], expected[3] = page(4), page(9), page(1)
+    assert gpu.read(base, pages * size) == b"".join(expected)
+scheduler.close()
+rank.close()
+print("copied")
+"""
+
+
+#: Copies of a worker for these pages: 5 of proofs at the registration, and one for each page stored and loaded.
+COPIES = 5 + 3 + 3
+
+
+@pytest.mark.parametrize(("kind", "enough"), [("whole", True), ("layers", False)])
+def test_a_page_of_all_layers_in_one_range_is_one_copy(variables: dict[str, str], kind: str, enough: bool) -> None:
+    """Of pages that are not neighbours, each is copied at once. In layers apart, the third page needs the 12th copy."""
+    few = {**variables, "FAKE_CUDA": f"{variables['FAKE_CUDA']};fail=worker/cuMemcpyAsync/{COPIES + 1}/2"}
+    with running(ranks=1, g2="16MiB", ratio=1, variables=few) as daemon:
+        done = script(WHOLE_PAGES, str(daemon.socket_dir), kind, **variables)
+        assert ("copied" in done.stdout) == enough, done.stdout + done.stderr
+        assert enough or "2 pages were stored" in done.stderr, done.stderr

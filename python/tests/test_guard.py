@@ -90,6 +90,7 @@ def test_a_fault_costs_hits_and_no_request(hook: str, caplog: pytest.LogCaptureF
 
 #: Hooks that the simulated engine does not call; :func:`test_a_fault_in_a_hook_outside_a_step_costs_no_request` does.
 UNSEEN = {
+    "get_mem_pool_context",
     "register_kv_caches",
     "request_finished",
     "reset_cache",
@@ -165,6 +166,7 @@ def pages_of(items: list) -> Iterator[int]:
 
 def test_a_fault_in_a_hook_outside_a_step_costs_no_request() -> None:
     apart: tuple[tuple[str, Any, Any], ...] = (
+        ("get_mem_pool_context", lambda made: made.rank.get_mem_pool_context(), None),
         ("register_kv_caches", lambda made: made.rank.register_kv_caches({}), None),
         ("request_finished", lambda made: made.connector.request_finished(made.add([1, 2]), []), (False, None)),
         ("reset_cache", lambda made: made.connector.reset_cache(), True),

@@ -4,7 +4,7 @@ Usage: torch_rank.py KIND PROGRAM. KIND says how the memory is allocated:
   plain       by torch's allocator
   expandable  by torch's allocator with expandable segments
   closed      by an allocator whose memory cannot be shared, as allocators for sleeping engines are; must be declined
-  pool        in a memory pool of torch, while the allocator of ``closed`` is in use
+  pool        in the pool of the connector, while the allocator of ``closed`` is in use
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from kvferry import wire  # noqa: E402
 from kvferry.engine_client import EngineClient  # noqa: E402
 from kvferry.memory import Group, KvMemory, Place, Unsupported  # noqa: E402
+from kvferry.pool import KvPool  # noqa: E402
 from kvferry.rank import RankSession  # noqa: E402
 
 ENGINE = b"g" * 16
@@ -83,17 +84,26 @@ def closed_pool(folder: Path) -> torch.cuda.MemPool:
 def allocating(folder: Path) -> Iterator[None]:
     """Allocates as ``KIND`` says."""
     with contextlib.ExitStack() as stack:
+        if KIND == "pool":
+            # As in vLLM: the pool is created and tried before the allocator for sleeping engines is in use.
+            inner = KvPool(whole_allocations)
+            kept.append(inner)
         if KIND in ("closed", "pool"):
             outer = closed_pool(folder)
             kept.append(outer)
             stack.enter_context(torch.cuda.use_mem_pool(outer))
         if KIND == "pool":
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-            inner = torch.cuda.MemPool()
-            kept.append(inner)
-            stack.enter_context(torch.cuda.use_mem_pool(inner))
+            stack.enter_context(inner.allocating())
         yield
-    if KIND == "pool":
+
+
+@contextlib.contextmanager
+def whole_allocations() -> Iterator[None]:
+    """Switches expandable segments off."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
@@ -111,7 +121,11 @@ def layers_of(whole_pages: bool, folder: Path) -> tuple[torch.Tensor, dict[str, 
     with allocating(folder):
         kv = torch.empty(shape, dtype=torch.int16, device="cuda")
     parts = kv.unbind(1) if whole_pages else kv.unbind(0)
-    return kv, {str(index): part.view(torch.bfloat16) for index, part in enumerate(parts)}
+    layers = {str(index): part.view(torch.bfloat16) for index, part in enumerate(parts)}
+    if whole_pages:
+        # Axes of vLLM's layout BLNHC, as vLLM shows them: pages, heads, tokens, content.
+        layers = {name: part.unflatten(1, (16, 8, -1)).transpose(1, 2) for name, part in layers.items()}
+    return kv, layers
 
 
 def rounds(whole_pages: bool, folder: Path) -> None:
@@ -126,7 +140,8 @@ def rounds(whole_pages: bool, folder: Path) -> None:
     torch.cuda.synchronize()
     group = Group(layers, engine_page_tokens=16, device_pages=PAGES)
     sockets = folder / f"s{int(whole_pages)}"
-    memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+    place = Place(rank=0, tp_size=1, shard=0, content=b"test")
+    memory = KvMemory([group], place, whole=KIND in ("plain", "pool"))
     up = subprocess.Popen(
         [PROGRAM, "up", "--g2", "2GiB", "--ratio", "1", "--socket-dir", sockets], stdin=subprocess.DEVNULL
     )

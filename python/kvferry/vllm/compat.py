@@ -1,5 +1,6 @@
 """Checks that the installed vLLM has the connector interface that this package was written against."""
 
+import importlib
 import importlib.metadata
 import inspect
 from typing import Any
@@ -31,11 +32,13 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "shutdown": (),
     "get_kv_connector_stats": (),
     "get_external_cache_hit_sources": ("request", "num_external_tokens"),
+    "get_mem_pool_context": (),
 }
 #: Class methods that vLLM calls, with their parameters without ``cls``.
 _CLASS_METHODS: dict[str, tuple[str, ...]] = {
     "build_kv_connector_stats": ("data",),
     "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    "get_required_kvcache_layout": ("vllm_config",),
 }
 #: Methods of the statistics that vLLM calls.
 _STATS_METHODS: dict[str, tuple[str, ...]] = {
@@ -49,6 +52,32 @@ _STATS_METHODS: dict[str, tuple[str, ...]] = {
 _PROM_METHODS: dict[str, tuple[str, ...]] = {
     "__init__": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     "observe": ("transfer_stats_data", "engine_idx"),
+}
+
+#: Other functions, by module and name, with their parameters.
+_FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("vllm.config", "get_layers_from_vllm_config"): ("vllm_config", "layer_type", "layer_names"),
+    ("vllm.device_allocator.alloc_conf", "current_alloc_conf"): (),
+    ("vllm.device_allocator.alloc_conf", "conf_flag_enabled"): ("conf", "key"),
+    ("vllm.device_allocator.alloc_conf", "with_conf_flag"): ("conf", "key", "enabled"),
+    ("vllm.device_allocator.alloc_conf", "set_alloc_conf"): ("conf",),
+    ("vllm.v1.attention.backends.utils", "get_supported_kv_cache_layouts"): ("backends",),
+    ("vllm.v1.worker.utils", "customize_attention_spec"): ("backend", "spec"),
+    ("vllm.v1.worker.utils", "select_common_block_size"): ("kv_manager_block_size", "backends", "kv_cache_specs"),
+}
+#: Attributes of classes, by module and name.
+_ATTRIBUTES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"): (
+        "get_attn_backend",
+        "get_kv_cache_spec",
+    ),
+    ("vllm.v1.attention.backend", "AttentionBackend"): ("get_name", "supported_kv_cache_layouts"),
+    ("vllm.v1.kv_cache_interface", "AttentionSpec"): (
+        "block_size",
+        "page_size_bytes",
+        "page_size_padded",
+        "tokens_per_state",
+    ),
 }
 
 
@@ -120,6 +149,21 @@ def differences(
     ):
         known_names = {*dir(cls), *_fields(cls)}
         found.extend(f"{cls.__name__}.{name} is missing" for name in names if name not in known_names)
+    return [*found, *_other_differences()]
+
+
+def _other_differences() -> list[str]:
+    found = []
+    for (module, name), known in _FUNCTIONS.items():
+        function = getattr(importlib.import_module(module), name, None)
+        if function is None:
+            found.append(f"{module}.{name} is missing")
+        elif (given := tuple(inspect.signature(function).parameters)) != known:
+            found.append(f"{module}.{name} takes {given}, known is {known}")
+    for (module, name), attributes in _ATTRIBUTES.items():
+        cls = getattr(importlib.import_module(module), name, None)
+        known_names = {*dir(cls), *_fields(cls)} if cls is not None else set()
+        found.extend(f"{module}.{name}.{each} is missing" for each in attributes if each not in known_names)
     return found
 
 

@@ -8,7 +8,9 @@ rank's to :mod:`kvferry.rank`. The leader decides what is cached, found and evic
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvferry.vllm import compat
@@ -29,7 +31,7 @@ try:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvferry.vllm import kv_groups, meters, stats
+    from kvferry.vllm import kv_groups, kv_memory, layouts, meters, stats
 except ImportError as error:
     raise RuntimeError(
         f"kvferry knows the KV connector interface of vLLM {compat.KNOWN_VERSION}; vLLM {compat.version()} is "
@@ -37,6 +39,7 @@ except ImportError as error:
     ) from error
 
 from kvferry.memory import KvMemory, Place, Unsupported
+from kvferry.pool import KvPool
 from kvferry.rank import RankSession
 from kvferry.vllm.content import adapters_of, content_of, namespace_of, start_of, tell_unknown_weights, weights_of
 from kvferry.vllm.guard import Faults, guarded
@@ -58,6 +61,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
+#: vLLM's connector of several connectors. Nothing but the caller's module tells that one asks on behalf of it: the
+#: configuration that it passes is that of a connector which is alone.
+_MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 _KV_HEADS = re.compile("kv_heads|key_value_heads")
 
 
@@ -96,7 +102,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         self._reports = Reports()
         #: The last scheduler output for which step metadata was built, and that metadata.
         self._made: tuple[SchedulerOutput | None, StepMetadata] = (None, StepMetadata())
-        unreachable = why_unreachable(vllm_config)
+        self._pool: KvPool | None = None
+        unreachable = why_unreachable(vllm_config, self._settings)
         self._registers = unreachable is None
         why = unreachable or kv_groups.why_not_served(kv_cache_config) or why_not_cached(vllm_config)
         if role == KVConnectorRole.SCHEDULER and why is not None:
@@ -130,6 +137,21 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             self._scheduler.close()
         if self._rank is not None:
             self._rank.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Returns the layout of the KV cache to use if all backends support it; None for vLLM's own.
+
+        Called in the engine's core, before there is a connector. A MultiConnector asks each of its connectors, and
+        refuses different answers.
+
+        Raises:
+            ValueError: for a setting that cannot be used, with the remedy.
+        """
+        settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        caller = sys._getframe(1).f_globals.get("__name__")
+        served = why_unreachable(vllm_config, settings) is None
+        return layouts.required(vllm_config, settings.layout, alone=caller != _MULTI_CONNECTOR, served=served)
 
     # Statistics.
 
@@ -167,6 +189,33 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     # A rank's worker.
 
     @guarded()
+    def get_mem_pool_context(self) -> AbstractContextManager | None:
+        """Returns a context in which vLLM allocates the KV cache; None for vLLM's own.
+
+        Called before the allocation, of which the result goes to :meth:`register_kv_caches`.
+        """
+        config = self._vllm_config
+        if not self._registers or not kv_memory.is_taken_back(config):
+            return None
+        rank = config.parallel_config.rank
+        why = kv_groups.why_not_served(self._kv_cache_config) or why_not_cached(config)
+        if why is None:
+            try:
+                self._pool = KvPool(kv_memory.whole_allocations)
+            except (RuntimeError, OSError) as error:
+                why = f"there is no pool of memory that can be shared ({error}), and vLLM allocates the KV cache"
+        if self._pool is None:
+            self._registers = False
+            logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
+            return None
+        if rank == 0 and getattr(config.model_config, "enable_sleep_mode", False):
+            logger.warning(
+                "kvferry: the KV cache keeps its memory while the engine sleeps, because a worker has it open. To free "
+                "it, and run without the cache, set kv_memory to 'engine'"
+            )
+        return self._pool.allocating()
+
+    @guarded()
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Moves the KV memory to where kvferry can map it, and starts the session that registers it."""
         if not self._registers:
@@ -183,6 +232,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
                 hash_tokens=kv_groups.hash_tokens(self._kv_cache_config),
                 hit_tokens=kv_groups.hit_tokens(self._kv_cache_config),
                 served=kv_groups.why_not_served(self._kv_cache_config) is None,
+                whole=kv_memory.is_taken_back(config),
             )
         except Unsupported as why:
             logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
@@ -425,7 +475,7 @@ def _check_transfer(transfer: "KVTransferConfig", whose: str) -> None:
         )
 
 
-def why_unreachable(config: "VllmConfig") -> str | None:
+def why_unreachable(config: "VllmConfig", settings: Settings) -> str | None:
     """Returns why ranks of this configuration cannot register their memory; None when they can."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -434,9 +484,7 @@ def why_unreachable(config: "VllmConfig") -> str | None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, and pages that are spread over ranks are not supported yet"
-    if getattr(config.model_config, "enable_sleep_mode", False):
-        return "enable_sleep_mode is True, and KV memory that goes while the engine sleeps cannot be shared"
-    return None
+    return kv_memory.why_not_kept(config, settings.kv_memory)
 
 
 def why_not_cached(config: "VllmConfig") -> str | None:

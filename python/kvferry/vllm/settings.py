@@ -10,6 +10,13 @@ from typing import Any
 SOCKET_DIR_BYTES_MAX = 80
 #: Longest deadline of a request; the leader cuts longer ones to this.
 DEADLINE_MS_MAX = 120_000
+#: Settings that are one of several words, the default first.
+_WORDS = (
+    ("mode", ("both", "load", "store")),
+    ("store", ("all", "prompt")),
+    ("layout", ("auto", "engine", "BLHNC", "BLNHC")),
+    ("kv_memory", ("auto", "engine")),
+)
 
 
 def default_socket_dir() -> Path:
@@ -61,6 +68,13 @@ class Settings:
     #: Most megabytes of one rank under store, also if requests hold the pages. A larger store begins when no other one
     #: runs. Default: 4,096.
     store_mb_max: int = 4_096
+    #: Layout of the KV cache that vLLM is asked for. ``auto``: on CUDA devices one in which a page is one range, where
+    #: that is certain to work; ``engine``: none; or the name of one in vLLM's terms. Default: auto.
+    layout: str = "auto"
+    #: Where vLLM allocates the KV cache while its allocator is one that takes memory back from a sleeping engine.
+    #: ``auto``: in memory that lasts, so that it can be shared; ``engine``: in vLLM's, and requests run without the
+    #: cache. Default: auto.
+    kv_memory: str = "auto"
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> "Settings":
@@ -84,7 +98,7 @@ class Settings:
             raise ValueError(
                 f"kv_connector_extra_config: shared_after_reset is {values['shared_after_reset']!r}: give true or false"
             )
-        for name, words in (("mode", ("both", "load", "store")), ("store", ("all", "prompt"))):
+        for name, words in _WORDS:
             if values.get(name, words[0]) not in words:
                 raise ValueError(
                     f"kv_connector_extra_config: {name} is {values[name]!r}: give one of {', '.join(words)}"
