@@ -95,6 +95,12 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         &["outbox", "progress", "silence", "wire", "client", "memory"],
         &[],
     ),
+    ("held_pages", &[], &[]),
+    (
+        "event_feed",
+        &["wire", "client", "engine_client", "held_pages"],
+        &[],
+    ),
     ("finishes", &["wire", "client", "engine_client"], &[]),
     ("resets", &["client", "engine_client"], &[]),
     ("files", &[], &[]),
@@ -138,6 +144,29 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         ],
         &[],
     ),
+    ("vllm/page_tokens", &[], &["vllm"]),
+    (
+        "vllm/event_batches",
+        &["held_pages", "vllm/page_tokens"],
+        &["vllm"],
+    ),
+    (
+        "vllm/event_publisher",
+        &["vllm/settings"],
+        &["vllm", "zmq"],
+    ),
+    (
+        "vllm/events",
+        &[
+            "engine_client",
+            "event_feed",
+            "held_pages",
+            "vllm/event_batches",
+            "vllm/page_tokens",
+        ],
+        &["vllm"],
+    ),
+    ("vllm/backpressure", &["vllm/inflight", "vllm/settings"], &[]),
     ("vllm/reports", &["vllm/metadata"], &[]),
     ("vllm/namespaces", &["files", "hub", "looks"], &[]),
     (
@@ -209,6 +238,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
             "served",
             "switch",
             "vllm/counts",
+            "vllm/events",
             "vllm/inflight",
             "vllm/invalidation",
             "vllm/loads",
@@ -233,6 +263,11 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("vllm/kv_groups", &["memory", "served"], &["vllm"]),
     ("vllm/kv_memory", &[], &["vllm"]),
     ("vllm/layouts", &[], &["vllm"]),
+    (
+        "vllm/kv_groups",
+        &["memory", "served", "vllm/event_batches"],
+        &["vllm"],
+    ),
     (
         "vllm/connector",
         &[

@@ -29,6 +29,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "has_pending_block_frees": (),
     "has_pending_push_work": (),
     "reset_cache": (),
+    "take_events": (),
     "shutdown": (),
     "get_kv_connector_stats": (),
     "get_external_cache_hit_sources": ("request", "num_external_tokens"),
@@ -167,6 +168,49 @@ def _other_differences() -> list[str]:
     return found
 
 
+#: Fields of vLLM's KV events that are set here, in the order in which they are encoded.
+_STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+_REMOVED = ("block_hashes", "medium", "group_idx")
+_PUBLISHER = ("data_parallel_rank", "endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
+
+
+def event_differences(stored: type, removed: type, publisher: type) -> list[str]:
+    """Returns the differences from the known KV events and their publisher, one line each."""
+    found = []
+    for cls, known in ((stored, _STORED), (removed, _REMOVED)):
+        given = tuple(getattr(cls, "__struct_fields__", ()))[: len(known)]
+        if given != known:
+            found.append(f"{cls.__name__} has the fields {given}, known is {known}")
+    given = tuple(inspect.signature(publisher.__init__).parameters)[1:]
+    if given != _PUBLISHER:
+        found.append(f"{publisher.__name__} is made from {given}, known is {_PUBLISHER}")
+    for name in ("publish", "shutdown", "_socket_setup"):
+        if not hasattr(publisher, name):
+            found.append(f"{publisher.__name__}.{name} is missing")
+    return found
+
+
+def check_events(*classes: type) -> None:
+    """Refuses KV events that differ.
+
+    Raises:
+        RuntimeError: with every difference and the remedy.
+    """
+    _refuse(event_differences(*classes))
+
+
 def _fields(cls: Any) -> set[str]:
     return set(getattr(cls, "__dataclass_fields__", ()))
 
@@ -177,7 +221,10 @@ def check(*classes: type) -> None:
     Raises:
         RuntimeError: with every difference and the remedy.
     """
-    found = differences(*classes)
+    _refuse(differences(*classes))
+
+
+def _refuse(found: list[str]) -> None:
     if found:
         raise RuntimeError(
             f"kvferry knows the KV connector interface of vLLM {KNOWN_VERSION}; vLLM {version()} is installed, and "

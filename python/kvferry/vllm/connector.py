@@ -17,6 +17,7 @@ from kvferry.vllm import compat
 
 try:
     from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored, ZmqEventPublisher
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -32,6 +33,8 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from kvferry.vllm import kv_groups, kv_memory, layouts, meters, stats
+    from kvferry.vllm.event_publisher import EventStream
+    from kvferry.vllm.events import KvEvents, StepQueue
 except ImportError as error:
     raise RuntimeError(
         f"kvferry knows the KV connector interface of vLLM {compat.KNOWN_VERSION}; vLLM {compat.version()} is "
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -96,6 +100,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
                 "shared_after_reset is True, and weight_transfer_config says that weights change while the engine "
                 "runs: leave one of them out"
             )
+        check_events(vllm_config, self._settings)
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSession | None = None
         self._on_device = False
@@ -123,7 +128,20 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
                 private=vllm_config.weight_transfer_config is not None,
                 zeroes=kv_cache_config.needs_kv_cache_zeroing,
                 meters=self.meters,
+                events=self._events(),
             )
+
+    def _events(self) -> KvEvents | None:
+        """Creates the KV events that the settings want."""
+        if self._settings.events == "off":
+            return None
+        compat.check_events(BlockStored, BlockRemoved, ZmqEventPublisher)
+        if self._settings.events == "engine":
+            sink = StepQueue()
+        else:
+            sink = EventStream(self._settings, self._vllm_config.parallel_config.data_parallel_index)
+        config = self._kv_cache_config
+        return KvEvents(kv_groups.event_groups(config), kv_groups.hash_tokens(config), sink)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -418,6 +436,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         """Whether an idle engine must run steps, to notice that copies are over."""
         return self._scheduler is not None and self._scheduler.copying()
 
+    @guarded(default=list)
+    def take_events(self) -> "list[KVCacheEvent]":
+        """Returns the KV events of this step, for vLLM's own stream."""
+        return self._scheduler.take_events() if self._scheduler is not None else []
+
     # After a fault there is nothing to reset: the connector finds no pages at all.
     @guarded(default=lambda: True, begins=True)
     def reset_cache(self) -> bool | None:
@@ -462,6 +485,21 @@ def check_config(config: "VllmConfig") -> None:
             f"prefix_caching_hash_algo is {algorithm!r}: its hashes differ from process to process, so that nothing "
             "would ever be found: use --prefix-caching-hash-algo sha256, or set PYTHONHASHSEED to the same number for "
             "every engine"
+        )
+
+
+def check_events(config: "VllmConfig", settings: Settings) -> None:
+    """Refuses events for a stream that vLLM does not publish.
+
+    Raises:
+        ValueError: naming the setting, its value and the remedy.
+    """
+    events = getattr(config, "kv_events_config", None)
+    if settings.events == "engine" and not (events is not None and events.enable_kv_cache_events):
+        raise ValueError(
+            "kv_connector_extra_config: events is 'engine', and vLLM publishes no KV events: start it with "
+            '--kv-events-config \'{"enable_kv_cache_events": true}\', or set "events": "publish" for a stream of '
+            "kvferry's own"
         )
 
 

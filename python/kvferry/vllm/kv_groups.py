@@ -12,10 +12,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
 )
 
 from kvferry.memory import Group
 from kvferry.served import Served, ServedGroup
+from kvferry.vllm.event_batches import EventGroup
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -80,6 +83,16 @@ def served(config: "KVCacheConfig") -> Served:
         )
     whole = len(config.kv_cache_groups) > 1
     return Served(tuple(groups), hash_tokens(config), hit_tokens(config), whole)
+
+
+def event_groups(config: "KVCacheConfig") -> list[EventGroup]:
+    """Returns the registered groups as vLLM's own KV events describe them."""
+    groups = []
+    for number in _registered(config):
+        spec = config.kv_cache_groups[number].kv_cache_spec
+        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
+        groups.append(EventGroup(number, spec.block_size, kind, window))
+    return groups
 
 
 def _registered(config: "KVCacheConfig") -> Collection[int]:

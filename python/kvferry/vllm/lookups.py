@@ -10,7 +10,7 @@ from kvferry.served import Served
 from kvferry.switch import Switch
 from kvferry.vllm.counts import Counts
 from kvferry.vllm.settings import Settings
-from kvferry.vllm.tracked import Lookup, Tracked
+from kvferry.vllm.tracked import Describe, Lookup, Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,12 +25,22 @@ EARLY_LOOKUPS_MAX = 64
 class Lookups:
     """The lookups of an engine, and the slots of its requests at the leader. For the scheduler's thread alone."""
 
-    def __init__(self, client: EngineClient, settings: Settings, served: Served, switch: Switch, counts: Counts):
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: Settings,
+        served: Served,
+        switch: Switch,
+        counts: Counts,
+        *,
+        describe: "Describe | None" = None,
+    ):
         self._client = client
         self._counts = counts
         self._settings = settings
         self._served = served
         self._switch = switch
+        self._describe = describe
         #: Tokens of a page, as hashes count pages.
         self._page_tokens = served.hash_tokens
         #: Requests that were looked up when they arrived, and not considered by vLLM since.
@@ -81,7 +91,10 @@ class Lookups:
             self._counts.looked_up(lookup, 0)
             tracked.computes = True
             return 0
-        tokens = max(min(lookup.found(), limit) - device_pages, 0) * self._page_tokens
+        found = min(lookup.found(), limit)
+        if self._describe is not None and found > device_pages:
+            self._describe(tracked, found)
+        tokens = max(found - device_pages, 0) * self._page_tokens
         self._counts.looked_up(lookup, tokens)
         return tokens
 

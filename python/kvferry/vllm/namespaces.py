@@ -76,6 +76,10 @@ class Namespaces:
         #: Digests that were returned, by adapter and namespace of the request.
         self._digests: dict[tuple[str, str], bytes] = {}
         self._of_requests = 0
+        #: Digests in which requests without a namespace of their own find pages now, by the adapter's name and path.
+        #: How often they have changed.
+        self._present: dict[bytes, bytes] = {}
+        self.changes = 0
         self._logged_full = False
         self._looks = Looks(hub.adapter)
 
@@ -101,7 +105,26 @@ class Namespaces:
             if not own or self._of_requests < OF_REQUESTS_MAX:
                 self._of_requests += bool(own)
                 self._digests[adapter, own] = digest
+        if not own:
+            self._present_is(_name(lora) if lora else b"", digest)
         return digest
+
+    @property
+    def present(self) -> list[bytes]:
+        """The namespaces in which requests without a namespace of their own find pages now, of each adapter one.
+
+        An adapter that is loaded again from other files has another namespace.
+        """
+        return list(self._present.values())
+
+    def _present_is(self, name: bytes, digest: bytes | None) -> None:
+        if self._present.get(name) == digest:
+            return
+        self.changes += 1
+        if digest is None:
+            del self._present[name]
+        else:
+            self._present[name] = digest
 
     def _adapter(self, lora: "LoRARequest") -> str | None:
         adapter = self._of_number(lora)
@@ -145,6 +168,7 @@ class Namespaces:
     def _lose(self, adapter: _Adapter, lora: "LoRARequest") -> None:
         """Marks an adapter as unknown: vLLM may have other weights under its number, and pages of them."""
         adapter.unknown = True
+        self._present_is(adapter.name, None)
         self._on_device_is(adapter.name, _MIXED)
         logger.warning(
             "kvferry: the files of adapter %r in %s changed after it was loaded, or it is loaded in place: its "
@@ -211,15 +235,19 @@ class Namespaces:
         """Replaces all namespaces by new private ones; returns the digests that were in use before."""
         left = list(self._digests.values())
         self._private = f"private={secrets.token_hex(16)}"
-        self._digests.clear()
-        self._of_requests = 0
+        self._begin_anew()
         return left
 
     def share(self) -> None:
         """Returns to the namespaces that are shared with other engines."""
         self._private = ""
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._digests.clear()
         self._of_requests = 0
+        self._present.clear()
+        self.changes += 1
 
 
 def _name(lora: "LoRARequest") -> bytes:

@@ -22,6 +22,7 @@ from kvferry.served import Served, StoreCursor
 from kvferry.switch import Switch
 from kvferry.vllm import meters
 from kvferry.vllm.counts import Counts
+from kvferry.vllm.events import KvEvents
 from kvferry.vllm.inflight import CopiesInFlight
 from kvferry.vllm.invalidation import Invalidation
 from kvferry.vllm.loads import Loads
@@ -39,6 +40,7 @@ from kvferry.vllm.tracked import Tracked
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -74,6 +76,7 @@ class SchedulerSide:
         private: bool = False,
         zeroes: bool = False,
         meters: Meters | None = None,
+        events: KvEvents | None = None,
         connect: type[EngineClient] = EngineClient,
     ):
         self._served = served
@@ -95,7 +98,9 @@ class SchedulerSide:
         self._steps = Steps()
         self._copies = CopiesInFlight(self._client, ranks)
         self._finishes = Finishes(self._client)
-        self._lookups = Lookups(self._client, settings, served, self._switch, counts)
+        self._events = events
+        describe = events.describe if events is not None else None
+        self._lookups = Lookups(self._client, settings, served, self._switch, counts, describe=describe)
         self._loads = Loads(self._copies, settings, served, self._steps, counts, zeroes=zeroes)
         self._invalidation = Invalidation(
             settings,
@@ -116,7 +121,12 @@ class SchedulerSide:
             namespaces=self._namespaces,
             invalidation=self._invalidation,
             switch=self._switch,
+            describe=describe,
         )
+        self._followed = -1
+        if events is not None:
+            events.start(self._client)
+            self._follow()
         self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
@@ -138,6 +148,8 @@ class SchedulerSide:
             done = reset_beside_loads(pool, self._loads.tables(), reset)
             try:
                 self._invalidation.was_reset() if done else self._invalidation.reset_refused()
+                if done and self._events is not None:
+                    self._events.engine_was_reset()
             except Exception:
                 logger.exception("kvferry: a reset of the engine's pages could not be followed")
             return done
@@ -294,7 +306,16 @@ class SchedulerSide:
                 states = state.boundary_state_offloads.get(request_id, ())
                 self._stores.store(tracked, computed, functools.partial(state.get_block_ids, request_id), states)
         self._lookups.next_step()
+        self._follow()
         return self._take_step(output)
+
+    def _follow(self) -> None:
+        """Lets KV events follow the present namespaces."""
+        if self._events is not None and self._followed != self._namespaces.changes:
+            # Pages of the model that others have stored are announced before its first request.
+            self._namespaces.of(None)
+            self._followed = self._namespaces.changes
+            self._events.follow(self._namespaces.present)
 
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
         """Returns the metadata of a step that begins nothing: reports copies that are over, and frees their pages."""
@@ -379,22 +400,30 @@ class SchedulerSide:
         return since is not None and self._client.listening and time.monotonic() - since < FREES_SOON_S
 
     def copying(self) -> bool:
-        """Whether steps are needed, also of an idle engine, to notice that copies are over.
+        """Whether steps are needed, also of an idle engine, to notice that copies are over, or to publish KV events.
 
         vLLM calls this only while no request needs a step. If a request loads then, the engine is paused: the pause
         need not wait for the load, and a load that ended in a step could not be undone by a reset that may follow.
         """
         loading = (self._tracked.get(name) for name in self._loads.names())
         paused = any(tracked is not None and not tracked.finished for tracked in loading)
-        return not paused and self._copies.end_soon()
+        events = self._events is not None and self._events.waiting
+        return not paused and (self._copies.end_soon() or events)
 
     def reset(self) -> bool:
         """Stops finding the pages that this engine could find so far; see :class:`Invalidation`."""
         self._invalidation.reset()
+        self._follow()
         return True
+
+    def take_events(self) -> "list[KVCacheEvent]":
+        """Returns KV events for vLLM's own stream."""
+        return self._events.take() if self._events is not None else []
 
     def close(self) -> None:
         """Closes the connection; the leader drops its records of this engine."""
+        if self._events is not None:
+            self._events.close()
         self._client.close()
 
 

@@ -16,6 +16,7 @@ _WORDS = (
     ("store", ("all", "prompt")),
     ("layout", ("auto", "engine", "BLHNC", "BLNHC")),
     ("kv_memory", ("auto", "engine")),
+    ("events", ("off", "engine", "publish")),
 )
 
 
@@ -75,6 +76,20 @@ class Settings:
     #: ``auto``: in memory that lasts, so that it can be shared; ``engine``: in vLLM's, and requests run without the
     #: cache. Default: auto.
     kv_memory: str = "auto"
+    #: KV events of the pages in kvferry: ``off``; ``engine``: in vLLM's own stream; ``publish``: in a stream of their
+    #: own, at ``events_endpoint``. Default: off.
+    events: str = "off"
+    #: Where ``publish`` binds its PUB socket, or to which address it connects, as in vLLM. Data-parallel ranks count up
+    #: from its port. No default.
+    events_endpoint: str = ""
+    #: Where ``publish`` answers requests for earlier batches. Default: nowhere.
+    events_replay_endpoint: str = ""
+    #: Topic of each batch. Default: empty.
+    events_topic: str = ""
+    #: Batches that are kept for replay. Default: 10,000.
+    events_buffer_steps: int = 10_000
+    #: Batches that wait for one slow subscriber; further ones are dropped for it. Default: 100,000.
+    events_hwm: int = 100_000
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> "Settings":
@@ -91,7 +106,7 @@ class Settings:
                 raise ValueError(f"kv_connector_extra_config: unknown key {key!r}: {hint}")
         values = dict(extra)
         values["socket_dir"] = _socket_dir(values.get("socket_dir", default_socket_dir()))
-        for name in ("namespace", "weights"):
+        for name in ("namespace", "weights", "events_endpoint", "events_replay_endpoint", "events_topic"):
             if not isinstance(values.get(name, ""), str):
                 raise ValueError(f"kv_connector_extra_config: {name} is {values[name]!r}: give a text")
         if not isinstance(values.get("shared_after_reset", False), bool):
@@ -114,13 +129,21 @@ class Settings:
             ("store_run_pages", 1, 65_536),
             ("store_pages_percent", 1, 100),
             ("store_mb_max", 1, 1_000_000),
+            ("events_buffer_steps", 1, 1_000_000),
+            ("events_hwm", 1, 1_000_000),
         ):
             value = values.get(name, getattr(cls, name))
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise ValueError(
                     f"kv_connector_extra_config: {name} is {value!r}: give a whole number from {least} to {most}"
                 )
-        return cls(**values)
+        settings = cls(**values)
+        if settings.events == "publish" and not settings.events_endpoint:
+            raise ValueError(
+                "kv_connector_extra_config: events is 'publish', and events_endpoint is '': give an endpoint such as "
+                "tcp://*:5657"
+            )
+        return settings
 
     def load_limit_s(self, rank_bytes: int, *, waits: bool = False) -> float:
         """Deadline of a load of ``rank_bytes`` on each rank. ``waits``: the load waits for running steps first."""

@@ -16,7 +16,7 @@ from kvferry.vllm.lookups import Lookups
 from kvferry.vllm.namespaces import Namespaces
 from kvferry.vllm.settings import Settings
 from kvferry.vllm.steps import Steps
-from kvferry.vllm.tracked import Tracked
+from kvferry.vllm.tracked import Describe, Tracked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +43,7 @@ class Stores:
         namespaces: Namespaces,
         invalidation: Invalidation,
         switch: Switch,
+        describe: Describe | None = None,
     ):
         self._client = client
         self._copies = copies
@@ -53,6 +54,7 @@ class Stores:
         self._namespaces = namespaces
         self._invalidation = invalidation
         self._switch = switch
+        self._describe = describe
         #: Tokens of a page, as hashes count pages.
         self._page_tokens = served.hash_tokens
         #: No store is requested before this time, because the leader could not take one.
@@ -113,6 +115,9 @@ class Stores:
         known = tracked.known
         more = request.block_hashes[known:full]
         tracked.known = max(known, full)
+        if self._describe is not None:
+            # Before the store is requested, so that its pages can be announced in full when they are there.
+            self._describe(tracked, full)
         copy = Copy(tracked, parts, store=True)
         limit_s = self._settings.store_timeout_ms / 1000
         store = self._copies.begin_store(copy, tracked.slot, more=more, more_from=known, after=after, timeout_s=limit_s)

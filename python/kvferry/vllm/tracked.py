@@ -4,6 +4,7 @@ Pages of a sequence are counted in units of the hashes (:attr:`kvferry.served.Se
 of an engine with one group.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ class Tracked:
     ran: bool = False
     #: Pages that were full at the last check.
     full: int = 0
+    #: Pages whose tokens were passed on for KV events.
+    described: int = 0
     #: The first pages of the request are from before a reset: pages that are computed after them are not stored.
     mixed: bool = False
     #: The request began with pages of the device that may be from before a reset, or from other weights of its adapter.
@@ -73,3 +76,7 @@ class Tracked:
     #: Why the last lookup or store of the request was skipped, empty if it was not: counted once until it changes.
     not_looked_up: str = ""
     not_stored: str = ""
+
+
+#: Takes the tokens of a request's pages, up to a number of pages, for KV events.
+Describe = Callable[[Tracked, int], None]
