@@ -108,13 +108,17 @@ class FakeLog(EngineRequests):
     def turn(self) -> None:
         """Answers reads that do not wait, and those for which there is something."""
         for read in self.open():
-            answer, something = self._answer(read.message)
-            if something or not read.message.wait_ms:
+            if answer := self.answer(read.message):
                 read.end(answer)
 
     def fail(self) -> None:
         for read in self.open():
             read.end(Failure(Code.BUSY, "64 readers wait", reported=True, retry=True))
+
+    def answer(self, read: wire.ReadEvents, *, waits: bool = True) -> wire.Events | None:
+        """Returns the answer to a read; None while it waits."""
+        answer, something = self._answer(read)
+        return answer if something or not (waits and read.wait_ms) else None
 
     def _answer(self, read: wire.ReadEvents) -> tuple[wire.Events, bool]:
         end = self.first + len(self.records)

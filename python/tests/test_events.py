@@ -292,7 +292,7 @@ def test_endpoints_that_cannot_be_used_are_refused(streams: Any) -> None:
         streams(1)
     port = free_port()
     streams(events_endpoint=f"tcp://*:{port}", events_replay_endpoint="")
-    with pytest.raises(ValueError, match="in use .*: give endpoints that this engine can bind") as refused:
+    with pytest.raises(ValueError, match=r"in use .*: give endpoints that this engine can bind") as refused:
         streams(events_endpoint=f"tcp://*:{port}", events_replay_endpoint="")
     assert f"events_endpoint is 'tcp://*:{port}'" in str(refused.value)
 

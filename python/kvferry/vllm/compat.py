@@ -196,7 +196,7 @@ def event_differences(stored: type, removed: type, publisher: type) -> list[str]
     given = tuple(inspect.signature(publisher.__init__).parameters)[1:]
     if given != _PUBLISHER:
         found.append(f"{publisher.__name__} is made from {given}, known is {_PUBLISHER}")
-    for name in ("publish", "shutdown", "_socket_setup"):
+    for name in ("publish", "shutdown", "_bind"):
         if not hasattr(publisher, name):
             found.append(f"{publisher.__name__}.{name} is missing")
     return found

@@ -17,12 +17,16 @@ QUEUED_MAX = 64
 
 
 class _Publisher(ZmqEventPublisher):
-    """vLLM's publisher, whose replay does not drop batches beyond 1,000, ZeroMQ's default limit for a peer."""
+    """vLLM's publisher, with a replay that sends all kept batches to a subscriber that reads slowly.
 
-    def _socket_setup(self) -> None:
-        super()._socket_setup()
-        if self._replay is not None:
-            self._replay.set_hwm(self._hwm)
+    ZeroMQ drops those beyond 1,000 by default.
+    """
+
+    def _bind(self, sock: zmq.Socket, endpoint: str) -> str:  # type: ignore[override]
+        if sock.socket_type == zmq.ROUTER:
+            # All batches, and the mark of the end. Has no effect after the bind.
+            sock.set_hwm((self._buffer.maxlen or 0) + 1)
+        return ZmqEventPublisher._bind(sock, endpoint)
 
     @property
     def full(self) -> bool:
