@@ -226,6 +226,61 @@ def test_only_the_reader_whose_pages_change_is_asked(clock: Clock) -> None:
     assert asked == [None, None, None], "a foreign namespace costs nothing more"
 
 
+def test_changes_of_several_namespaces_are_found_at_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "ASK_ALL_S", 1e9)
+    monkeypatch.setattr(event_feed, "READ_PAGES", 1)
+    following = Following(clock, MINE, OTHER)
+    log, namespaces = following.log, [MINE, OTHER]
+
+    def agrees() -> None:
+        following.run()
+        following.tell()
+        assert following.told() == log.held(*namespaces)
+
+    agrees()
+    for number in range(3):
+        # The first pages of a namespace, then some more, then several blocks at once.
+        for at in range(number + 1):
+            log.store(block(10 * number + at, 100 * number + 4 * at, namespace=OTHER, pages=1))
+        agrees()
+    log.store(block(50, 1000, namespace=THIRD))
+    agrees()
+    log.remove(next(each for each in log.slab if each and each.namespace == THIRD))
+    namespaces.append(THIRD)
+    following.feed.follow(namespaces)
+    agrees()
+    log.store(block(51, 1004, namespace=THIRD))
+    agrees()
+    assert THIRD in [each.namespace for each in log.slab if each]
+    log.clear(2)
+    agrees()
+    assert not following.told()
+
+
+def test_every_reader_is_asked_now_and_then(clock: Clock) -> None:
+    following = Following(clock, MINE, OTHER)
+    following.run()
+    asked = []
+    request = following.log.request
+    following.log.request = lambda message, *rest, **named: (  # type: ignore[method-assign]
+        asked.append(message.namespace) or request(message, *rest, **named)
+    )
+    clock.now += event_feed.ASK_ALL_S
+    following.run()
+    assert asked == [MINE, OTHER, None]
+
+
+def test_a_page_in_a_place_replaces_the_one_before(clock: Clock) -> None:
+    following = Following(clock, MINE)
+    following.log.store(block(1, 0))
+    following.run()
+    following.log.slab.clear()
+    following.log.store(block(2, 0))
+    following.run()
+    following.tell()
+    assert following.told() == following.log.held(MINE)
+
+
 def test_further_places_are_left_out(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_feed, "PLACES_MAX", 4)
     following = Following(clock, MINE)

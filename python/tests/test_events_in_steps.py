@@ -158,6 +158,27 @@ def test_pages_from_before_are_announced_by_their_hash_until_a_request_finds_the
     }
 
 
+def test_no_page_is_announced_while_the_cache_is_switched_off(engine: Publishing) -> None:
+    asking = engine.add(PROMPT)
+    engine.run(asking)
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(4, 0))
+    engine.stored(asking)
+    engine.until("the pages are announced", lambda: len(engine.pages("CPU")) == 4)
+    switch = engine.connector._scheduler._switch
+    for off, pages in ((True, 0), (False, 4)):
+        switch.off = off
+        engine.until("the switch is followed", lambda pages=pages: engine.step() and len(engine.pages("CPU")) == pages)
+
+
+def test_no_page_is_announced_by_an_engine_that_only_stores() -> None:
+    engine = Publishing(mode="store")
+    engine.run(engine.add(PROMPT))
+    engine.step()
+    assert engine.leader.count(wire.Store) == 1
+    assert not engine.leader.count(wire.ReadEvents)
+    engine.scheduler.shutdown()
+
+
 def test_a_request_with_a_namespace_of_its_own_changes_nothing_that_is_followed() -> None:
     names = Namespaces("model", "start")
     base = names.of(None)

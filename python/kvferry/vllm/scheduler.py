@@ -123,7 +123,9 @@ class SchedulerSide:
             switch=self._switch,
             describe=describe,
         )
-        self._followed = -1
+        self._finds = settings.mode != "store"
+        #: The state of the namespaces that KV events follow, and whether the cache was on.
+        self._followed = (-1, False)
         if events is not None:
             events.start(self._client)
             self._follow()
@@ -310,12 +312,13 @@ class SchedulerSide:
         return self._take_step(output)
 
     def _follow(self) -> None:
-        """Lets KV events follow the present namespaces."""
-        if self._events is not None and self._followed != self._namespaces.changes:
+        """Lets KV events follow the namespaces in which requests can find pages now."""
+        finds = self._finds and not self._switch.off
+        if self._events is not None and self._followed != (self._namespaces.changes, finds):
             # Pages of the model that others have stored are announced before its first request.
             self._namespaces.of(None)
-            self._followed = self._namespaces.changes
-            self._events.follow(self._namespaces.present)
+            self._followed = self._namespaces.changes, finds
+            self._events.follow(self._namespaces.present if finds else [])
 
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
         """Returns the metadata of a step that begins nothing: reports copies that are over, and frees their pages."""
