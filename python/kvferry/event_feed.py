@@ -213,6 +213,7 @@ class Feed:
 
     def _find_changed(self, answer: wire.Events, now: float) -> None:
         """Finds the readers for which there may be something to read."""
+        begin = self._watch_next
         self._watch_epoch, self._watch_next = answer.epoch, answer.next
         if answer.lost or any(record.event == "cleared" for record in answer.records):
             self._ask_all(now)
@@ -224,9 +225,12 @@ class Feed:
                 changed.discard(reader.prefix)
         if not changed:
             return
-        for reader in self._readers.values():
-            if reader.prefix is None:
-                reader.asks = True
+        unnamed = [reader for reader in self._readers.values() if reader.prefix is None]
+        for reader in unnamed:
+            reader.asks = True
+        if any(reader.cursor is not None or reader.next > begin for reader in unnamed):
+            # A reader that begins after these changes finds none of them, even if they are its own.
+            return
         # A reader that finds records of one of these takes it back.
         if len(self._foreign) + len(changed) > FOREIGN_MAX:
             self._foreign.clear()
