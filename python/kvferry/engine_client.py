@@ -141,9 +141,13 @@ class EngineRequests:
         message = wire.ReadEvents(epoch, from_, most, wait_ms, namespace, cursor)
         return self.request(message, wait_s + timeout_s, until=until)
 
-    def reset(self: Sends, namespace: bytes, *, timeout_s: float) -> PendingRequest:
-        """Removes the pages of a namespace. The answer is a :class:`kvferry.wire.ResetAnswer`."""
-        return self.request(wire.Reset(namespace), timeout_s)
+    def reset(self: Sends, namespace: bytes, *, hashes: Sequence[bytes] = (), timeout_s: float) -> PendingRequest:
+        """Removes the pages of a namespace; with ``hashes``, equally long, only the pages that have one of them.
+
+        The answer is a :class:`kvferry.wire.ResetAnswer`.
+        """
+        width = len(hashes[0]) if hashes else 0
+        return self.request(wire.Reset(namespace, hash_bytes=width, hashes=b"".join(hashes)), timeout_s)
 
 
 def _parts(parts: Sequence[Part]) -> list[wire.Part]:

@@ -241,10 +241,15 @@ class Finish(msgspec.Struct):
 
 
 class Reset(msgspec.Struct, omit_defaults=True):
-    """Removes pages: those of a namespace, or all; from one ``tier``, 2 or 3, or from all of them."""
+    """Removes pages: those of a namespace, or all; from one ``tier``, 2 or 3, or from all of them.
+
+    With ``hashes``, packed with ``hash_bytes`` each, only the pages of the namespace that have one of them.
+    """
 
     namespace: bytes | None = None
     tier: int = 0
+    hash_bytes: int = 0
+    hashes: bytes = b""
 
 
 class ResetAnswer(msgspec.Struct):
