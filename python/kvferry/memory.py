@@ -156,6 +156,10 @@ class KvMemory:
         else:
             self._share([tensor.untyped_storage() for tensor in tensors])
 
+    def tensors(self) -> list[tuple[list[torch.Tensor], int]]:
+        """Returns the tensors of each group, each once, and the number of its pages."""
+        return [(described.tensors, described.group.device_pages) for described in self._groups]
+
     @property
     def on_device(self) -> bool:
         """Whether the memory is a device's, which may still write to it after a call has returned."""
