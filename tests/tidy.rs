@@ -90,6 +90,8 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("memory", &["client", "cuda", "proofs"], &["torch"]),
     ("pool", &["cuda"], &["torch"]),
     ("progress", &["memory"], &[]),
+    ("checksums", &[], &["torch"]),
+    ("checksum_table", &[], &[]),
     (
         "rank",
         &["outbox", "progress", "silence", "wire", "client", "memory"],
@@ -103,6 +105,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ),
     ("finishes", &["wire", "client", "engine_client"], &[]),
     ("resets", &["client", "engine_client"], &[]),
+    ("removals", &["client", "engine_client"], &[]),
     ("files", &[], &[]),
     ("hub", &["files"], &[]),
     ("looks", &[], &[]),
@@ -184,6 +187,20 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         &[],
     ),
     (
+        "vllm/verify",
+        &[
+            "wire",
+            "checksum_table",
+            "engine_client",
+            "removals",
+            "served",
+            "vllm/inflight",
+            "vllm/metadata",
+            "vllm/settings",
+        ],
+        &[],
+    ),
+    (
         "vllm/loads",
         &[
             "wire",
@@ -194,6 +211,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
             "vllm/settings",
             "vllm/steps",
             "vllm/tracked",
+            "vllm/verify",
         ],
         &[],
     ),
@@ -225,6 +243,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
             "vllm/settings",
             "vllm/steps",
             "vllm/tracked",
+            "vllm/verify",
         ],
         &[],
     ),
@@ -252,6 +271,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
             "vllm/steps",
             "vllm/stores",
             "vllm/tracked",
+            "vllm/verify",
         ],
         &[],
     ),
@@ -271,6 +291,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     (
         "vllm/connector",
         &[
+            "checksums",
             "memory",
             "pool",
             "rank",

@@ -37,7 +37,12 @@ def transfer_config(socket_dir: Path, **extra: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A short stall of the machine must not turn a hit into a miss.
-        "kv_connector_extra_config": {"socket_dir": str(socket_dir), "lookup_timeout_ms": 30_000, **extra},
+        "kv_connector_extra_config": {
+            "socket_dir": str(socket_dir),
+            "lookup_timeout_ms": 30_000,
+            "verify": 100,
+            **extra,
+        },
     }
 
 

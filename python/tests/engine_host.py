@@ -116,6 +116,29 @@ class Host:
 
         for connector in (self.scheduler.connector, get_kv_transfer_group()):
             connector.fault = ""
+        self.scheduler.connector._scheduler.verification._given_up = False
+
+    def verify(self, order: dict[str, Any]) -> None:
+        """While off, pages are used as they are loaded."""
+        verification = self.scheduler.connector._scheduler.verification
+        if order["on"]:
+            del verification._must_check
+        else:
+            verification._must_check = lambda copy: False
+
+    def wipe(self, order: dict[str, Any]) -> None:
+        """Writes zeros to the KV memory of an engine whose cache is empty: changed bytes may be NaN, which attention
+        on the CPU takes from the unused rest of a page."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for tensors, _ in get_kv_transfer_group()._rank._memory.tensors():
+            for tensor in tensors:
+                tensor.zero_()
+
+    def verified(self, order: dict[str, Any]) -> list[int]:
+        """Pages of loads that were right, that could not be verified, and that were wrong."""
+        found = self.scheduler.connector._scheduler.verification
+        return [found.verified_pages, found.unverified_pages, found.verify_mismatches]
 
     def fault(self, order: dict[str, Any]) -> None:
         """Makes the next call of this hook raise."""

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_ch
 
 from kvferry.served import NO_PAGE
 
-#: What a page holds after a copy into it was stopped midway, and after it was zeroed.
-TORN, ZEROS = "torn", "zeros"
+#: What a page holds after a copy into it was stopped midway, after it was zeroed, and after a load of changed bytes.
+TORN, ZEROS, SPOILED = "torn", "zeros", "spoiled"
 #: The weights of tokens that were computed from pages of several weights; and the bits of the number.
 MIXED, _BITS = 63, 6
 #: Largest token, and the number of special ones.

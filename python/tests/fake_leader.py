@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fake_device import TORN, Device, Group, Wrong
+from fake_device import SPOILED, TORN, Device, Group, Wrong
 from fake_requests import Asked, Clock, Copy, Slot, refused
 
 from kvferry import wire
@@ -54,8 +54,11 @@ class Leader(EngineRequests):
         #: Violations that were found within calls of the connector, which keeps exceptions to itself.
         self.found: list[Exception] = []
         self.counts: dict[str, int] = {}
+        self.spoiled_pages = 0
         #: Checks a new copy.
         self.on_copy: Callable[[Copy], None] = lambda copy: None
+        #: Chooses pages of a load that it brings with wrong contents; False for a load without such pages.
+        self.spoils: Callable[[Copy], bool] = lambda copy: False
 
     def _chance(self, probability: float) -> bool:
         return self.draw_from.random() < probability
@@ -235,6 +238,13 @@ class Leader(EngineRequests):
         if self._fault(0.2):
             self._answer(asked, Failure(Code.LEASED, "a load holds pages", reported=True, retry=True))
             return
+        width, hashes = asked.message.hash_bytes, asked.message.hashes
+        if hashes:
+            removed = {hashes[at : at + width] for at in range(0, len(hashes), width)}
+            self._count("pages removed")
+            self.stored = {key: content for key, content in self.stored.items() if key[2] not in removed}
+            self._answer(asked, wire.ResetAnswer(0))
+            return
         self.stored = {key: content for key, content in self.stored.items() if key[0] != namespace}
         for copy in self.copies.values():
             copy.cancelled = copy.cancelled or copy.namespace == namespace
@@ -386,8 +396,13 @@ class Leader(EngineRequests):
                 self._over(copy, refused(self.draw_from.choice((Code.COPY_FAILED, Code.BUSY))))
                 return
         done = pages if fate == "done" else self.draw_from.randrange(pages)
+        if not (copy.store or self.calm) and self._chance(0.15) and self.spoils(copy):
+            self._count("load spoiled")
         for number in range(done):
             self._touch(copy, number)
+            if number in copy.spoiled:
+                self.spoiled_pages += 1
+                self.device.pages[copy.pages[number][2]] = SPOILED
             if copy.store and not copy.cancelled:
                 self.stored[copy.keys[number]] = copy.contents[number]
         if copy.store:

@@ -73,6 +73,8 @@ class Copy:
     stopped: set[int] = field(default_factory=set)
     over: bool = False
     cancelled: bool = False
+    #: Indices of pages that the load brings with other contents than those that were stored.
+    spoiled: set[int] = field(default_factory=set)
 
     @property
     def device_pages(self) -> list[int]:

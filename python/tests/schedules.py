@@ -5,8 +5,10 @@ requests' tables and with the copies that run.
 """
 
 import collections
+import hashlib
 import itertools
 import random
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import neighbour
 import pool_checks
 from engine import transfer_config
-from fake_device import SPECIAL, TOKENS, Device, Name, Run, Sequence, Work
+from fake_device import SPECIAL, SPOILED, TOKENS, ZEROS, Device, Name, Run, Sequence, Work
 from fake_leader import Leader
 from fake_requests import Clock
 from real_scheduler import connecting, engine_config
@@ -46,9 +48,9 @@ PROMPT_MAX, ANSWER_MAX = 44, 20
 DRAIN_STEPS = 600
 #: Modules of the scheduler's side that read the time, which a schedule advances.
 CLOCKED = [
-    *("finishes", "looks", "resets"),
+    *("finishes", "looks", "removals", "resets"),
     *(f"vllm.{name}" for name in ("backpressure", "inflight", "invalidation", "lookups", "namespaces")),
-    *(f"vllm.{name}" for name in ("scheduler", "stores")),
+    *(f"vllm.{name}" for name in ("scheduler", "stores", "verify")),
 ]
 
 
@@ -81,6 +83,37 @@ class Rank:
         pass
 
 
+class Checksums:
+    """Takes the place of a rank's checksums: of what the device holds, at times later than the step ends."""
+
+    def __init__(self, number: int, engine: "Schedule"):
+        self._number, self._engine = number, engine
+        self._taken: dict[int, dict[int, tuple[int, bytes | None]]] = {}
+
+    def take(self, orders: Any) -> None:
+        engine = self._engine
+        for request, parts in orders:
+            sums = [checksum(engine.device.pages.get(page)) for _, pages in parts for page in pages]
+            fails = engine.draw.random() < 0.01 and not engine.leader.calm
+            fails = fails and not any(engine.device.pages.get(page) == SPOILED for _, pages in parts for page in pages)
+            self._taken[request] = {self._number: (0, None if fails else struct.pack(f"<{len(sums)}q", *sums))}
+
+    def zero(self, parts: Any) -> None:
+        for _, pages in parts:
+            for page in pages:
+                assert self._engine.device.pages[page] in (SPOILED, ZEROS), "a page that is used is zeroed"
+                self._engine.device.pages[page] = ZEROS
+
+    def results(self) -> dict[int, dict[int, tuple[int, bytes | None]]]:
+        late = self._engine.draw.random() < 0.2 and not self._engine.leader.calm
+        taken, self._taken = ({}, self._taken) if late else (self._taken, {})
+        return taken
+
+
+def checksum(content: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little", signed=True)
+
+
 @dataclass(eq=False)
 class Step:
     """A scheduled step, and its results once the ranks have run it."""
@@ -94,7 +127,8 @@ class Step:
 class Schedule:
     """An engine, drawn from a seed. See the module's docstring."""
 
-    def __init__(self, seed: int, monkeypatch: Any):
+    def __init__(self, seed: int, monkeypatch: Any, directory: Path):
+        self._directory = directory
         self.draw = draw = random.Random(seed)
         self.shape = SHAPES[seed % len(SHAPES)]
         self.ranks = draw.choice((1, 1, 2))
@@ -103,6 +137,8 @@ class Schedule:
         self.clock = Clock()
         for name in CLOCKED:
             monkeypatch.setattr(f"kvferry.{name}.time", self.clock)
+        # A page whose checksum comes too late is used.
+        monkeypatch.setattr("kvferry.vllm.verify.CHECKSUMS_LIMIT_S", 1e9)
         groups = groups_of(self.shape, draw)
         self.config = self._config()
         self.pages = draw.choice((26, 32, 40, 64)) + 14 * (len(groups) - 1)
@@ -119,6 +155,7 @@ class Schedule:
         served = [group for group in groups if group.kind != "scratch"]
         self.leader = Leader(draw, self.clock, self.device, served, self.ranks)
         self.leader.on_copy = lambda copy: pool_checks.check_new(self, copy)
+        self.leader.spoils = self._spoils
         self._connect(memory, block, unit)
         hashing = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
@@ -145,7 +182,7 @@ class Schedule:
             "lookup_budget_ms": draw.choice((0, 2)),
             "store_pages_percent": draw.choice((5, 20, 100)),
         }
-        transfer = transfer_config(Path("/nowhere"), **extra)
+        transfer = transfer_config(self._directory, **extra)
         if self.multi:
             neighbour.Neighbour.every = draw.choice((0, 3))
             other = {
@@ -188,8 +225,11 @@ class Schedule:
             )
         self.connector = _kvferry(self.scheduler.connector)
         self.side: Any = self.connector._scheduler
+        self._verification = self.side.verification
         for number, worker in enumerate(self.workers):
-            _kvferry(worker)._rank = Rank(number, self.leader)  # type: ignore[assignment]
+            kvferry = _kvferry(worker)
+            kvferry._rank = Rank(number, self.leader)  # type: ignore[assignment]
+            kvferry._checksums = Checksums(number, self)  # type: ignore[assignment]
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, self.ranks)
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
@@ -209,6 +249,14 @@ class Schedule:
             self.scheduler.defer_block_free = False
         if self.draw.random() < 0.5:
             self.scheduler.connector.get_loaded_kv_cache_group_ids = lambda request: ()
+
+    def _spoils(self, copy: Any) -> bool:
+        """Whether a load may bring a wrong page: one whose checksum is known for certain."""
+        known = next((pages for load, pages in self._verification._expected.items() if load.pending is copy.asked), [])
+        spoiled = [each for each in known if each.known.values and not each.known.marks]
+        for each in spoiled:
+            copy.spoiled.add(each.page.at)
+        return bool(spoiled)
 
     # One turn of the engine.
 
@@ -392,7 +440,12 @@ class Schedule:
             self.scheduler.update_from_output(step.output, step.results)
         pool_checks.check(self)
         pool_checks.check_rest(self)
+        verification = self._verification
+        assert verification.verify_mismatches <= self.leader.spoiled_pages, "a right page counts as wrong"
         self.counts.update(self.leader.counts)
+        self.counts["pages verified"] += verification.verified_pages
+        self.counts["pages unverified"] += verification.unverified_pages
+        self.counts["pages found wrong"] += verification.verify_mismatches
 
 
 def _kvferry(connector: Any) -> KvferryConnector:

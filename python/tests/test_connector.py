@@ -353,6 +353,7 @@ def test_a_page_has_bytes_of_all_layers() -> None:
         ({"weights": 7}, "weights is 7: give a text"),
         ({"layout": "HND"}, "layout is 'HND': give one of auto, engine, BLHNC, BLNHC"),
         ({"kv_memory": True}, "kv_memory is True: give one of auto, engine"),
+        ({"verify": 101}, "verify is 101: give a whole number from 0 to 100"),
     ],
 )
 def test_wrong_extra_settings_are_refused(extra: dict[str, Any], text: str) -> None:

@@ -540,3 +540,13 @@ def test_private_namespaces_belong_to_one_engine() -> None:
     assert one.of(None) not in (shared, private)
     one.share()
     assert one.of(None) == shared
+
+
+def test_engines_that_verify_other_pages_share_none() -> None:
+    """A page whose checksum was not recorded would look wrong."""
+    made = config("/nowhere/model")
+    found = [content.content_of(made, settings(verify=percent)) for percent in (0, 1, 100)]
+    assert len(set(found)) == 3
+    assert found[0] == content.content_of(made, settings())
+    assert "verify" not in found[0]
+    assert "verify 100" in found[2]

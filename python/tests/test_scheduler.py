@@ -178,7 +178,7 @@ class Engine:
 
     def __init__(self, served: Served | None = None, zeroes: bool = False, **settings: Any):
         self.side = SchedulerSide(
-            Settings(Path("/nowhere"), **{"store_run_pages": 1, **settings}),
+            Settings(**{"socket_dir": Path("/nowhere"), "store_run_pages": 1, **settings}),
             engine=b"e" * 16,
             replica=0,
             namespace="model",

@@ -33,6 +33,8 @@ request's pages are stored any more); to abandon no copy when the connection is 
 
 import collections
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from schedules import Schedule
@@ -42,11 +44,13 @@ from shapes import SHAPES
 SEEDS, STEPS = 6, 250
 #: Seen at least so often in the schedules of a shape.
 LEAST = {"hits": 15, "load done": 10, "store done": 100, "preempted": 5, "aborted": 30, "reset": 2, "new leader": 1}
+LEAST |= {"pages verified": 30, "pages found wrong": 3}
 
 
 def run(seed: int, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
-    with monkeypatch.context() as patches:
-        schedule = Schedule(seed, patches)
+    with monkeypatch.context() as patches, tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        schedule = Schedule(seed, patches, directory)
         try:
             schedule.run(STEPS)
         except BaseException as error:

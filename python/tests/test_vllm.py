@@ -89,12 +89,48 @@ def test_concurrent_warm_results_equal_cold_results(engine: Engine, daemon: Daem
 
 
 def test_changed_bytes_in_host_memory_change_the_results(engine: Engine, daemon: Daemon, cold: list) -> None:
+    """Without verification: so it is kvferry's bytes that are used."""
     stored(engine, daemon)
     daemon.poison()
+    engine.request("verify", on=False)
     answers = said(engine.generate(BASE))
+    engine.request("verify", on=True)
     assert answers != cold[:1], "pages of kvferry were not used"
     engine.reset(connector=True)
+    engine.request("wipe")
     assert said(engine.generate(BASE)) == cold[:1]
+
+
+def test_loaded_pages_are_verified(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    before = engine.request("verified")
+    assert said(engine.generate(BASE)) == cold[:1]
+    right, unknown, wrong = (after - each for after, each in zip(engine.request("verified"), before, strict=True))
+    assert (right, unknown, wrong) == (loadable([BASE]) // PAGE_TOKENS, 0, 0)
+
+
+def test_changed_pages_are_computed_and_not_served_again(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    pages = loadable([BASE]) // PAGE_TOKENS
+    wrong = engine.request("verified")[2]
+    daemon.poison()
+    hits = engine.external_hits()
+    assert said(engine.generate(BASE)) == cold[:1]
+    assert engine.external_hits() - hits == loadable([BASE]), "the changed pages were loaded"
+    assert engine.request("verified")[2] - wrong == pages
+    assert f"rank 0: {pages} of the pages 0 to {pages - 1} of group 0 of request" in engine.logged()
+
+    def served() -> bool:
+        settled(engine, daemon)
+        engine.reset()
+        hits = engine.external_hits()
+        assert said(engine.generate(BASE)) == cold[:1]
+        return engine.external_hits() - hits == loadable([BASE])
+
+    eventually("the pages are removed, stored and loaded again", served)
+    assert engine.request("verified")[2] - wrong == pages, "changed pages were loaded once"
+    # All other pages are changed, too.
+    engine.reset(connector=True)
 
 
 def test_requests_with_different_salts_share_no_pages(engine: Engine, daemon: Daemon, cold: list) -> None:

@@ -94,10 +94,22 @@ def test_a_part_on_the_device_is_continued(run: Run) -> None:
 def test_changed_bytes_in_host_memory_change_the_results(run: Run) -> None:
     run.stored()
     run.daemon.poison()
+    run.engine.request("verify", on=False)
     answers = said(run.engine.generate(BASE))
+    run.engine.request("verify", on=True)
     assert answers != run.cold[:1], "pages of kvferry were not used"
     run.engine.reset(connector=True)
+    run.engine.request("wipe")
     assert run.hits(BASE) == 0
+
+
+def test_changed_pages_are_found_and_computed(run: Run) -> None:
+    run.stored()
+    run.daemon.poison()
+    before = run.engine.request("verified")
+    assert said(run.engine.generate(BASE)) == run.cold[:1]
+    assert run.engine.request("verified")[2] > before[2]
+    run.engine.reset(connector=True)
 
 
 def test_changed_bytes_of_each_group_change_the_results(run: Run) -> None:

@@ -41,6 +41,7 @@ except ImportError as error:
         f"installed, and differs: {error}. Install vLLM {compat.KNOWN_VERSION}, or a kvferry that knows this one."
     ) from error
 
+from kvferry.checksums import PageChecksums, RankChecksums
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.pool import KvPool
 from kvferry.rank import RankSession
@@ -104,6 +105,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSession | None = None
         self._on_device = False
+        self._checksums = RankChecksums(None, rank=vllm_config.parallel_config.rank, shard=0)
         self._reports = Reports()
         #: The last scheduler output for which step metadata was built, and that metadata.
         self._made: tuple[SchedulerOutput | None, StepMetadata] = (None, StepMetadata())
@@ -256,6 +258,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
             return
         self._on_device = memory.on_device
+        if self._settings.verify and memory.served:
+            self._checksums = RankChecksums(PageChecksums(memory.tensors()), rank=rank, shard=place.shard)
         replica = replica_of(config, self._settings)
         directory = self._settings.socket_dir / f"worker-{replica}-{rank}"
         self._rank = RankSession(directory, start_of(config), rank, replica, memory)
@@ -293,6 +297,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         """Reports what this step writes as written once the device has finished its forward pass. Does not wait."""
         metadata = self._connector_metadata
         rank = self._rank
+        if isinstance(metadata, StepMetadata):
+            # Before the report below, which lets stores and loads begin.
+            self._checksums.take(metadata.checksums)
+            self._checksums.zero(metadata.zeroed)
         if rank is not None and isinstance(metadata, StepMetadata) and rank.announces(metadata.written_through):
             record, stream = (record_end, current_stream()) if self._on_device else (None, None)
             rank.wrote(metadata.written_through, record, stream, stores=metadata.stores_through)
@@ -334,6 +342,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         if self._rank is not None:
             self._reports.are_over(self._rank.over())
             self.fault = self.fault or self._rank.fault
+        self._reports.summed(self._checksums.results())
         return self._report()
 
     # The scheduler.

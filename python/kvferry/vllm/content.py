@@ -91,6 +91,9 @@ def content_of(config: "VllmConfig", settings: "Settings") -> str:
     model = config.model_config
     weights = weights_of(config, settings)
     parts = _weights_parts(config, weights.content, weights.revision)
+    if settings.verify:
+        # A page is verified only if every engine that may have stored it has recorded its checksum.
+        parts["verify"] = settings.verify
     digest = hashlib.blake2b(described(parts).encode(), digest_size=16).hexdigest()
     shown = (
         ("", weights.model),
@@ -98,6 +101,7 @@ def content_of(config: "VllmConfig", settings: "Settings") -> str:
         ("dtype ", described(model.dtype)),
         ("quantization ", described(model.quantization)),
         ("KV ", described(config.cache_config.cache_dtype)),
+        *((("verify ", str(settings.verify)),) if settings.verify else ()),
     )
     text = ", ".join(label + _cut(name) for label, name in shown)
     # A character takes up to 4 bytes.

@@ -41,6 +41,8 @@ class Copy:
     #: The engine's pages of all parts.
     pages: list[int] = field(init=False)
     blocks: list[Any] = field(default_factory=list)
+    #: Groups, and pages of them that a load has brought and that do not hold what was stored.
+    wrong: list[tuple[int, int]] = field(default_factory=list)
     requested_at: float = field(default_factory=time.monotonic)
     pending: PendingRequest | None = None
     #: Number of ranks that have confirmed the end of an abandoned copy, None before it is abandoned; and the time when

@@ -12,6 +12,7 @@ from kvferry.vllm.metadata import StepMetadata
 from kvferry.vllm.settings import Settings
 from kvferry.vllm.steps import Steps
 from kvferry.vllm.tracked import Tracked
+from kvferry.vllm.verify import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,6 +34,7 @@ class Loads:
         steps: Steps,
         counts: Counts,
         *,
+        verification: Verification | None,
         zeroes: bool,
     ):
         self._copies = copies
@@ -40,6 +42,7 @@ class Loads:
         self._settings = settings
         self._served = served
         self._steps = steps
+        self._verification = verification
         #: Steps write zeros to new pages before their forward pass.
         self._zeroes = zeroes
         #: Loads that are requested at the end of this step.
@@ -92,6 +95,8 @@ class Loads:
             behind = self._steps.work if any(page in zeroed for page in copy.pages) else after
             waits = behind > self._steps.over
             limit_s = self._settings.load_limit_s(self._served.rank_bytes(copy.parts), waits=waits)
+            if self._verification is not None:
+                self._verification.begin_load(copy)
             self._copies.begin_load(copy, copy.owner.slot, after=behind, timeout_s=limit_s)
 
     def drop_waiting(self) -> None:
@@ -124,6 +129,10 @@ class Loads:
                 "the cache was reset" if before_reset else copy.failure or "the load was stopped",
             )
             tracked.computes = True
+        if copy.wrong:
+            tracked.computes = True
+            self._step.zeroed += [(group, [page]) for group, page in copy.wrong]
+            failed = list(dict.fromkeys([*(page for _, page in copy.wrong), *failed]))
         spoiled = tracked.request.request_id in self._spoiled
         all_fail = spoiled or (failed and self._served.whole)
         computed = len(copy.pages) if all_fail else len(failed)

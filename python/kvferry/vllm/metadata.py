@@ -22,6 +22,12 @@ class StepMetadata(KVConnectorMetadata):
     failed: list[str] = field(default_factory=list)
     #: Ids of kvferry requests whose pages the engine takes back.
     abandon: list[int] = field(default_factory=list)
+    #: Ids of kvferry requests, and for each the pages of some groups of which every rank takes checksums after its
+    #: forward pass: a group and its pages, in turn.
+    checksums: list[tuple[int, list[tuple[int, list[int]]]]] = field(default_factory=list)
+    #: Groups and pages of them that were loaded with wrong bytes, to which every rank writes zeros. The engine computes
+    #: them again, but some attention kernels multiply even what they mask: a wrong byte may be a NaN.
+    zeroed: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 @dataclass
@@ -34,6 +40,9 @@ class RankReport(KVConnectorWorkerMetadata):
     #: The ``written_through`` of the reported step; 0 if it was reported before. vLLM delivers the report with the
     #: results of the step, so that the step is over by then.
     stepped_through: int = 0
+    #: By request id and rank: the rank's shard, and the checksums that were ordered, 8 bytes a page in the order's
+    #: sequence; None if the rank could not take them.
+    checksums: dict[int, dict[int, tuple[int, bytes | None]]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
         """Returns the sum of both reports."""
@@ -41,4 +50,8 @@ class RankReport(KVConnectorWorkerMetadata):
         total = dict(self.over)
         for request, ranks in other.over.items():
             total[request] = total.get(request, 0) + ranks
-        return RankReport(total, self.fault or other.fault, max(self.stepped_through, other.stepped_through))
+        checksums = {request: dict(ranks) for request, ranks in self.checksums.items()}
+        for request, ranks in other.checksums.items():
+            checksums.setdefault(request, {}).update(ranks)
+        stepped = max(self.stepped_through, other.stepped_through)
+        return RankReport(total, self.fault or other.fault, stepped, checksums)

@@ -3,7 +3,7 @@
 A report is kept until the next step begins, so that it can be read again after a fault in between.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvferry.vllm.metadata import RankReport, StepMetadata
 
@@ -20,6 +20,8 @@ class Reports:
         self._to_abandon: dict[int, None] = {}
         self._over: dict[int, None] = {}
         self._over_reported = False
+        #: Checksums of this rank, by request id.
+        self._checksums: dict[int, dict[int, tuple[int, bytes | None]]] = {}
         #: Requests that were reported as over, the newest last.
         self._reported: dict[int, None] = {}
         self._fault_reported = False
@@ -36,6 +38,7 @@ class Reports:
         if self._over_reported:
             self._reported.update(self._over)
             self._over.clear()
+            self._checksums.clear()
             self._over_reported = False
             self._stepped = self._stepped_now
             while len(self._reported) > REPORTED_MAX:
@@ -68,12 +71,16 @@ class Reports:
         """Records that nothing is copied for these requests any longer."""
         self._over.update(dict.fromkeys(request for request in requests if request not in self._reported))
 
+    def summed(self, checksums: Mapping[int, dict[int, tuple[int, bytes | None]]]) -> None:
+        """Records checksums that this rank has taken, as in :attr:`RankReport.checksums`."""
+        self._checksums.update(checksums)
+
     def report(self, fault: str) -> RankReport | None:
         """Returns the report for the scheduler's side; None when there is nothing to report."""
         self._over_reported = True
         reported, self._fault_reported = self._fault_reported, bool(fault)
         self._stepped_now = max((step.written_through for step in self._steps), default=self._stepped)
         stepped = self._stepped_now if self._stepped_now > self._stepped else 0
-        if not self._over and not stepped and (reported or not fault):
+        if not self._over and not self._checksums and not stepped and (reported or not fault):
             return None
-        return RankReport(dict.fromkeys(self._over, 1), fault, stepped)
+        return RankReport(dict.fromkeys(self._over, 1), fault, stepped, dict(self._checksums))

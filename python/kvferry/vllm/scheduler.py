@@ -23,7 +23,7 @@ from kvferry.switch import Switch
 from kvferry.vllm import meters
 from kvferry.vllm.counts import Counts
 from kvferry.vllm.events import KvEvents
-from kvferry.vllm.inflight import CopiesInFlight
+from kvferry.vllm.inflight import CopiesInFlight, Copy
 from kvferry.vllm.invalidation import Invalidation
 from kvferry.vllm.loads import Loads
 from kvferry.vllm.lookups import Lookups
@@ -36,9 +36,10 @@ from kvferry.vllm.settings import Settings
 from kvferry.vllm.steps import Steps
 from kvferry.vllm.stores import Stores
 from kvferry.vllm.tracked import Tracked
+from kvferry.vllm.verify import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
@@ -101,7 +102,12 @@ class SchedulerSide:
         self._events = events
         describe = events.describe if events is not None else None
         self._lookups = Lookups(self._client, settings, served, self._switch, counts, describe=describe)
-        self._loads = Loads(self._copies, settings, served, self._steps, counts, zeroes=zeroes)
+        self.verification: Verification | None = None
+        if settings.verify:
+            self.verification = Verification(settings, served, self._client, ranks=ranks)
+        self._loads = Loads(
+            self._copies, settings, served, self._steps, counts, verification=self.verification, zeroes=zeroes
+        )
         self._invalidation = Invalidation(
             settings,
             Forgetting(self._client),
@@ -122,6 +128,7 @@ class SchedulerSide:
             invalidation=self._invalidation,
             switch=self._switch,
             describe=describe,
+            verification=self.verification,
         )
         self._finds = settings.mode != "store"
         #: The state of the namespaces that KV events follow, and whether the cache was on.
@@ -257,9 +264,8 @@ class SchedulerSide:
         self._adapter_changed(tracked)
         tracked.device_pages = computed_tokens // self._served.hash_tokens
         # vLLM calls this only for requests that have no pages.
-        tracked.stored.restart()
-        tracked.full, tracked.ran = 0, False
-        tracked.mixed, tracked.on_old_pages = False, self._invalidation.on_old_pages(tracked)
+        tracked.restart()
+        tracked.on_old_pages = self._invalidation.on_old_pages(tracked)
         return self._lookups.matched_tokens(tracked)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
@@ -292,6 +298,8 @@ class SchedulerSide:
         self._settle()
         self._finishes.turn()
         self._invalidation.turn()
+        if self.verification is not None:
+            self.verification.turn()
         if output.num_scheduled_tokens:
             self._invalidation.device_has_pages()
         for request_id in output.preempted_req_ids or ():
@@ -301,12 +309,16 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            tracked.ran = True
+            if not tracked.ran:
+                tracked.ran, tracked.given_tokens = True, tracked.request.num_computed_tokens
             if self._client.listening:
                 # Draft tokens have no hash, and their KV may be overwritten.
                 computed = min(tracked.request.num_computed_tokens + tokens, tracked.request.num_tokens)
                 states = state.boundary_state_offloads.get(request_id, ())
-                self._stores.store(tracked, computed, functools.partial(state.get_block_ids, request_id), states)
+                tables = functools.partial(state.get_block_ids, request_id)
+                if self.verification is not None:
+                    self.verification.filled(tracked, computed, tables, states)
+                self._stores.store(tracked, computed, tables, states)
         self._lookups.next_step()
         self._follow()
         return self._take_step(output)
@@ -323,6 +335,8 @@ class SchedulerSide:
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
         """Returns the metadata of a step that begins nothing: reports copies that are over, and frees their pages."""
         self._loads.drop_waiting()
+        if self.verification is not None:
+            self.verification.give_up()
         self._settle()
         self._finishes.turn()
         return self._take_step(output)
@@ -331,6 +345,8 @@ class SchedulerSide:
         self._namespaces.next_step()
         step = self._loads.take_step()
         before = self._steps.work
+        if self.verification is not None:
+            self.verification.take_orders(step)
         if _works(output):
             # Drawn after the ids of this step's stores, so that it covers them.
             self._steps.work = self._client.draw()
@@ -345,14 +361,15 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.lookup, tracked.computes = None, False
-            tracked.stored.restart()
-            tracked.full, tracked.ran = 0, False
-            tracked.mixed = False
+            tracked.restart()
 
     # Ends of copies.
 
     def _settle(self) -> None:
-        for copy in self._copies.settle():
+        ended: Iterator[Copy] = self._copies.settle()
+        if self.verification is not None:
+            ended = self.verification.settled(ended)
+        for copy in ended:
             tracked = copy.owner
             before_reset = self._invalidation.before_reset(copy.requested_at)
             try:
@@ -371,6 +388,10 @@ class SchedulerSide:
         if isinstance(report, RankReport):
             self._steps.over = max(self._steps.over, report.stepped_through)
             self._copies.ranks_know(report.over)
+            if self.verification is not None:
+                self.verification.ranks_reported(report.checksums)
+                if report.fault:
+                    self.verification.give_up()
         self._loads.begin_results(output)
         try:
             self._settle()
@@ -411,7 +432,8 @@ class SchedulerSide:
         loading = (self._tracked.get(name) for name in self._loads.names())
         paused = any(tracked is not None and not tracked.finished for tracked in loading)
         events = self._events is not None and self._events.waiting
-        return not paused and (self._copies.end_soon() or events)
+        verifies = self.verification is not None and self.verification.waits
+        return not paused and (self._copies.end_soon() or verifies or events)
 
     def reset(self) -> bool:
         """Stops finding the pages that this engine could find so far; see :class:`Invalidation`."""
@@ -428,6 +450,8 @@ class SchedulerSide:
         if self._events is not None:
             self._events.close()
         self._client.close()
+        if self.verification is not None:
+            self.verification.close()
 
 
 def _works(output: "SchedulerOutput") -> bool:

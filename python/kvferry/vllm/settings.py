@@ -90,6 +90,9 @@ class Settings:
     events_buffer_steps: int = 10_000
     #: Batches that wait for one slow subscriber; further ones are dropped for it. Default: 100,000.
     events_hwm: int = 100_000
+    #: Percent of the pages whose checksums are compared after loads with those of their stores. Engines share pages
+    #: only with the same percentage. Default: 0.
+    verify: int = 0
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> "Settings":
@@ -131,6 +134,7 @@ class Settings:
             ("store_mb_max", 1, 1_000_000),
             ("events_buffer_steps", 1, 1_000_000),
             ("events_hwm", 1, 1_000_000),
+            ("verify", 0, 100),
         ):
             value = values.get(name, getattr(cls, name))
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

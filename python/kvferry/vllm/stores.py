@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvferry import wire
 from kvferry.engine_client import EngineClient
-from kvferry.served import Served
+from kvferry.served import Part, Served
 from kvferry.switch import Switch
 from kvferry.vllm.backpressure import Backpressure
 from kvferry.vllm.counts import Counts
@@ -17,6 +17,7 @@ from kvferry.vllm.namespaces import Namespaces
 from kvferry.vllm.settings import Settings
 from kvferry.vllm.steps import Steps
 from kvferry.vllm.tracked import Describe, Tracked
+from kvferry.vllm.verify import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Stores:
         invalidation: Invalidation,
         switch: Switch,
         describe: Describe | None = None,
+        verification: Verification | None = None,
     ):
         self._client = client
         self._copies = copies
@@ -55,6 +57,7 @@ class Stores:
         self._invalidation = invalidation
         self._switch = switch
         self._describe = describe
+        self._verification = verification
         #: Tokens of a page, as hashes count pages.
         self._page_tokens = served.hash_tokens
         #: No store is requested before this time, because the leader could not take one.
@@ -110,10 +113,23 @@ class Stores:
             return
         if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
             self._lookups.open(tracked, full, full, self._settings.store_timeout_ms)
+        sides = [parts]
+        if self._verification is not None:
+            sides = self._verification.split(parts, tracked.given_tokens)
+        for side in sides:
+            if not self._send(tracked, side, full, after):
+                # The pages are named again when the next one is full.
+                break
+
+    def _send(self, tracked: Tracked, parts: list[Part], full: int, after: int) -> bool:
+        """Requests a store of these pages; False if they cannot be verified now."""
+        verified = self._verification.begin_store(tracked, parts) if self._verification is not None else []
+        if verified is None:
+            return False
         tracked.stored.stored(parts)
         tracked.not_stored = ""
         known = tracked.known
-        more = request.block_hashes[known:full]
+        more = tracked.request.block_hashes[known:full]
         tracked.known = max(known, full)
         if self._describe is not None:
             # Before the store is requested, so that its pages can be announced in full when they are there.
@@ -121,8 +137,11 @@ class Stores:
         copy = Copy(tracked, parts, store=True)
         limit_s = self._settings.store_timeout_ms / 1000
         store = self._copies.begin_store(copy, tracked.slot, more=more, more_from=known, after=after, timeout_s=limit_s)
+        if self._verification is not None:
+            self._verification.store_sent(copy, store, verified)
         if not after:
             self._steps.store = store
+        return True
 
     def _why_not(self, tracked: Tracked) -> str:
         """Returns why pages of this request may not be stored now; empty when they may."""

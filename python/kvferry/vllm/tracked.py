@@ -6,7 +6,7 @@ of an engine with one group.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry import wire
 from kvferry.client import PendingRequest
@@ -61,6 +61,8 @@ class Tracked:
     known: int = 0
     #: A step ran the request since vLLM last gave it pages. Until then its computed tokens may be of a failed load.
     ran: bool = False
+    #: Tokens that the request had computed when a step first ran it: of the device, and of a load.
+    given_tokens: int = 0
     #: Pages that were full at the last check.
     full: int = 0
     #: Pages whose tokens were passed on for KV events.
@@ -69,6 +71,11 @@ class Tracked:
     mixed: bool = False
     #: The request began with pages of the device that may be from before a reset, or from other weights of its adapter.
     on_old_pages: bool = False
+    #: In verify mode: the checksums that were ordered, by group and position, 0.4 KB for each chosen page of the
+    #: sequence; the pages that were named in orders; and the tokens in units of the hashes up to which they reach.
+    sums: dict[tuple[int, int], Any] = field(default_factory=dict)
+    summed: StoreCursor = field(init=False)
+    summed_full: int = 0
     load: Copy | None = None
     finished: bool = False
     #: Tokens of the last load that were found on a disk.
@@ -76,6 +83,17 @@ class Tracked:
     #: Why the last lookup or store of the request was skipped, empty if it was not: counted once until it changes.
     not_looked_up: str = ""
     not_stored: str = ""
+
+    def __post_init__(self) -> None:
+        self.summed = StoreCursor(self.stored.served)
+
+    def restart(self) -> None:
+        """Resets what is known of pages: the request has none."""
+        self.stored.restart()
+        self.summed.restart()
+        self.sums.clear()
+        self.full, self.summed_full, self.ran = 0, 0, False
+        self.mixed = False
 
 
 #: Takes the tokens of a request's pages, up to a number of pages, for KV events.
