@@ -71,6 +71,9 @@ def test_swapped_pages_layers_rows_and_words_are_found(monkeypatch: pytest.Monke
         words[2, : 2 * step] = torch.cat((words[2, step : 2 * step], words[2, :step]))
         after = sums([words.view(torch.uint8).reshape(first.shape), second])
         assert [page for page in range(PAGES) if after[page] != before[page]] == [2]
+    first[2, -1, -1, -1] ^= 1
+    after = sums([first, second])
+    assert [page for page in range(PAGES) if after[page] != before[page]] == [2], "the last row"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
