@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -89,6 +90,7 @@ class PendingRequest:
         "sent_at",
         "until",
         "urgent",
+        "watch",
     )
 
     def __init__(self, identity: int, message: msgspec.Struct, deadline: float, expires: float, link: int | None):
@@ -102,6 +104,7 @@ class PendingRequest:
         self.answer: msgspec.Struct | None = None
         self.failure: Failure | None = None
         self.until: Callable[[PendingRequest], None] | None = None
+        self.watch: Watch | None = None
         self.urgent = False
         #: Not sent together with others.
         self.alone = False
@@ -134,9 +137,21 @@ class PendingRequest:
         self.answer, self.failure = answer, failure
         self.body = b""
         self.ended_at = time.monotonic()
+        if self.watch is not None:
+            self.watch.ended(self)
         self._ended.set()
         if self.until is not None:
             self.until(self)
+
+
+class Watch(Protocol):
+    """Sees every request of a client in the order of their ids. Its methods neither wait nor raise."""
+
+    def requested(self, pending: PendingRequest) -> None:
+        """A request was made, and cannot have been answered yet."""
+
+    def ended(self, pending: PendingRequest) -> None:
+        """A request has ended, and no caller knows it yet."""
 
 
 class Client:
@@ -154,10 +169,12 @@ class Client:
         *,
         first_id: int,
         turn: Callable[[], float | None] | None = None,
+        watch: Watch | None = None,
     ):
         self.directory = directory
         self._hello = hello
         self._turn = turn
+        self._watch = watch
         self._ids = itertools.count(first_id)
         self._open: dict[int, PendingRequest] = {}
         self._unsent: collections.deque[PendingRequest] = collections.deque()
@@ -225,6 +242,9 @@ class Client:
             pending = PendingRequest(next(self._ids), message, now + timeout_s, now + timeout_s + grace_s, link)
             pending.until = until
             pending.urgent = urgent
+            pending.watch = self._watch
+            if self._watch is not None:
+                self._watch.requested(pending)
             full = self._count >= OPEN_MAX or self._closing
             if not full:
                 self._count += 1

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from kvferry import wire
-from kvferry.client import Client, PendingRequest
+from kvferry.client import Client, PendingRequest, Watch
 from kvferry.served import Part
 
 #: Receives an ended request: on the client's thread, or inside the call if the request is refused.
@@ -158,7 +158,7 @@ class EngineClient(EngineRequests, Client):
     """The connection of an engine's scheduler to the leader whose socket is in ``directory``.
 
     ``engine``: 16 random bytes, drawn at each start, the same as that of its ranks. ``first_id``: above every id that
-    an engine of the same name has used, for example from the clock.
+    an engine of the same name has used, for example from the clock. ``watch`` sees every request and its end.
     """
 
     def __init__(
@@ -170,6 +170,7 @@ class EngineClient(EngineRequests, Client):
         replica: int = 0,
         name: str = "",
         turn: Callable[[], float | None] | None = None,
+        watch: Watch | None = None,
     ):
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name=name)
-        super().__init__(directory, hello, first_id=first_id, turn=turn)
+        super().__init__(directory, hello, first_id=first_id, turn=turn, watch=watch)

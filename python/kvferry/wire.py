@@ -382,6 +382,14 @@ class RankStatus(msgspec.Struct, kw_only=True):
     problem: str = ""
 
 
+class TierStatus(msgspec.Struct, kw_only=True):
+    """The state of one tier, 2 for host memory, 3 for a disk: see ``docs/reference/status.md``."""
+
+    tier: int
+    pages: int = 0
+    used_pages: int = 0
+
+
 class StatusAnswer(msgspec.Struct, kw_only=True):
     """The state of a leader: see ``docs/reference/status.md``."""
 
@@ -397,6 +405,7 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     pages: dict[str, int] = {}
     blocks: int = 0
     counters: dict[str, int] = {}
+    tiers: list[TierStatus] = []
     decisions_digest: str = ""
     contradiction: str = ""
 

@@ -135,6 +135,9 @@ def differences(
             scheduler_output,
             (
                 "num_scheduled_tokens",
+                "scheduled_new_reqs",
+                "scheduled_cached_reqs",
+                "finished_req_ids",
                 "preempted_req_ids",
                 "kv_connector_block_state",
                 "new_block_ids_to_zero",

@@ -45,6 +45,7 @@ from kvferry.checksums import PageChecksums, RankChecksums
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.pool import KvPool
 from kvferry.rank import RankSession
+from kvferry.vllm.calls import record
 from kvferry.vllm.content import adapters_of, content_of, namespace_of, start_of, tell_unknown_weights, weights_of
 from kvferry.vllm.guard import Faults, guarded
 from kvferry.vllm.metadata import RankReport, StepMetadata
@@ -119,14 +120,29 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             parallel = vllm_config.parallel_config
             weights = weights_of(vllm_config, self._settings)
             tell_unknown_weights(vllm_config, weights)
+            engine, replica = start_of(vllm_config), replica_of(vllm_config, self._settings)
+            namespace, served = namespace_of(vllm_config, self._settings, weights), kv_groups.served(kv_cache_config)
+            ranks, calls = parallel.world_size, None
+            if self._settings.record:
+                calls = record(
+                    self._settings,
+                    served,
+                    engine=engine,
+                    replica=replica,
+                    namespace=namespace,
+                    ranks=ranks,
+                    version=compat.version(),
+                )
+            self.calls = calls
             self._scheduler = SchedulerSide(
                 self._settings,
-                engine=start_of(vllm_config),
-                replica=replica_of(vllm_config, self._settings),
-                namespace=namespace_of(vllm_config, self._settings, weights),
+                engine=engine,
+                replica=replica,
+                namespace=namespace,
                 adapters=adapters_of(vllm_config),
-                served=kv_groups.served(kv_cache_config),
-                ranks=parallel.world_size,
+                served=served,
+                ranks=ranks,
+                calls=calls,
                 private=vllm_config.weight_transfer_config is not None,
                 zeroes=kv_cache_config.needs_kv_cache_zeroing,
                 meters=self.meters,

@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvferry.vllm.meters import Meters
 
@@ -17,11 +17,23 @@ logger = logging.getLogger("vllm.kvferry")
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
+class Records(Protocol):
+    """Records calls of hooks: a :class:`kvferry.vllm.calls.Calls`. Its methods neither wait nor raise."""
+
+    def called(self, hook: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+        """A hook is called; returns the number of the call."""
+
+    def returned(self, call: int, hook: str, arguments: tuple[Any, ...], named: dict[str, Any], answer: Any) -> None:
+        """A hook returns. It may have put its answer into an argument."""
+
+
 class Faults:
     """The first failure of a hook, or of a part that the hooks rely on."""
 
     #: Name of the failed hook, or a description of another failure; empty without a failure.
     fault = ""
+    #: Where the calls of hooks are recorded; None: nowhere.
+    calls: Records | None = None
 
     @functools.cached_property
     def meters(self) -> Meters:
@@ -57,6 +69,15 @@ def guarded(
     def around(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
         def call(self: Faults, *arguments: Any, **named: Any) -> Any:
+            calls = self.calls
+            if calls is None:
+                return run(self, arguments, named)
+            number = calls.called(hook.__name__, arguments, named)
+            answer = run(self, arguments, named)
+            calls.returned(number, hook.__name__, arguments, named, answer)
+            return answer
+
+        def run(self: Faults, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
             began = time.perf_counter()
             try:
                 if not (begins and self.fault):

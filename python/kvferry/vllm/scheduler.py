@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
+from kvferry.recording import LeaderSizes
 from kvferry.resets import Forgetting
 from kvferry.served import Served, StoreCursor
 from kvferry.switch import Switch
 from kvferry.vllm import meters
+from kvferry.vllm.calls import Calls
 from kvferry.vllm.counts import Counts
 from kvferry.vllm.events import KvEvents
 from kvferry.vllm.inflight import CopiesInFlight, Copy
@@ -60,6 +62,9 @@ LAST_STORES_S = 2.0
 #: Pause between two ``cancel_stores`` requests: a repeated one reaches stores that were sent after the previous one.
 CANCEL_AGAIN_S = 0.05
 
+#: Longest wait for the end of a recording when the engine ends.
+RECORD_CLOSE_S = 5.0
+
 
 class SchedulerSide:
     """The connector in vLLM's scheduler process. For the scheduler's thread alone."""
@@ -78,8 +83,11 @@ class SchedulerSide:
         zeroes: bool = False,
         meters: Meters | None = None,
         events: KvEvents | None = None,
+        calls: Calls | None = None,
         connect: type[EngineClient] = EngineClient,
     ):
+        self._calls = calls
+        self._sizes = LeaderSizes(calls.recorder) if calls is not None else None
         self._served = served
         self._meters = meters or Meters()
         counts = Counts(self._meters, served)
@@ -93,8 +101,15 @@ class SchedulerSide:
         self._logged_absent = False
         # Ids and slots start from the clock, so that they also grow over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
+        watch = {"watch": calls.recorder} if calls is not None else {}
         self._client = connect(
-            settings.socket_dir / "leader", engine, first_id=base, replica=replica, name="vLLM", turn=self._watch
+            settings.socket_dir / "leader",
+            engine,
+            first_id=base,
+            replica=replica,
+            name="vLLM",
+            turn=self._watch,
+            **watch,
         )
         self._steps = Steps()
         self._copies = CopiesInFlight(self._client, ranks)
@@ -150,6 +165,13 @@ class SchedulerSide:
         reset = pool.reset_prefix_cache
 
         def reset_without_stores() -> bool:
+            call = self._calls.called("reset_prefix_cache", (), {}) if self._calls is not None else 0
+            done = reset_pool()
+            if self._calls is not None:
+                self._calls.returned(call, "reset_prefix_cache", (), {}, done)
+            return done
+
+        def reset_pool() -> bool:
             try:
                 self._end_stores()
             except Exception:
@@ -167,9 +189,10 @@ class SchedulerSide:
 
     def _watch(self) -> float | None:
         """Looks at the switch, and logs once that the leader is away and that it is back. On the client's thread."""
-        look_at = self._switch.look()
-        away_at = self._tell_away()
-        return look_at if away_at is None else min(look_at, away_at)
+        times = [self._switch.look(), self._tell_away()]
+        if self._sizes is not None:
+            times.append(self._sizes.turn(self._client))
+        return min(at for at in times if at is not None)
 
     def _tell_away(self) -> float | None:
         lost_at = self._client.lost_at
@@ -446,12 +469,14 @@ class SchedulerSide:
         return self._events.take() if self._events is not None else []
 
     def close(self) -> None:
-        """Closes the connection; the leader drops its records of this engine."""
+        """Closes the connection; the leader drops its records of this engine. Ends the recording."""
         if self._events is not None:
             self._events.close()
         self._client.close()
         if self.verification is not None:
             self.verification.close()
+        if self._calls is not None:
+            self._calls.recorder.close(RECORD_CLOSE_S)
 
 
 def _works(output: "SchedulerOutput") -> bool:

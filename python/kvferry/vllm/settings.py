@@ -93,6 +93,11 @@ class Settings:
     #: Percent of the pages whose checksums are compared after loads with those of their stores. Engines share pages
     #: only with the same percentage. Default: 0.
     verify: int = 0
+    #: Records every call of vLLM, and every request to the leader, in a new file of each start: this path, the number
+    #: of the engine and the time of the start. Empty: nothing is recorded. Default: empty.
+    record: str = ""
+    #: Megabytes of that file at which the recording ends. Default: 1,024.
+    record_mb_max: int = 1_024
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> "Settings":
@@ -116,6 +121,11 @@ class Settings:
             raise ValueError(
                 f"kv_connector_extra_config: shared_after_reset is {values['shared_after_reset']!r}: give true or false"
             )
+        record = values.get("record", "")
+        if not isinstance(record, str) or (record and not Path(record).is_absolute()) or record.endswith("/"):
+            raise ValueError(
+                f"kv_connector_extra_config: record is {record!r}: give an absolute path, with which file names begin"
+            )
         for name, words in _WORDS:
             if values.get(name, words[0]) not in words:
                 raise ValueError(
@@ -135,6 +145,7 @@ class Settings:
             ("events_buffer_steps", 1, 1_000_000),
             ("events_hwm", 1, 1_000_000),
             ("verify", 0, 100),
+            ("record_mb_max", 1, 1_000_000),
         ):
             value = values.get(name, getattr(cls, name))
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -148,6 +159,10 @@ class Settings:
                 "tcp://*:5657"
             )
         return settings
+
+    def record_path(self, replica: int, begun_us: int) -> Path:
+        """The file that an engine which began at this time records into."""
+        return Path(f"{self.record}.{replica}.{begun_us}")
 
     def load_limit_s(self, rank_bytes: int, *, waits: bool = False) -> float:
         """Deadline of a load of ``rank_bytes`` on each rank. ``waits``: the load waits for running steps first."""
