@@ -1,10 +1,12 @@
 //! The reference engine: a paged prefix cache driven by a trace, a client of the public protocol like any other.
 //!
 //! `fleet` and `driver` run the scheduler of [`kvferry_workload`] against a leader. `rank`, `registered`, `layout`,
-//! `memory` and `pipe` run rank processes, whose memory holds bytes that can be verified.
+//! `memory` and `pipe` run rank processes, whose memory holds bytes that can be verified. `calls` replays what an engine
+//! has recorded.
 
 #![forbid(unsafe_code)]
 
+pub mod calls;
 pub mod driver;
 pub mod error;
 pub mod fleet;

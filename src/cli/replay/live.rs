@@ -25,7 +25,7 @@ use kvferry_workload::scheduler::{Prompt, Served};
 use kvferry_workload::trace::TraceRequest;
 
 use super::Arguments;
-use super::processes::{END_LIMIT, START_LIMIT, Up, start_ranks};
+use super::processes::{END_LIMIT, START_LIMIT, Up, UpSettings, start_ranks};
 use super::report::{ReplayReport, RestartKind, percentile};
 use super::workload::Workload;
 
@@ -48,7 +48,17 @@ pub(super) fn run(
         let mut ending = Ending::listen(EndedBy::Signals)?;
         let mut replay = Replay::new(arguments, workload);
         loop {
-            let mut up = Up::start(arguments, workload)?;
+            let mut up = Up::start(&UpSettings {
+                ranks: arguments.ranks,
+                shards: workload.sharding.shards(),
+                replicas: arguments.replicas,
+                ratio: workload.ratio,
+                g2_bytes: match workload.arena_pages {
+                    0 => 0,
+                    _ => workload.g2_bytes.max(1),
+                },
+                arguments,
+            })?;
             let socket_paths = up.socket_paths();
             let played = tokio::select! {
                 played = replay.play_until_stop(&socket_paths) => played,

@@ -1,6 +1,7 @@
 //! `kvferry replay`: runs a request trace through leader, workers and an engine and verifies every byte, or runs it
 //! through the same core without processes.
 
+mod calls;
 mod compare;
 mod flags;
 mod live;
@@ -33,6 +34,8 @@ pub(super) use report::ReplayReport;
 use timed::TimedArguments;
 use workload::Workload;
 
+/// Default pages of the largest block.
+const DEFAULT_RATIO: u32 = 32;
 /// Default host memory of a replay, all ranks together.
 const DEFAULT_G2: ByteSize = ByteSize(256 << 20);
 
@@ -110,9 +113,9 @@ pub(super) struct Arguments {
     /// Tokens of an engine page, for models with one group of layers. [default: 16]
     #[arg(long, value_name = "TOKENS")]
     engine_page_tokens: Option<u32>,
-    /// Engine pages in the largest block.
-    #[arg(long, value_name = "PAGES", default_value = "32")]
-    ratio: u32,
+    /// Engine pages in the largest block. [default: 32; with --calls that of the recorded leader]
+    #[arg(long, value_name = "PAGES")]
+    ratio: Option<u32>,
     /// Pages that each engine's own cache keeps; 0 for no reuse.
     #[arg(long, value_name = "N", default_value = "2048")]
     g1_pages: u32,
@@ -175,9 +178,40 @@ pub(super) struct Arguments {
     /// Compare two reports that --json wrote, of the same requests and sizes, key by key; replays nothing.
     #[arg(long, num_args = 2, value_names = ["LIVE", "OFFLINE"], exclusive = true)]
     compare: Option<Vec<PathBuf>>,
+    /// Replay the calls that an engine of vLLM has recorded with the connector's setting `record`, with real processes, and
+    /// compare every answer with the recorded one. Pages have 1 KiB here, whatever the engine's pages have; host memory has
+    /// as many as the recorded leader, unless --g2-pages or --g2 says otherwise. Exit code 1 when answers differ that do
+    /// not depend on time.
+    #[arg(long, value_name = "FILE", conflicts_with_all = NOT_OF_CALLS)]
+    calls: Option<PathBuf>,
     #[command(flatten)]
     timed: TimedArguments,
 }
+
+/// Arguments of replays of traces that a replay of recorded calls does not have.
+const NOT_OF_CALLS: [&str; 21] = [
+    "trace",
+    "mode",
+    "sequential",
+    "requests",
+    "max_prompt_tokens",
+    "speedup",
+    "concurrency",
+    "ranks",
+    "replicas",
+    "engine_page_tokens",
+    "g1_pages",
+    "g3_pages",
+    "restart_at",
+    "kill_at",
+    "model",
+    "layout",
+    "device",
+    "trace_block_tokens",
+    "seed",
+    "json",
+    "TimedArguments",
+];
 
 fn positive(text: &str) -> Result<f64, CommandError> {
     match text.parse::<f64>() {
@@ -203,6 +237,9 @@ impl Arguments {
         if let Some([live, offline]) = self.compare.as_deref() {
             print_line(&compare::run(live, offline)?);
             return Ok(());
+        }
+        if let Some(path) = &self.calls {
+            return calls::run(&self, path);
         }
         self.check_flags()?;
         let workload = Workload::load(&self)?;

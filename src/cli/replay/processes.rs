@@ -15,7 +15,7 @@ use crate::cli::engine_rank;
 use crate::cli::socket_paths::SocketPaths;
 use crate::error::CommandError;
 use kvferry_engine::rank_pipe::RankPipe;
-use kvferry_types::{EngineId, Rank, Replica, WorkerId};
+use kvferry_types::{EngineId, Rank, Ratio, Replica, WorkerId};
 
 use super::Arguments;
 use super::workload::Workload;
@@ -41,8 +41,8 @@ pub(super) enum Up {
 }
 
 impl Up {
-    pub(super) fn start(arguments: &Arguments, workload: &Workload) -> Result<Self, CommandError> {
-        if let Some(directory) = &arguments.socket_dir {
+    pub(super) fn start(settings: &UpSettings<'_>) -> Result<Self, CommandError> {
+        if let Some(directory) = &settings.arguments.socket_dir {
             return Ok(Self::Attached(SocketPaths::new(directory)));
         }
         let owner_only = Permissions::from_mode(0o700);
@@ -51,7 +51,7 @@ impl Up {
             .permissions(owner_only)
             .tempdir();
         let directory = directory.map_err(CommandError::failed)?;
-        let mut child = start_up(arguments, workload, directory.path())?;
+        let mut child = start_up(settings, directory.path())?;
         let _input = child.stdin.take();
         Ok(Self::Started {
             child: Box::new(child),
@@ -135,20 +135,28 @@ fn stat(pid: Pid) -> Option<(char, u32)> {
     Some((state, words.next()?.parse().ok()?))
 }
 
-fn start_up(
-    arguments: &Arguments,
-    workload: &Workload,
-    directory: &Path,
-) -> Result<Child, CommandError> {
+/// Sizes and settings of an `up` that is started for a replay.
+pub(super) struct UpSettings<'a> {
+    pub(super) ranks: u16,
+    pub(super) shards: u16,
+    pub(super) replicas: u16,
+    pub(super) ratio: Ratio,
+    /// Host memory of all ranks together, in bytes; 0 for none.
+    pub(super) g2_bytes: u64,
+    pub(super) arguments: &'a Arguments,
+}
+
+fn start_up(settings: &UpSettings<'_>, directory: &Path) -> Result<Child, CommandError> {
+    let arguments = settings.arguments;
     let program = std::env::current_exe().map_err(CommandError::failed)?;
     let mut command = Command::new(program);
     command
         .args(["up", "--supervised"])
-        .args(["--ranks", &arguments.ranks.to_string()])
-        .args(["--kv-shards", &workload.sharding.shards().to_string()])
-        .args(["--replicas", &arguments.replicas.to_string()])
-        .args(["--ratio", &workload.ratio.to_string()])
-        .args(["--g2", &workload.g2_bytes.max(1).to_string()])
+        .args(["--ranks", &settings.ranks.to_string()])
+        .args(["--kv-shards", &settings.shards.to_string()])
+        .args(["--replicas", &settings.replicas.to_string()])
+        .args(["--ratio", &settings.ratio.to_string()])
+        .args(["--g2", &settings.g2_bytes.max(1).to_string()])
         .args(["--g2-policy", &arguments.g2_policy.to_string()])
         .args(["--log", &arguments.log])
         .arg("--record-decisions")
@@ -166,7 +174,7 @@ fn start_up(
             command.args(["--g3-depth", "1", "--copy-threads", "1"]);
         }
     }
-    if workload.arena_pages == 0 {
+    if settings.g2_bytes == 0 {
         command.arg("--no-tiers");
     }
     command.spawn().map_err(CommandError::failed)

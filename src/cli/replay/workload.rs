@@ -14,7 +14,7 @@ use kvferry_workload::models::{ModelGroup, units};
 use kvferry_workload::scheduler::{ComputeSteps, Prompt, Scheduler};
 use kvferry_workload::trace::{self, Shape, Trace, TraceRequest};
 
-use super::{ArenaPages, Arguments, DEFAULT_G2, Mode};
+use super::{ArenaPages, Arguments, DEFAULT_G2, DEFAULT_RATIO, Mode};
 
 /// Most tokens that an engine with several groups computes in one step, as is common for engines. A multiple of the
 /// pages of all models.
@@ -47,7 +47,8 @@ pub(super) struct Workload {
 impl Workload {
     pub(super) fn load(arguments: &Arguments) -> Result<Self, CommandError> {
         let config = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
-        let ratio = Ratio::new(arguments.ratio).map_err(|error| config(&error))?;
+        let ratio =
+            Ratio::new(arguments.ratio.unwrap_or(DEFAULT_RATIO)).map_err(|error| config(&error))?;
         let unit_tokens = arguments.unit_tokens();
         ratio
             .offload_page_tokens(unit_tokens)
