@@ -64,12 +64,12 @@ def run_engine(daemon: Daemon, folder: Path) -> None:
         if number == 25:
             eventually("a reset of the connector", lambda: engine.step() and engine.connector.reset_cache())
     # What is in flight ends before the engine does.
-    eventually("all copies are over", lambda: engine.step() and not len(side._copies))
+    eventually("every request has ended", lambda: engine.step() and not side._client._count)
     engine.connector.shutdown()
     engine.rank.shutdown()
 
 
-def replay(path: Path, *arguments: str) -> tuple[int, dict[str, list[str]], str]:
+def replayed(path: Path, *arguments: str) -> tuple[int, dict[str, list[str]], str]:
     """Returns the exit code, the rows of the report, and what was written to standard error."""
     command = [PROGRAM, "replay", "--calls", str(path), *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=4 * TIMEOUT_S)
@@ -83,7 +83,7 @@ def test_a_recorded_run_replays_with_the_same_answers(recording: Path) -> None:
     assert calls_file.ended(recording) == calls_file.CLOSED
     sent = [frame.fields[1] for frame in frames(recording) if frame.kind == REQUEST]
     assert min(sent.count(kind) for kind in (LOOKUP, LOAD, STORE)) >= 10, "too little happens"
-    code, rows, errors = replay(recording)
+    code, rows, errors = replayed(recording)
     print(rows, errors)
     assert code == 0, (rows, errors)
     assert rows["different"] == ["0"]
@@ -97,7 +97,7 @@ def test_a_recorded_run_replays_with_the_same_answers(recording: Path) -> None:
 
 
 def test_other_sizes_give_other_answers(recording: Path) -> None:
-    code, rows, errors = replay(recording, "--g2-pages", "400")
+    code, rows, errors = replayed(recording, "--g2-pages", "400")
     print(rows, errors)
     assert code == 1
     assert int(rows["different"][0]) > 0
@@ -112,7 +112,7 @@ def test_a_recording_that_was_cut_is_replayed_to_there(recording: Path, tmp_path
     shutil.copy(recording, path)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size * 2 // 3)
-    code, rows, errors = replay(path)
+    code, rows, errors = replayed(path)
     assert code == 0, (rows, errors)
     assert "the file was cut" in rows["ends"][0] or "without an end mark" in rows["ends"][0]
     assert int(rows["compared"][0]) > 10
@@ -124,7 +124,7 @@ def test_a_damaged_recording_is_refused_and_named(recording: Path, tmp_path: Pat
     data = bytearray(recording.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    code, rows, errors = replay(path)
+    code, rows, errors = replayed(path)
     assert code == 65
     assert rows == {}
     assert f"--calls {path}: frame" in errors
