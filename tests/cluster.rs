@@ -8,6 +8,7 @@
 
 mod cluster {
     mod beside;
+    mod calls;
     mod disturbed;
     mod engine;
     mod events;

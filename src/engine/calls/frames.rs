@@ -69,6 +69,58 @@ pub struct Requested {
     pub request: Request,
 }
 
+/// The kind of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RequestKind {
+    /// A lookup.
+    Lookup,
+    /// A load.
+    Load,
+    /// A store.
+    Store,
+    /// A reset.
+    Reset,
+    /// A cancel of stores.
+    CancelStores,
+    /// A finish.
+    Finish,
+    /// A flush, which no engine of vLLM sends.
+    Flush,
+}
+
+impl RequestKind {
+    /// The kind of a request.
+    pub fn of(request: &Request) -> Self {
+        match request {
+            Request::Lookup { .. } => Self::Lookup,
+            Request::Load { .. } => Self::Load,
+            Request::Store { .. } => Self::Store,
+            Request::Reset { .. } => Self::Reset,
+            Request::CancelStores { .. } => Self::CancelStores,
+            Request::Finish { .. } => Self::Finish,
+            Request::Flush => Self::Flush,
+        }
+    }
+
+    /// The name for reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lookup => "lookup",
+            Self::Load => "load",
+            Self::Store => "store",
+            Self::Reset => "reset",
+            Self::CancelStores => "cancel_stores",
+            Self::Finish => "finish",
+            Self::Flush => "flush",
+        }
+    }
+
+    /// Whether the request copies pages.
+    pub fn copies(self) -> bool {
+        matches!(self, Self::Load | Self::Store)
+    }
+}
+
 /// The end of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
@@ -194,7 +246,8 @@ impl HashWindow {
         let Begin(id, kind, ..) = frame.read()?;
         let message = match MessageKind::from_number(kind) {
             Some(MessageKind::Lookup) => {
-                let RequestFields(_, _, _, mut lookup, items) = frame.read::<RequestFields<Lookup>>()?;
+                let RequestFields(_, _, _, mut lookup, items) =
+                    frame.read::<RequestFields<Lookup>>()?;
                 let width = usize::from(lookup.hash_bytes);
                 lookup.hashes = self
                     .expand(items, width)
@@ -202,7 +255,8 @@ impl HashWindow {
                 Message::Lookup(lookup)
             }
             Some(MessageKind::Store) => {
-                let RequestFields(_, _, _, mut store, items) = frame.read::<RequestFields<Store>>()?;
+                let RequestFields(_, _, _, mut store, items) =
+                    frame.read::<RequestFields<Store>>()?;
                 let width = usize::from(store.hash_bytes);
                 store.more_hashes = self
                     .expand(items, width)
@@ -231,18 +285,18 @@ pub fn ended_id(frame: &Frame<'_>) -> Result<u64, CallsError> {
 }
 
 /// Reads the answer to a request.
-pub fn answer(frame: &Frame<'_>, request: &Request) -> Result<Answer, CallsError> {
+pub fn answer(frame: &Frame<'_>, kind: RequestKind) -> Result<Answer, CallsError> {
     fn of<A: serde::de::DeserializeOwned>(frame: &Frame<'_>) -> Result<A, CallsError> {
         Ok(frame.read::<AnswerFields<A>>()?.1)
     }
-    match request {
-        Request::Lookup { .. } => Ok(Answer::Lookup(of::<LookupAnswer>(frame)?)),
-        Request::Load { .. } => Ok(Answer::Load(of::<LoadAnswer>(frame)?)),
-        Request::Store { .. } => Ok(Answer::Store(of::<StoreAnswer>(frame)?)),
-        Request::Reset { .. } => Ok(Answer::Reset(of::<ResetAnswer>(frame)?)),
-        Request::CancelStores { .. } => Ok(Answer::CancelStores(of::<CancelStoresAnswer>(frame)?)),
-        Request::Finish { .. } => of::<Empty>(frame).map(|_| Answer::Finish),
-        Request::Flush => Err(frame.damaged("a flush is not recorded")),
+    match kind {
+        RequestKind::Lookup => Ok(Answer::Lookup(of::<LookupAnswer>(frame)?)),
+        RequestKind::Load => Ok(Answer::Load(of::<LoadAnswer>(frame)?)),
+        RequestKind::Store => Ok(Answer::Store(of::<StoreAnswer>(frame)?)),
+        RequestKind::Reset => Ok(Answer::Reset(of::<ResetAnswer>(frame)?)),
+        RequestKind::CancelStores => Ok(Answer::CancelStores(of::<CancelStoresAnswer>(frame)?)),
+        RequestKind::Finish => of::<Empty>(frame).map(|_| Answer::Finish),
+        RequestKind::Flush => Err(frame.damaged("a flush is not recorded")),
     }
 }
 

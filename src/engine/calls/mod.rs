@@ -14,7 +14,7 @@ mod tests;
 
 pub use compare::{CallsReport, Conditions, Verdict, compare};
 pub use file::{CallsError, EndReason, Ending, FORMAT};
-pub use frames::{Failed, Header, HeaderGroup, LeaderFrame, Outcome};
+pub use frames::{Failed, Header, HeaderGroup, LeaderFrame, Outcome, RequestKind};
 pub use plan::{Known, Plan, PlannedEnd};
 pub use play::{PlayError, PlaySettings, Player};
 pub use ranks::{PAGE_BYTES, UnknownLayers, rank_bytes};

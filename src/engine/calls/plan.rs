@@ -5,15 +5,18 @@ use std::io::Read;
 
 use super::file::{CallsError, Ending, FrameKind, Frames};
 use super::frames::{
-    HashWindow, Header, LeaderFrame, Outcome, Requested, answer, ended_id, failure, hashes_after,
+    HashWindow, Header, LeaderFrame, Outcome, RequestKind, Requested, answer, ended_id, failure,
+    hashes_after,
 };
 use kvferry_protocol::limits::PAGES_MAX;
 use kvferry_types::{Answer, PageHashes, Request, SlotId, StoreAnswer};
 
 /// Most requests of a recording, 8 bytes each: 64 MiB.
 const REQUESTS_MAX: usize = 8 << 20;
-/// Most requests that have no answer yet; an engine's client has 4,096. Each has up to 256 KiB of pages.
+/// Most requests that have no answer yet, about 256 bytes each: 16 MiB. An engine's client has 4,096.
 const OPEN_MAX: usize = 65_536;
+/// Most pages of these requests, 32 bytes each: 256 MiB.
+const OPEN_PAGES_MAX: u64 = 8 << 20;
 /// Most bytes of page hashes of all open slots.
 pub(super) const SLOT_BYTES_MAX: usize = 1 << 30;
 
@@ -68,17 +71,11 @@ pub struct Plan {
     pub ending: Ending,
 }
 
-/// An open request: its place in the order of requests, and its kind as far as it matters.
+/// An open request: its place in the order of requests, its kind, and the pages that it copies.
 struct Open {
     index: usize,
-    request: OpenKind,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum OpenKind {
-    Store,
-    Cancel,
-    Other,
+    kind: RequestKind,
+    pages: u64,
 }
 
 impl Plan {
@@ -91,7 +88,7 @@ impl Plan {
         let mut hashes = HashWindow::default();
         let mut slots = SlotHashes::default();
         let mut open: HashMap<u64, Open> = HashMap::new();
-        let mut cancels = 0_usize;
+        let (mut cancels, mut open_pages) = (0_usize, 0_u64);
         let (mut header, mut leader, mut leaders, mut used_pages) = (None, None, 0, 0);
         let (mut calls, mut count, mut device_pages) = (0, 0_u32, 0_u32);
         let mut ends: Vec<PlannedEnd> = Vec::new();
@@ -144,25 +141,20 @@ impl Plan {
                             SLOT_BYTES_MAX,
                         ));
                     }
-                    device_pages =
-                        device_pages.max(pages_of(&request).map_err(|why| frame.damaged(why))?);
-                    let kind = match request {
-                        Request::Store { .. } => OpenKind::Store,
-                        Request::CancelStores { .. } => OpenKind::Cancel,
-                        _ => OpenKind::Other,
-                    };
-                    cancels += usize::from(kind == OpenKind::Cancel);
+                    let (pages, end) = pages_of(&request).map_err(|why| frame.damaged(why))?;
+                    device_pages = device_pages.max(end);
+                    open_pages += pages;
+                    if open_pages > OPEN_PAGES_MAX {
+                        return Err(CallsError::TooMany {
+                            frame: frame.number,
+                            what: "pages of open requests",
+                            max: OPEN_PAGES_MAX,
+                        });
+                    }
+                    let kind = RequestKind::of(&request);
+                    cancels += usize::from(kind == RequestKind::CancelStores);
                     let index = ends.len();
-                    if open
-                        .insert(
-                            id,
-                            Open {
-                                index,
-                                request: kind,
-                            },
-                        )
-                        .is_some()
-                    {
+                    if open.insert(id, Open { index, kind, pages }).is_some() {
                         return Err(frame.damaged(format!("request {id} is open already")));
                     }
                     ends.push(PlannedEnd {
@@ -175,7 +167,8 @@ impl Plan {
                     let ended = open.remove(&id);
                     let ended =
                         ended.ok_or_else(|| frame.damaged(format!("request {id} is not open")))?;
-                    let is_store = ended.request == OpenKind::Store;
+                    open_pages -= ended.pages;
+                    let is_store = ended.kind == RequestKind::Store;
                     let known = if frame.kind == FrameKind::Failure {
                         let failed = failure(&frame)?;
                         match (failed.reported, failed.over) {
@@ -193,7 +186,7 @@ impl Plan {
                     } else {
                         Known::Answered
                     };
-                    cancels -= usize::from(ended.request == OpenKind::Cancel);
+                    cancels -= usize::from(ended.kind == RequestKind::CancelStores);
                     if let Some(end) = ends.get_mut(ended.index) {
                         *end = PlannedEnd {
                             frame: number,
@@ -249,17 +242,20 @@ fn check(header: &Header) -> Result<(), String> {
     Ok(())
 }
 
-/// Pages of the engine's memory that a request names: the last one, and those before it.
-fn pages_of(request: &Request) -> Result<u32, String> {
+/// The number of pages that a request copies, and the pages of the engine's memory: the last one that it names, and those
+/// before it.
+fn pages_of(request: &Request) -> Result<(u64, u32), String> {
     let (Request::Load { parts, .. } | Request::Store { parts, .. }) = request else {
-        return Ok(0);
+        return Ok((0, 0));
     };
     let runs = parts.iter().flat_map(|part| &part.pages.0);
     let last = runs.map(|run| run.end()).max().unwrap_or(0);
-    if parts.iter().map(|part| part.pages.pages()).sum::<u64>() > PAGES_MAX {
+    let pages: u64 = parts.iter().map(|part| part.pages.pages()).sum();
+    if pages > PAGES_MAX {
         return Err(format!("more than {PAGES_MAX} pages in one request"));
     }
-    u32::try_from(last).map_err(|_| format!("page {last} of the engine's memory"))
+    let last = u32::try_from(last).map_err(|_| format!("page {last} of the engine's memory"))?;
+    Ok((pages, last))
 }
 
 /// The page hashes of the open slots, as the leader has them.
@@ -297,11 +293,11 @@ impl SlotHashes {
 /// Reads the end of a request, which is that of `frame`.
 pub(super) fn outcome(
     frame: &super::file::Frame<'_>,
-    request: &Request,
+    kind: RequestKind,
 ) -> Result<Outcome, CallsError> {
     match frame.kind {
         FrameKind::Failure => Ok(Outcome::Failed(failure(frame)?)),
-        _ => answer(frame, request).map(Outcome::Answered),
+        _ => answer(frame, kind).map(Outcome::Answered),
     }
 }
 

@@ -15,11 +15,12 @@ use tokio::time::Instant;
 
 use super::compare::{CallsReport, Conditions, compare};
 use super::file::{CallsError, FrameKind, Frames};
-use super::frames::{Failed, HashWindow, Outcome, Requested, ended_id};
+use super::frames::{Failed, HashWindow, Outcome, RequestKind, Requested, ended_id};
 use super::plan::{Known, Plan, PlannedEnd, SlotHashes, answered, outcome};
 use super::ranks::{Ranks, UnknownLayers};
 use crate::error::EngineError;
 use crate::pipe::RankOrder;
+use kvferry_protocol::limits::DEADLINE_MAX_MS;
 use kvferry_protocol::{Hello, Message, Role};
 use kvferry_transport::{
     Address, Client, ClientSettings, Failure, Limits, PendingAnswer, ZmqTransport,
@@ -65,7 +66,7 @@ pub struct PlaySettings {
     pub engine: EngineId,
     /// Time limit of the ranks' registration.
     pub start_limit: Duration,
-    /// Deadline of each request.
+    /// Deadline of each request that copies nothing. Copies have the longest one.
     pub timeout: Duration,
     /// There is a tier below host memory.
     pub has_disk: bool,
@@ -73,7 +74,7 @@ pub struct PlaySettings {
 
 /// A request that was sent, and not compared yet.
 struct Sent {
-    request: Request,
+    kind: RequestKind,
     end: PlannedEnd,
     pending: Option<PendingAnswer>,
     outcome: Option<Outcome>,
@@ -162,7 +163,7 @@ impl<'a> Player<'a> {
                 FrameKind::Answer | FrameKind::Failure => {
                     let id = ended_id(&frame)?;
                     if let Some(sent) = self.sent.get(&id) {
-                        let recorded = outcome(&frame, &sent.request)?;
+                        let recorded = outcome(&frame, sent.kind)?;
                         self.ended(frame.number, id, &recorded).await?;
                     }
                 }
@@ -187,9 +188,9 @@ impl<'a> Player<'a> {
             self.report.unsent += 1;
             return Ok(());
         }
-        let copies = matches!(request, Request::Load { .. } | Request::Store { .. });
+        let kind = RequestKind::of(&request);
         let decided = match end.known {
-            Known::Answered | Known::Refused if !copies => u64::from(end.frame),
+            Known::Answered | Known::Refused if !kind.copies() => u64::from(end.frame),
             _ => number,
         };
         self.advance(decided).await?;
@@ -199,38 +200,48 @@ impl<'a> Player<'a> {
             Known::Nothing | Known::Cancelled | Known::Unsent => self.last(),
             Known::Answered | Known::Refused | Known::Late => u64::from(end.frame),
         };
-        let (message, pages) = self.prepare(&request, ends_at).await?;
+        let (message, pages) = self.prepare(request, ends_at).await?;
         let own = RequestId(FIRST_ID + index as u64);
         let pending = self
             .client
-            .begin_request(own, message, self.settings.timeout, GRACE);
+            .begin_request(own, message, self.limit(kind), GRACE);
         let pending = pending.map_err(PlayError::Send)?;
         self.report.sent += 1;
-        let waits = !copies && !matches!(request, Request::CancelStores { .. });
         let sent = Sent {
-            request,
+            kind,
             end,
             pending: Some(pending),
             outcome: None,
-            pages,
+            // Only those of a load are compared.
+            pages: if kind == RequestKind::Load {
+                pages
+            } else {
+                Vec::new()
+            },
         };
         self.sent.insert(id, sent);
-        if copies {
+        if kind.copies() {
             self.copies.insert((ends_at, id));
-        }
-        if waits {
+        } else if kind != RequestKind::CancelStores {
             self.wait(id).await?;
         }
         Ok(())
     }
 
+    /// The deadline of a request. A copy may be held for long.
+    fn limit(&self, kind: RequestKind) -> Duration {
+        match kind.copies() {
+            true => Duration::from_millis(DEADLINE_MAX_MS.into()),
+            false => self.settings.timeout,
+        }
+    }
+
     /// Fills the pages of a store, and poisons those of a load. Returns the message, and the contents of its pages.
     async fn prepare(
         &mut self,
-        request: &Request,
+        mut request: Request,
         ends_at: u64,
     ) -> Result<(Message, Vec<(GroupId, u32, Fingerprint)>), PlayError> {
-        let mut request = request.clone();
         let (kind, pages) = match &mut request {
             Request::Store {
                 slot, parts, after, ..
@@ -317,10 +328,11 @@ impl<'a> Player<'a> {
         let Some(sent) = self.sent.get_mut(&id) else {
             return Ok(());
         };
-        let Some(mut pending) = sent.pending.take() else {
+        let (kind, pending) = (sent.kind, sent.pending.take());
+        let Some(mut pending) = pending else {
             return Ok(());
         };
-        let until = Instant::now() + self.settings.timeout + GRACE;
+        let until = Instant::now() + self.limit(kind) + GRACE;
         let ended = loop {
             if let Ok(ended) = tokio::time::timeout(STUCK, &mut pending).await {
                 break ended;
@@ -390,7 +402,7 @@ impl<'a> Player<'a> {
                 }),
             several_leaders: self.plan.leaders > 1,
         };
-        let what = format!("frame {number}, {} {id}", name(&sent.request));
+        let what = format!("frame {number}, {} {id}", sent.kind.name());
         let verdict = compare(recorded, &replayed, conditions);
         self.report.add(&what, verdict);
         Ok(())
@@ -411,17 +423,5 @@ impl<'a> Player<'a> {
             self.report.complaint,
         ) = ended;
         Ok(self.report)
-    }
-}
-
-fn name(request: &Request) -> &'static str {
-    match request {
-        Request::Lookup { .. } => "lookup",
-        Request::Load { .. } => "load",
-        Request::Store { .. } => "store",
-        Request::Reset { .. } => "reset",
-        Request::Flush => "flush",
-        Request::CancelStores { .. } => "cancel_stores",
-        Request::Finish { .. } => "finish",
     }
 }
