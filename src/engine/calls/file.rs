@@ -6,6 +6,8 @@ use flate2::Crc;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
+use kvferry_protocol::limits::DEPTH_MAX;
+
 /// First bytes of a recording.
 const MAGIC: [u8; 8] = *b"KVFCALLS";
 /// The only version of the format.
@@ -140,7 +142,13 @@ impl Frame<'_> {
     /// Decodes the fields.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, CallsError> {
         let mut reader = rmp_serde::Deserializer::new(self.body);
-        T::deserialize(&mut reader).map_err(|error| self.damaged(error.to_string()))
+        reader.set_max_depth(DEPTH_MAX);
+        let fields =
+            T::deserialize(&mut reader).map_err(|error| self.damaged(error.to_string()))?;
+        match reader.get_ref().len() {
+            0 => Ok(fields),
+            more => Err(self.damaged(format!("{more} bytes follow its fields"))),
+        }
     }
 
     /// An error about this frame.

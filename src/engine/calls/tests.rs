@@ -275,6 +275,22 @@ fn the_end_of_each_request_is_known_beforehand() {
 }
 
 #[test]
+fn fields_neither_nest_deeply_nor_are_followed_by_others() {
+    let mut deep = File::new();
+    let body = [&[0x94, 0xa1, b'h'][..], &[0x91; 100], &[0xc0, 0x00, 0x90]].concat();
+    deep.add_as(1, CALL, &body);
+    let error = Plan::read(&deep.bytes[..]).expect_err("deep").to_string();
+    assert!(
+        error.contains("frame 1") && error.contains("depth"),
+        "{error}"
+    );
+    let mut more = File::new();
+    more.add_as(1, CALL, &[0x94, 0xa1, b'h', 0xc0, 0x00, 0x90, 0xc0, 0xc0]);
+    let error = Plan::read(&more.bytes[..]).expect_err("more").to_string();
+    assert!(error.contains("2 bytes follow its fields"), "{error}");
+}
+
+#[test]
 fn contradictions_are_named() {
     let finish = json!({"slot": 1});
     let mut twice = File::new();
