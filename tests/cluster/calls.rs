@@ -22,15 +22,19 @@ struct Calls {
 
 impl Calls {
     fn new() -> Self {
+        let group =
+            json!({"attention": "full", "window_tokens": 0, "eagle": false, "page_tokens": 16});
+        Self::of(json!([group]))
+    }
+
+    fn of(groups: Value) -> Self {
         let bytes = [&b"KVFCALLS"[..], &1_u32.to_be_bytes()].concat();
         let mut calls = Self {
             bytes,
             number: 0,
             ids: 100,
         };
-        let group =
-            json!({"attention": "full", "window_tokens": 0, "eagle": false, "page_tokens": 16});
-        let header = json!([{"ranks": 2, "hash_tokens": 16, "hit_tokens": 16, "groups": [group], "vllm": "test"}]);
+        let header = json!([{"ranks": 2, "hash_tokens": 16, "hit_tokens": 16, "groups": groups, "vllm": "test"}]);
         calls.add(HEADER, &header);
         calls.add(LEADER, &json!([5, "0.1.0", 4, 2, 1, [[2, 64, 0]]]));
         calls
@@ -241,6 +245,32 @@ fn a_lookup_finds_what_was_stored_before_its_answer_and_nothing_else() {
         calls.finish(slot + 1);
     }
     all_equal(&calls.replay(folder.path()), 10);
+}
+
+#[test]
+fn an_engine_with_several_groups_is_replayed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let group = |attention: &str, window: u32| json!({"attention": attention, "window_tokens": window, "eagle": false, "page_tokens": 16});
+    let mut calls = Calls::of(json!([group("full", 0), group("sliding_window", 32)]));
+    let parts = |first: u32| {
+        json!([
+            {"first_page": 0, "pages": [[first, 4]]},
+            {"first_page": 2, "pages": [[first + 4, 2]], "group": 1},
+        ])
+    };
+    let lookup = calls.lookup(1, fresh(4, 1));
+    calls.found(lookup, 0, false);
+    let store = calls.request(20, json!({"slot": 1, "parts": parts(1)}), json!([]));
+    calls.stored(store, 6, 0, 0);
+    let lookup = calls.lookup(2, json!([[0, 4]]));
+    calls.found(lookup, 4, false);
+    let load = calls.request(18, json!({"slot": 2, "parts": parts(11)}), json!([]));
+    calls.answer(load, json!({"pages": 6}));
+    let output = calls.replay(folder.path());
+    all_equal(&output, 4);
+    // Six pages of 1 KiB on both ranks.
+    assert_eq!(row(&output, "bytes verified"), "12288");
+    assert_eq!(row(&output, "bytes wrong"), "0");
 }
 
 #[test]

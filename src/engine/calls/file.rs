@@ -65,7 +65,7 @@ pub enum CallsError {
 pub enum Ending {
     /// With an end mark.
     Marked(EndReason, String),
-    /// After a whole frame, without an end mark: the engine was killed.
+    /// After a whole frame, without an end mark: the engine was killed, or still runs.
     Unmarked,
     /// Within a frame, of which so many bytes are there.
     Cut(u64),
@@ -99,7 +99,9 @@ impl std::fmt::Display for Ending {
                 };
                 write!(f, "early ({reason}: {text})")
             }
-            Self::Unmarked => f.write_str("without an end mark: the engine was killed"),
+            Self::Unmarked => {
+                f.write_str("without an end mark: the engine was killed, or still runs")
+            }
             Self::Cut(bytes) => write!(
                 f,
                 "within a frame, of which {bytes} bytes are there: the file was cut"
