@@ -101,7 +101,9 @@ def test_other_sizes_give_other_answers(recording: Path) -> None:
     print(rows, errors)
     assert code == 1
     assert int(rows["different"][0]) > 0
-    assert int(rows["different"][0]) + int(rows["equal"][0]) + int(rows["differ by time"][0]) == int(rows["compared"][0])
+    assert int(rows["different"][0]) + int(rows["equal"][0]) + int(rows["differ by time"][0]) == int(
+        rows["compared"][0]
+    )
     assert "answers differ, the first: frame" in errors
     assert "recorded" in rows["difference"][0]
     assert "replayed" in rows["difference"][0]
