@@ -1,5 +1,6 @@
 """A real vLLM that is recorded, and its replay."""
 
+import contextlib
 from pathlib import Path
 
 import calls_file
@@ -43,10 +44,7 @@ def whole_calls(path: Path) -> list:
 
 
 def until_cut(path: Path) -> list:
-    found = []
-    try:
-        for frame in calls_file.frames(path):
-            found.append(frame)
-    except calls_file.Cut:
-        pass
+    found: list = []
+    with contextlib.suppress(calls_file.Cut):
+        found.extend(calls_file.frames(path))
     return found
