@@ -3,7 +3,6 @@
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import calls_file
@@ -26,12 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recording(folder: Path) -> Iterator[Path]:
+def recording(folder: Path) -> Path:
     """A recording of an engine that stores, loads, resets and aborts, beside a small host memory."""
     with running(ranks=1, ratio=4, g2=f"{HOST_PAGES}x32KiB") as daemon:
         run_engine(daemon, folder)
     (path,) = folder.glob("calls.0.*")
-    yield path
+    return path
 
 
 def run_engine(daemon: Daemon, folder: Path) -> None:

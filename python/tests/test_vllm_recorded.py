@@ -46,5 +46,6 @@ def whole_calls(path: Path) -> list:
 def until_cut(path: Path) -> list:
     found: list = []
     with contextlib.suppress(calls_file.Cut):
-        found.extend(calls_file.frames(path))
+        for frame in calls_file.frames(path):
+            found.append(frame)
     return found
