@@ -48,6 +48,11 @@ class Calls:
         try:
             if hook == "update_connector_output":
                 answer = _update_connector_output(*arguments, **named)["loaded"]
+            elif hook == "take_events":
+                # The events themselves are vLLM's, and have tokens.
+                answer = len(answer)
+            elif hook == "get_external_cache_hit_sources":
+                answer = [(source.name, tokens) for source, tokens in answer.items()]
             self.recorder.returned(call, _answer(answer))
         except Exception as error:
             self.recorder.fault(f"the answer of call {call}: {error!r}")
@@ -161,6 +166,10 @@ def _bind_gpu_block_pool(gpu_block_pool: "BlockPool") -> dict[str, Any]:
     return {"pages": len(gpu_block_pool.blocks)}
 
 
+def _sources(request: "Request", num_external_tokens: int) -> dict[str, Any]:
+    return {"request": request.request_id, "external": num_external_tokens}
+
+
 def _nothing() -> dict[str, Any]:
     return {}
 
@@ -175,9 +184,12 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "update_connector_output": _update_connector_output,
     "request_finished": _finished,
     "request_finished_all_groups": _finished,
+    "get_external_cache_hit_sources": _sources,
+    "get_kv_connector_stats": _nothing,
     "has_pending_block_frees": _nothing,
     "has_pending_push_work": _nothing,
     "reset_cache": _nothing,
+    "take_events": _nothing,
     # vLLM's own reset of its pages, which calls no hook.
     "reset_prefix_cache": _nothing,
     "shutdown": _nothing,
