@@ -589,3 +589,15 @@ def test_an_engine_without_verify_takes_no_checksums() -> None:
     engine.side.matched_tokens(asking, 0)
     engine.allocate(asking, [1, 2, 99], 0)
     assert engine.step({asking: 9}).checksums == []
+
+
+def test_the_statistics_count_verified_pages_once(engine: Verified) -> None:
+    engine.computes("a", [1, 2, 3], "xyz")
+    engine.check("b", "xWz", [4, 5, 6])
+    engine.side.measure()
+    taken = engine.side._meters.take()
+    assert taken is not None
+    assert taken["verified_pages"] == {"right": 2, "wrong": 1}
+    assert taken["loads_recomputed"] == {"checksum": 1}
+    engine.side.measure()
+    assert "verified_pages" not in (engine.side._meters.take() or {})

@@ -71,7 +71,7 @@ class Counts:
             self._meters.count(meters.LOAD_BYTES, by=self._served.rank_bytes(copy.parts, answer.pages))
         else:
             self._meters.count(meters.REFUSALS, "load", _why_over(copy))
-        self._load(failed, len(copy.pages), "reset" if reset else _why_over(copy))
+        self._load(failed, len(copy.pages), "reset" if reset else "checksum" if copy.wrong else _why_over(copy))
         if copy.pending is not None:
             self._took(copy.pending, "load", meters.LOAD_COPY_TIME)
 

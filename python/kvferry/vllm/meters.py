@@ -104,7 +104,8 @@ LOADS_RECOMPUTED = _counter(
     "loads_recomputed",
     "loads",
     "Loads of which vLLM computes pages. The reason is an error code, or: abandoned, adapter (its files changed), "
-    "fault (of a hook), no_pages (vLLM has none for some positions), reset, stopped",
+    "checksum (verify mode found other bytes), fault (of a hook), no_pages (vLLM has none for some positions), reset, "
+    "stopped",
     "reason",
 )
 PAGES_RECOMPUTED = _counter("pages_recomputed", "pages", "Pages of these loads that vLLM computes")
@@ -150,6 +151,13 @@ COPIES = _gauge(
     "Copies that are not known to be over; abandoned: not all ranks have confirmed the end",
     "state",
     *("loading", "storing", "abandoned"),
+)
+VERIFIED_PAGES = _counter(
+    "verified_pages",
+    "pages",
+    "Loaded pages that verify mode has compared; unknown: no checksum of them was known",
+    "outcome",
+    *("right", "wrong", "unknown"),
 )
 STORE_HELD_PAGES = _gauge(
     "store_held_pages", "pages", "Pages of vLLM's pool that stores hold; a page of two stores counts twice"

@@ -438,6 +438,9 @@ class SchedulerSide:
         for state, copies in self._copies.states().items():
             self._meters.set(meters.COPIES, copies, state)
         self._meters.set(meters.STORE_HELD_PAGES, self._copies.stored_pages())
+        if self.verification is not None:
+            for outcome, pages in self.verification.take_counts():
+                self._meters.count(meters.VERIFIED_PAGES, outcome, by=pages)
         for state, requests in zip(("queued", "sent"), self._client.open_requests, strict=True):
             self._meters.set(meters.OPEN_REQUESTS, requests, state)
 

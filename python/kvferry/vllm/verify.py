@@ -151,6 +151,8 @@ class Verification:
         self._given_up = False
         #: Pages of loads whose checksum was right, was not known, or was wrong.
         self.verified_pages = self.unverified_pages = self.verify_mismatches = 0
+        #: How many of them the statistics have.
+        self._taken = (0, 0, 0)
 
     def _usable(self) -> ChecksumTable | None:
         """Returns the table; None while its file cannot be used. Looks at the file once a second."""
@@ -372,6 +374,13 @@ class Verification:
             self._failed()
         while self._checked:
             yield self._checked.popleft()
+
+    def take_counts(self) -> list[tuple[str, int]]:
+        """Returns how many pages were verified since the last call, by outcome, without zeros."""
+        counted = self.verified_pages, self.verify_mismatches, self.unverified_pages
+        new = [now - before for now, before in zip(counted, self._taken, strict=True)]
+        self._taken = counted
+        return [(outcome, pages) for outcome, pages in zip(("right", "wrong", "unknown"), new, strict=True) if pages]
 
     def _failed(self) -> None:
         """Handles an exception of this module: without it, each load is reported as without verification."""
