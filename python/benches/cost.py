@@ -92,7 +92,7 @@ def connector_threads() -> list[threading.Thread]:
 
 def engine(daemon: Daemon, pages: int, **changes: Any) -> Stepped:
     """vLLM's scheduler and a rank whose memory a worker has."""
-    config = engine_config(transfer_config(daemon.socket_dir), block_size=PAGE_TOKENS, **changes)
+    config = engine_config(transfer_config(daemon.socket_dir, verify=0), block_size=PAGE_TOKENS, **changes)
     stepped = Stepped(pages=pages, config=config, kv=memory(pages), client=EngineClient)
     kv = torch.zeros(LAYERS, pages, HEADS, PAGE_TOKENS, 2 * HEAD_SIZE)
     stepped.rank.register_kv_caches({f"layer.{layer}": kv[layer] for layer in range(LAYERS)})

@@ -164,6 +164,7 @@ def test_no_event_is_recorded_before_the_rank_needs_one(on_device: bool, monkeyp
     made = object.__new__(connector.KvferryConnector)
     made._connector_metadata = StepMetadata(written_through=5, stores_through=4)
     made._on_device = on_device
+    made._checksums = SimpleNamespace(take=lambda orders: None, zero=lambda pages: None)  # type: ignore[assignment]
     made._rank = SimpleNamespace(  # type: ignore[assignment]
         announces=lambda through: through == 5, wrote=lambda *arguments, **named: reported.append((*arguments, named))
     )

@@ -24,7 +24,7 @@ class Publishing(Stepped):
     """An engine whose stream of KV events is kept, and a leader whose change log is a simulated one."""
 
     def __init__(self, **extra: Any):
-        transfer = transfer_config(Path("/nowhere"), events="engine", **extra)
+        transfer = transfer_config(Path("/nowhere"), events="engine", verify=0, **extra)
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         super().__init__(config=engine_config(transfer, kv_events_config=events))
         self.router, self.log = Router(), FakeLog()

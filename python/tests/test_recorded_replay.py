@@ -14,6 +14,8 @@ from engine import PAGE_TOKENS, tokens, transfer_config
 from real_scheduler import Stepped, engine_config
 from vllm.v1.request import Request, RequestStatus
 
+from kvferry.engine_client import EngineClient
+
 PAGES = 64
 #: Pages of host memory: fewer than the prompts have, so that pages are evicted and refused.
 HOST_PAGES = 40
@@ -35,7 +37,7 @@ def recording(folder: Path) -> Path:
 
 def run_engine(daemon: Daemon, folder: Path) -> None:
     transfer = transfer_config(daemon.socket_dir, record=str(folder / "calls"), store_run_pages=1)
-    engine = Stepped(pages=PAGES, config=engine_config(transfer), real=True)
+    engine = Stepped(pages=PAGES, config=engine_config(transfer), client=EngineClient)
     engine.rank.register_kv_caches({"layer.0": torch.zeros(PAGES, 2, PAGE_TOKENS, 4, 32)})
     daemon.wait_ready()
     side = engine.connector._scheduler

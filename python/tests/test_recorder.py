@@ -36,6 +36,7 @@ OF_RANKS = {
     "build_connector_worker_meta",
     "get_block_ids_with_load_errors",
     "get_finished",
+    "get_mem_pool_context",
     "get_transfer_results",
     "register_kv_caches",
     "wait_for_save",
