@@ -212,8 +212,7 @@ pub struct Flags {
     pub store_bytes_per_s: Option<ByteSize>,
     /// How copies are submitted to a GPU's driver.
     ///
-    /// async: one call for each copy; batch: up to 4,096 copies in one call. Measure and test batch before you rely on
-    /// it.
+    /// async: one call for each copy; batch: up to 4,096 copies in one call, or one by one with a driver that cannot.
     #[arg(long, value_name = "WAY")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_copy: Option<GpuCopy>,

@@ -532,7 +532,8 @@ COPIES = 5 + 3 + 3
 @pytest.mark.parametrize(("kind", "enough"), [("whole", True), ("layers", False)])
 def test_a_page_of_all_layers_in_one_range_is_one_copy(variables: dict[str, str], kind: str, enough: bool) -> None:
     """Of pages that are not neighbours, each is copied at once. In layers apart, the third page needs the 12th copy."""
-    few = {**variables, "FAKE_CUDA": f"{variables['FAKE_CUDA']};fail=worker/cuMemcpyAsync/{COPIES + 1}/2"}
+    fails = f"{variables['FAKE_CUDA']};fail=worker/cuMemcpyAsync/{COPIES + 1}/2"
+    few = {**variables, "FAKE_CUDA": fails, "KVFERRY_GPU_COPY": "async"}
     with running(ranks=1, g2="16MiB", ratio=1, variables=few) as daemon:
         done = script(WHOLE_PAGES, str(daemon.socket_dir), kind, **variables)
         assert ("copied" in done.stdout) == enough, done.stdout + done.stderr

@@ -101,7 +101,7 @@ pub(super) const KEYS: [Key; 24] = [
     number("prefill_tokens_per_s", 0),
     number("copy_threads", 4),
     text("store_bytes_per_s", Fallback::Text("0")),
-    text("gpu_copy", Fallback::Text("async")),
+    text("gpu_copy", Fallback::Text("batch")),
     number("heartbeat_ms", 1_000),
     switch("page_index", false),
     switch("record_decisions", false),

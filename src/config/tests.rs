@@ -59,7 +59,7 @@ fn defaults_are_those_of_the_docs() {
         prefill_tokens_per_s: 0,
         copy_threads: 4,
         store_bytes_per_s: ByteSize(0),
-        gpu_copy: GpuCopy::Async,
+        gpu_copy: GpuCopy::Batch,
         heartbeat_ms: 1_000,
         page_index: false,
         record_decisions: false,
@@ -140,7 +140,7 @@ fn every_key_can_be_given_by_every_source() {
         prefill_tokens_per_s: 9_000,
         copy_threads: 3,
         store_bytes_per_s: ByteSize(2 << 30),
-        gpu_copy: GpuCopy::Batch,
+        gpu_copy: GpuCopy::Async,
         heartbeat_ms: 50,
         page_index: true,
         record_decisions: true,
@@ -150,7 +150,7 @@ fn every_key_can_be_given_by_every_source() {
         "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
          g2_numa = '1,0'\ng2_policy = 'pieces=0'\ng3 = '1GiB'\ng3_dir = '/d,/e'\n\
          g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\ng3_scrub_bytes_per_s = '0'\ng3_discard = true\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
-         gpu_copy = 'batch'\n\
+         gpu_copy = 'async'\n\
          heartbeat_ms = 50\npage_index = true\nrecord_decisions = true\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
@@ -174,7 +174,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_PREFILL_TOKENS_PER_S", "9000"),
         ("KVFERRY_COPY_THREADS", "3"),
         ("KVFERRY_STORE_BYTES_PER_S", "2GiB"),
-        ("KVFERRY_GPU_COPY", "batch"),
+        ("KVFERRY_GPU_COPY", "async"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
         ("KVFERRY_PAGE_INDEX", "true"),
         ("KVFERRY_RECORD_DECISIONS", "true"),
@@ -201,7 +201,7 @@ fn every_key_can_be_given_by_every_source() {
         prefill_tokens_per_s: Some(9_000),
         copy_threads: Some(3),
         store_bytes_per_s: Some(ByteSize(2 << 30)),
-        gpu_copy: Some(GpuCopy::Batch),
+        gpu_copy: Some(GpuCopy::Async),
         heartbeat_ms: Some(50),
         page_index: Some(true),
         record_decisions: Some(true),

@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "lowercase")]
 pub enum GpuCopy {
     /// One call per copy (`cuMemcpyAsync`), which every driver supports.
-    #[default]
     Async,
     /// One call for many copies (`cuMemcpyBatchAsync`), from CUDA 12.8 on. A driver without that call gets one call per
     /// copy.
+    #[default]
     Batch,
 }
 

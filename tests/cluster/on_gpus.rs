@@ -178,10 +178,9 @@ fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
     let gpus = Gpus::new(&format!(
         "delay_us=20;fail=worker/cuMemcpyAsync/5000/719;once={once}"
     ));
-    let replay = Disturbed::start_with(
-        &gpus.variables(),
-        &["--device", "cuda", "--requests", "600"],
-    );
+    let mut variables = gpus.variables();
+    variables.push(("KVFERRY_GPU_COPY", "async".into()));
+    let replay = Disturbed::start_with(&variables, &["--device", "cuda", "--requests", "600"]);
     let report = replay.report();
     assert!(folder.path().join("once").exists(), "nothing was lost");
     assert!(
