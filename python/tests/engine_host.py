@@ -65,6 +65,10 @@ class Host:
         wanted = load.requests(order["count"], order["seed"], aborts=order.get("aborts", 0.0))
         return load.Driver(self.llm.llm_engine, wanted, sampling, order["at_a_time"]).run()
 
+    def timed(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Measures prompts that arrive at once."""
+        return load.timed(self.llm.llm_engine, order["prompts"], sampling(order))
+
     @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler

@@ -122,3 +122,22 @@ class Driver:
                 self._core.step_fn()
             time.sleep(0.01)
         return held
+
+
+def timed(engine: Any, prompts: list[list[int]], sampling: Any) -> dict[str, Any]:
+    """Sends prompts at once. Returns seconds to the first token of each and to the last of all, and tokens."""
+    begun = time.monotonic()
+    first: dict[str, float] = {}
+    answers: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"timed-{number}", {"prompt_token_ids": prompt}, sampling)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            first.setdefault(output.request_id, time.monotonic() - begun)
+            answers[output.request_id] = list(output.outputs[0].token_ids)
+    names = [f"timed-{number}" for number in range(len(prompts))]
+    return {
+        "first_s": [first[name] for name in names],
+        "all_s": time.monotonic() - begun,
+        "answers": [answers[name] for name in names],
+    }

@@ -34,6 +34,9 @@ const HELP: &str = "cargo xtask TASK
              [--pack FILE.tar.gz] packs all of it for such a machine without cargo and network
   vllm       the Python tests, with a real vLLM on the CPU, which is installed into the cache folder
              once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
+  engines    measure the vLLM connector: [decode|prompts|overhead|gain] costs beside vLLM's scheduler, times of a
+             real engine with and without kvferry; [tests] the long form of the tests under load and of
+             hybrid models; without a name, all of them
   licences   check that every dependency's licence is allowed by deny.toml
   check      format, lints, licences, tests: what CI runs";
 
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         "gpu" => gpu::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
+        "engines" => vllm::engines(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "licences" => licences::check(root()),
         "check" => check(),
         "" | "help" | "--help" => {

@@ -23,7 +23,7 @@ pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
 pub(crate) fn prepare(root: &Path, arguments: &[String]) -> Result<Command, String> {
     let installed = install::installed(root)?;
     lint(root, &installed)?;
-    let package = build(root, &installed)?;
+    let package = build(root, &installed, "dev")?;
     build_packages(root)?;
     let full = arguments.iter().any(|argument| argument == "--full");
     let mut pytest = installed.python();
@@ -52,8 +52,54 @@ fn lint(root: &Path, installed: &Installed) -> Result<(), String> {
     Ok(())
 }
 
-/// Builds the package as a user's `pip install .` would, but unoptimised, and installs it into a folder of its own.
-fn build(root: &Path, installed: &Installed) -> Result<PathBuf, String> {
+/// Measurements with engines, and the tests that take longer with `--full`: a name, the script, and its argument.
+const ENGINES: [(&str, &str, &str); 4] = [
+    ("decode", "python/benches/cost.py", "decode"),
+    ("prompts", "python/benches/cost.py", "prompts"),
+    ("overhead", "python/benches/engines.py", "overhead"),
+    ("gain", "python/benches/engines.py", "gain"),
+];
+
+/// Measures the connector with an optimised program, one measurement after another, then runs the long tests: the parts
+/// that are named, or all of them. Arguments after the first part go to its script.
+pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
+    let part = arguments.first().map_or("", String::as_str);
+    let known = |name: &str| part.is_empty() || part == name;
+    let names = ENGINES.map(|(name, _, _)| name).join(", ");
+    if !known("tests") && !ENGINES.iter().any(|(name, _, _)| part == *name) {
+        return Err(format!(
+            "'{part}' is no part of engines: give {names}, or tests"
+        ));
+    }
+    let installed = install::installed(root)?;
+    for (name, script, what) in ENGINES {
+        if !known(name) {
+            continue;
+        }
+        let package = build(root, &installed, "release")?;
+        let path = std::env::join_paths([package, root.join("python/tests")])
+            .map_err(|error| error.to_string())?;
+        println!("{name}:");
+        let mut python = installed.python();
+        python
+            .args([script, what])
+            .args(arguments.iter().skip(1))
+            .current_dir(root)
+            .env("PYTHONPATH", path);
+        succeed(&mut python, name)?;
+    }
+    if known("tests") {
+        let long = ["test_vllm_load.py", "test_vllm_hybrid.py"];
+        let mut tests = vec!["--full".to_owned()];
+        tests.extend(long.map(|name| format!("python/tests/{name}")));
+        tests.extend(arguments.iter().skip(1).cloned());
+        succeed(&mut prepare(root, &tests)?, "the long tests")?;
+    }
+    Ok(())
+}
+
+/// Builds the package as a user's `pip install .` would, and installs it into a folder of its own.
+fn build(root: &Path, installed: &Installed, profile: &str) -> Result<PathBuf, String> {
     let package = root.join("target/python");
     let path = std::env::var_os("PATH").unwrap_or_default();
     let tools = std::iter::once(installed.tools()).chain(std::env::split_paths(&path));
@@ -67,7 +113,10 @@ fn build(root: &Path, installed: &Installed) -> Result<PathBuf, String> {
         .args(["--reinstall", "."])
         .current_dir(root)
         .env("PATH", tools)
-        .env("MATURIN_PEP517_ARGS", "--profile dev --locked")
+        .env(
+            "MATURIN_PEP517_ARGS",
+            format!("--profile {profile} --locked"),
+        )
         .env("CARGO_TARGET_DIR", root.join("target"));
     succeed(&mut uv, "building the Python package")?;
     Ok(package)
