@@ -14,6 +14,7 @@ from kvferry.switch import Switch
 from kvferry.vllm import lookups
 from kvferry.vllm.per_request import PerRequest
 from kvferry.vllm.settings import Settings
+from kvferry.vllm.stores import Stores
 
 
 def parts(engine: Engine) -> list[tuple[int, list]]:
@@ -316,3 +317,26 @@ def test_wrong_words_are_refused(extra: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
         Settings.read(extra)
     assert text in str(error.value)
+
+
+def test_a_step_that_fills_no_page_to_store_costs_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_pages = 8
+    engine = Engine(store_run_pages=run_pages)
+    found(engine, 0)
+    asking = request("a", 2 * PAGE_TOKENS)
+    engine.side.matched_tokens(asking, 0)
+    decided: list[int] = []
+    full = Stores._full
+    monkeypatch.setattr(Stores, "_full", lambda *given, **named: (decided.append(1), full(*given, **named))[1])
+    pages = 2 + 2 * run_pages
+    engine.tables["a"] = list(range(1, pages + 1))
+    for tokens in [2 * PAGE_TOKENS, *[1] * (2 * run_pages * PAGE_TOKENS)]:
+        engine.step({asking: tokens})
+        asking.grow(1)
+        if not (store := engine.leader.last(wire.Store)).done:
+            store.end(wire.StoreAnswer(len(engine.tables), 0))
+    stores = [asked.message for asked in engine.leader.asked if isinstance(asked.message, wire.Store)]
+    stored = [sum(each[1] if isinstance(each, list) else 1 for each in store.parts[0].pages) for store in stores]
+    assert stored == [2, run_pages, run_pages], "pages are stored as without the shortcut"
+    # One for each store, and one behind each that finds the next place.
+    assert len(decided) <= 2 * len(stored) + 1

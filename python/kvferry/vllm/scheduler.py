@@ -328,16 +328,20 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             self._begin_anew(request_id)
         state = output.kv_connector_block_state
+        listening = self._client.listening
         for request_id, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
+            request = tracked.request
             if not tracked.ran:
-                tracked.ran, tracked.given_tokens = True, tracked.request.num_computed_tokens
-            if self._client.listening:
+                tracked.ran, tracked.given_tokens = True, request.num_computed_tokens
+            computed = request.num_computed_tokens + tokens
+            states = state.boundary_state_offloads.get(request_id, ())
+            # Most requests of a step fill no page that is to be stored.
+            if listening and (states or computed >= tracked.store_at):
                 # Draft tokens have no hash, and their KV may be overwritten.
-                computed = min(tracked.request.num_computed_tokens + tokens, tracked.request.num_tokens)
-                states = state.boundary_state_offloads.get(request_id, ())
+                computed = min(computed, request.num_tokens)
                 tables = functools.partial(state.get_block_ids, request_id)
                 if self.verification is not None:
                     self.verification.filled(tracked, computed, tables, states)

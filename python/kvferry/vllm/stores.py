@@ -81,6 +81,12 @@ class Stores:
         waits = full - max(tracked.full, prompt) < self._settings.store_run_pages
         return max(tracked.full, prompt) if waits and not at_once else full
 
+    def _next_store(self, tracked: Tracked) -> int:
+        """Returns the tokens with which the next store can be due, at the earliest."""
+        prompt = tracked.request.num_prompt_tokens // self._page_tokens
+        run = 1 if tracked.full < prompt else self._settings.store_run_pages
+        return (tracked.full + run) * self._page_tokens
+
     def store(
         self,
         tracked: Tracked,
@@ -97,6 +103,8 @@ class Stores:
         # vLLM hands a state over once, and gives the pages of a finished request to others.
         full = self._full(tracked, computed, at_once=bool(states) or request.is_finished())
         if full <= tracked.full and not states:
+            if self._verification is None:
+                tracked.store_at = self._next_store(tracked)
             return
         if why := self._why_not(tracked):
             self._counts.not_stored(tracked, why)

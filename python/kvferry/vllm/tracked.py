@@ -65,6 +65,8 @@ class Tracked:
     given_tokens: int = 0
     #: Pages that were full at the last check.
     full: int = 0
+    #: Computed tokens below which no store is due, whatever the step; 0: unknown.
+    store_at: int = 0
     #: Pages whose tokens were passed on for KV events.
     described: int = 0
     #: The first pages of the request are from before a reset: pages that are computed after them are not stored.
@@ -92,7 +94,7 @@ class Tracked:
         self.stored.restart()
         self.summed.restart()
         self.sums.clear()
-        self.full, self.summed_full, self.ran = 0, 0, False
+        self.full, self.store_at, self.summed_full, self.ran = 0, 0, 0, False
         self.mixed = False
 
 
