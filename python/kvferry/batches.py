@@ -73,7 +73,7 @@ class StoreBatches:
             wire.Malformed: for an answer that does not fit.
         """
         stores = self._open.pop(identity, [])
-        if isinstance(body, wire.Error):
+        if stores and isinstance(body, wire.Error):
             self._known = self._known and body.code != Code.UNKNOWN_KIND
             for store in stores:
                 store.alone = True

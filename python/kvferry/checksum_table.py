@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Entries of a table. A bucket that is full loses the entry that was written first. 18 MiB with one rank, 46 MiB with
-#: 8; memory is taken as entries are written.
+#: 8, which the file takes from its start.
 ENTRIES = 1 << 18
 #: Entries among which a key is searched.
 _BUCKET = 8
@@ -100,7 +100,8 @@ class ChecksumTable:
         made = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}")
         fd = os.open(made, flags | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.ftruncate(fd, size)
+            # A write to a mapped page for which there is no room would end the process.
+            os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, self._header, 0)
             with contextlib.suppress(FileExistsError):
                 os.link(made, self.path)

@@ -121,8 +121,10 @@ class Feed:
                 self._drop_before(reader)
         if now - self._answered_at > ABSENT_S and self._holds_any():
             logger.warning("kvferry: no answer of the leader for %.0f s: KV events take back every page", ABSENT_S)
-            for reader in self._readers.values():
+            for namespace, reader in self._readers.items():
                 self._forget(reader)
+                # The answer of a read that is open would continue what was forgotten.
+                self._readers[namespace] = _Reader(namespace)
         if now >= self._again_at:
             self._send(now)
         return self._next_turn(now)

@@ -190,9 +190,21 @@ class KvEvents:
                 timeout_s = self._turn()
             except Exception:
                 logger.exception("kvferry: KV events failed: none are published until the engine is started again")
+                self._take_back()
                 return
             finally:
                 self._busy = False
+
+    def _take_back(self) -> None:
+        """Publishes that no page is held, as far as there is room: nothing will take the pages back later."""
+        try:
+            if self._feed is not None:
+                self._feed.follow([])
+            while self._sink.has_room and self._held.first_due() is not None:
+                if events := self._batches.next():
+                    self._sink.put(events)
+        except Exception:
+            logger.exception("kvferry: announced pages could not be taken back: restart the subscribers, too")
 
     def _turn(self) -> float:
         """Takes what is new, and builds batches while there is room. Returns the time until the next call."""

@@ -91,13 +91,15 @@ class Loads:
         ``after``, or, if the present step writes zeros to one of their pages, for that step.
         """
         while self._waiting:
-            copy = self._waiting.pop(0)
+            copy = self._waiting[0]
             behind = self._steps.work if any(page in zeroed for page in copy.pages) else after
             waits = behind > self._steps.over
             limit_s = self._settings.load_limit_s(self._served.rank_bytes(copy.parts), waits=waits)
             if self._verification is not None:
                 self._verification.begin_load(copy)
             self._copies.begin_load(copy, copy.owner.slot, after=behind, timeout_s=limit_s)
+            # After an exception above the load is still there to be reported.
+            self._waiting.pop(0)
 
     def drop_waiting(self) -> None:
         """Reports loads that were not requested yet as failed."""

@@ -179,10 +179,10 @@ class SchedulerSide:
             done = reset_beside_loads(pool, self._loads.tables(), reset)
             try:
                 self._invalidation.was_reset() if done else self._invalidation.reset_refused()
-                if done and self._events is not None:
-                    self._events.engine_was_reset()
             except Exception:
                 logger.exception("kvferry: a reset of the engine's pages could not be followed")
+            if done and self._events is not None:
+                self._events.engine_was_reset()
             return done
 
         pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]

@@ -123,7 +123,8 @@ class Stores:
             self._lookups.open(tracked, full, full, self._settings.store_timeout_ms)
         sides = [parts]
         if self._verification is not None:
-            sides = self._verification.split(parts, tracked.given_tokens)
+            named = self._verification.summed(tracked, parts) if after else parts
+            sides = self._verification.split(named, tracked.given_tokens)
         for side in sides:
             if not self._send(tracked, side, full, after):
                 # The pages are named again when the next one is full.

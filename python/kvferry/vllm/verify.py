@@ -34,6 +34,7 @@ other bits of a page into host memory, and a load may bring the older ones from 
 Each wait for checksums of the ranks has a deadline. A page whose checksum does not come counts as unverified.
 """
 
+import functools
 import hashlib
 import logging
 import secrets
@@ -43,7 +44,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry import wire
 from kvferry.checksum_table import KEY_BYTES, LOST, ChecksumTable, Known, Unusable, mark_of, value_of
@@ -97,9 +98,16 @@ class _Waiting:
     sums: list[Checksums]
     #: The checksums of a store are recorded, or will never be known.
     recorded: bool = False
-    #: The copy is over, and when the wait for its checksums ends.
+    #: The copy is over, and when the wait for its checksums ends: that long after a step has carried the order. None
+    #: before that, because the engine may be paused.
     over: bool = False
-    until: float = 0.0
+    until: float | None = None
+    #: The values of a store are complete, and some of them are not in the table.
+    waits_for_answer: bool = False
+
+    def late(self, now: float) -> bool:
+        """Whether the wait for checksums is over."""
+        return self.until is not None and now >= self.until
 
 
 @dataclass
@@ -119,8 +127,26 @@ class _Expected:
     """A page of a load: its entry when the load was requested, and stores whose checksums were missing then."""
 
     page: ChosenPage
+    namespace: bytes
     known: Known
     unsummed: frozenset[int]
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _contained(call: _Call) -> _Call:
+    """An exception in a method ends verification, not the connector; the method returns None then."""
+
+    @functools.wraps(call)
+    def contained(self: "Verification", *arguments: Any, **named: Any) -> Any:
+        try:
+            return call(self, *arguments, **named)
+        except Exception:
+            self._failed()
+            return None
+
+    return contained  # type: ignore[return-value]
 
 
 class Verification:
@@ -195,6 +221,22 @@ class Verification:
 
     # Stores.
 
+    def summed(self, tracked: "Tracked", parts: Sequence[Part]) -> list[Part]:
+        """Leaves out pages whose checksums were not ordered, and those after them, for a store behind the last step.
+
+        With asynchronous scheduling a page may be full only when the step that fills it is over.
+        """
+        kept = []
+        for part in parts:
+            count = len(part.pages)
+            for page in self._chosen(tracked, [part]):
+                sums = tracked.sums.get((page.group, page.position))
+                if sums is None or sums.page != page.page:
+                    count = min(count, page.position - part.first_page)
+            if count:
+                kept.append(Part(part.group, part.first_page, part.pages[:count]))
+        return kept
+
     def split(self, parts: Sequence[Part], tokens: int) -> list[list[Part]]:
         """Divides a store: pages that begin before the token ``tokens``, and the others; each if there are any."""
         before, after = [], []
@@ -206,6 +248,7 @@ class Verification:
         divided = [[part for part in side if part.pages] for side in (before, after)]
         return [side for side in divided if side]
 
+    @_contained
     def begin_store(self, tracked: "Tracked", parts: Sequence[Part]) -> list[ChosenPage] | None:
         """Marks the chosen pages of a store, and returns them. None: they must not be stored now."""
         pages = self._chosen(tracked, parts)
@@ -221,6 +264,7 @@ class Verification:
                 table.mark(page.key, self._mark)
         return pages
 
+    @_contained
     def filled(
         self,
         tracked: "Tracked",
@@ -255,6 +299,7 @@ class Verification:
             self._orders[self._client.draw()] = ordered
         return [sums for _, sums in ordered]
 
+    @_contained
     def store_sent(self, copy: Copy, request: int, pages: list[ChosenPage]) -> None:
         """Follows a store that was just requested."""
         if not pages:
@@ -275,7 +320,7 @@ class Verification:
         waiting = self._stores.get(copy.pending.id) if copy.pending else None
         if waiting is None:
             return
-        waiting.over, waiting.until = True, time.monotonic() + CHECKSUMS_LIMIT_S
+        waiting.over = True
         answer = copy.answer
         if isinstance(answer, wire.StoreAnswer) and answer.stored_pages == len(copy.pages):
             for page in waiting.pages:
@@ -285,10 +330,12 @@ class Verification:
         """Takes what is known of a store by now. Ends it once it is over, and its checksums are there or late."""
         if not waiting.recorded:
             values = self._values(waiting)
-            if values is None and not (waiting.over and (self._reported(waiting) or now >= waiting.until)):
+            if values is None and not (waiting.over and (self._reported(waiting) or waiting.late(now))):
                 return
-            if values is not None and not waiting.over and not self._all_known(waiting, values):
+            known = values is not None and not waiting.waits_for_answer and self._all_known(waiting, values)
+            if values is not None and not (waiting.over or known):
                 # The answer of the leader says whether the contents were copied.
+                waiting.waits_for_answer = True
                 return
             answer = waiting.copy.answer
             nothing = isinstance(answer, wire.StoreAnswer) and answer.stored_pages == 0
@@ -342,6 +389,7 @@ class Verification:
 
     # Loads.
 
+    @_contained
     def begin_load(self, copy: Copy) -> None:
         """Reads the entries of a load's chosen pages. Must be called before the load is requested."""
         pages = self._chosen(copy.owner, copy.parts)
@@ -352,7 +400,8 @@ class Verification:
         for page in pages:
             opened = self._open.get(page.key)
             unsummed = frozenset(opened.unsummed) if opened else frozenset()
-            expected.append(_Expected(page, table.look(page.key) if table else Known(), unsummed))
+            known = table.look(page.key) if table else Known()
+            expected.append(_Expected(page, copy.owner.namespace or b"", known, unsummed))
         self._expected[copy] = expected
 
     def settled(self, copies: Iterable[Copy]) -> Iterator[Copy]:
@@ -412,18 +461,19 @@ class Verification:
         request = copy.pending.id
         pages = [each.page for each in expected]
         waiting = _Waiting(copy, request, pages, self._order(pages), over=True)
-        waiting.until = time.monotonic() + CHECKSUMS_LIMIT_S
         self._expected[copy] = expected
         self._checking[request] = waiting
         return True
 
     def _load_turn(self, waiting: _Waiting, now: float) -> None:
         """Compares the pages of a load, if everything that is needed is known by now."""
-        late = now >= waiting.until
+        late = waiting.late(now)
         if not (late or self._reported(waiting)):
             return
         counts = {"right": 0, "unknown": 0}
         wrong: list[tuple[ChosenPage, list[int]]] = []
+        #: The request may have another namespace by now.
+        removed: list[tuple[bytes, bytes]] = []
         for at, expected in enumerate(self._expected[waiting.copy]):
             found = {rank: value for rank, value in waiting.sums[at].values.items() if value is not None}
             verdict, ranks = self._verdict(expected, found, late=late)
@@ -431,6 +481,7 @@ class Verification:
                 return
             if verdict == "wrong":
                 wrong.append((expected.page, ranks))
+                removed.append((expected.namespace, expected.page.page_hash))
             else:
                 counts[verdict] += 1
         self.verified_pages += counts["right"]
@@ -438,8 +489,7 @@ class Verification:
         self.verify_mismatches += len(wrong)
         if wrong:
             self._tell(waiting.copy, wrong)
-            namespace = waiting.copy.owner.namespace or b""
-            self._removals.add([(namespace, page.page_hash) for page, _ in wrong])
+            self._removals.add(removed)
         waiting.copy.wrong = [(page.group, page.page) for page, _ in wrong]
         del self._checking[waiting.request], self._expected[waiting.copy]
         self._checked.append(waiting.copy)
@@ -484,6 +534,7 @@ class Verification:
 
     # Steps.
 
+    @_contained
     def take_orders(self, step: StepMetadata) -> None:
         """Adds to a step what the ranks take checksums of."""
         for number, ordered in self._orders.items():
@@ -495,9 +546,15 @@ class Verification:
             step.checksums.append((number, parts))
         self._ordered.update(self._orders)
         self._orders.clear()
+        # An engine that is paused runs no step, and its ranks report nothing.
+        until = time.monotonic() + CHECKSUMS_LIMIT_S
+        for waiting in [*self._checking.values(), *self._stores.values()]:
+            if waiting.until is None and waiting.over:
+                waiting.until = until
         while len(self._ordered) > ORDERED_MAX:
             self._ordered.pop(next(iter(self._ordered)))
 
+    @_contained
     def ranks_reported(self, checksums: dict[int, dict[int, tuple[int, bytes | None]]]) -> None:
         """Takes the checksums that ranks have reported. :meth:`settled` draws the conclusions."""
         for number, ranks in checksums.items():
