@@ -247,6 +247,9 @@ NOT_CALLED = {
     "has_pending_push_work",
     "register_kv_caches",
     "request_finished",
+    # Only for memory on a GPU; and only with KV events.
+    "get_mem_pool_context",
+    "take_events",
     "reset_cache",
     "shutdown",
 }
