@@ -130,6 +130,20 @@ def test_stores_are_sent_again_after_a_broken_connection_and_an_answer_that_does
         assert ended(stores[1]).failure is not None
 
 
+def test_a_store_may_be_answered_before_the_others_of_its_message(directory: Path) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        server.greet(client)
+        stores = send(client, 2)
+        peer, identity, ids = receive(server)
+        server.say(peer, Kind.STORE_ANSWER, ids[1], STORED)
+        assert ended(stores[1]).answer == STORED
+        assert not stores[0].done
+        server.say(peer, Kind.STORES_ANSWER, identity, results(STORED, wire.Error(Code.BUSY, "full")))
+        assert ended(stores[0]).answer == STORED
+        assert stores[1].answer == STORED
+
+
 def test_a_message_has_one_credit(directory: Path) -> None:
     server = Fake(directory, request_credits=1)
     with talking(directory) as client:

@@ -8,7 +8,11 @@ use std::time::Duration;
 use super::{LeaderHost, LeaderShell};
 use kvferry_core::LeaderEvent;
 use kvferry_protocol::{ErrorBody, ErrorCode, Message, StoreResult, Stores, StoresAnswer};
-use kvferry_types::{EngineId, PeerId, Request, RequestId};
+use kvferry_types::{EngineId, PeerId, Request, RequestId, Time};
+
+/// Age of a message from which on its stores are answered one by one, each under its own id, as well: a store that waits
+/// for another engine, or for a worker that is gone, does not keep the pages of the others.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// The messages with several stores that wait for the end of one. An engine's connection has at most as many as it has
 /// request credits, and their stores take at most its byte credits on the wire; in memory each store takes less than 300
@@ -22,6 +26,7 @@ pub(super) struct StoreBatches {
 
 #[derive(Debug)]
 struct Batch {
+    begun: Time,
     results: Vec<Option<StoreResult>>,
     missing: usize,
 }
@@ -30,6 +35,7 @@ impl StoreBatches {
     /// Adds a message with these stores. Fails if one of them waits for its answer already: it would get two.
     fn begin(
         &mut self,
+        now: Time,
         engine: EngineId,
         message: RequestId,
         stores: &[RequestId],
@@ -46,6 +52,7 @@ impl StoreBatches {
             };
         }
         let batch = Batch {
+            begun: now,
             results: vec![None; stores.len()],
             missing: stores.len(),
         };
@@ -53,10 +60,12 @@ impl StoreBatches {
         Ok(())
     }
 
-    /// Takes the answer of a request. Returns what is sent for it: the answer of a request with a message of its own, the
-    /// results of a message whose last store has ended, or nothing.
+    /// Takes the answer of a request. Returns what is sent for it: the answer of a request with a message of its own, or
+    /// of a store that others of its message keep waiting; the results of a message whose last store has ended; or
+    /// nothing.
     fn end(
         &mut self,
+        now: Time,
         engine: EngineId,
         request: RequestId,
         answer: Message,
@@ -65,6 +74,7 @@ impl StoreBatches {
             return Some((request, answer));
         };
         let batch = self.batches.get_mut(&(engine, message))?;
+        let early = (now - batch.begun >= PATIENCE).then(|| (request, answer.clone()));
         let (answer, error) = match answer {
             Message::StoreAnswer(answer) => (Some(answer), None),
             Message::Error(error) => (None, Some(error)),
@@ -76,7 +86,7 @@ impl StoreBatches {
         batch.missing -= 1;
         batch.results[place] = Some(StoreResult { answer, error });
         if batch.missing > 0 {
-            return None;
+            return early;
         }
         let batch = self.batches.remove(&(engine, message))?;
         let results = batch.results.into_iter().flatten().collect();
@@ -102,10 +112,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
         let ids: Vec<RequestId> = stores.stores.iter().map(|one| RequestId(one.id)).collect();
         let begun = match ids.is_empty() {
             true => Err("stores is empty: name at least one store".to_owned()),
-            false => self.batches.begin(engine, message, &ids).map_err(|id| {
-                let id = id.0;
-                format!("stores.id {id} is of a store without an answer: draw a new id")
-            }),
+            false => self
+                .batches
+                .begin(host.now(), engine, message, &ids)
+                .map_err(|id| {
+                    let id = id.0;
+                    format!("stores.id {id} is of a store without an answer: draw a new id")
+                }),
         };
         if let Err(text) = begun {
             let error = ErrorBody::new(ErrorCode::Invalid, text);
@@ -137,7 +150,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         (peer, engine, id): (PeerId, EngineId, RequestId),
         answer: Message,
     ) {
-        if let Some((request, answer)) = self.batches.end(engine, id, answer) {
+        if let Some((request, answer)) = self.batches.end(host.now(), engine, id, answer) {
             host.reply(peer, request, answer);
         }
     }

@@ -178,3 +178,21 @@ fn a_store_has_no_more_time_than_its_message() {
     // The deadline of a message of the tests.
     assert_eq!(deadlines, [world.process.now + Duration::from_millis(1000)]);
 }
+
+#[test]
+fn a_slow_store_does_not_keep_the_answers_of_the_others() {
+    let mut world = World::with_slot();
+    world.stores(MESSAGE, vec![store(11, 4, 0), store(12, 4, 1)]);
+    let second = world.process.orders.split_off(1);
+    world.process.now = world.process.now + Duration::from_millis(150);
+    world.copied();
+    let alone = world.process.replies.pop();
+    assert!(
+        matches!(alone, Some((1, Message::StoreAnswer(_)))),
+        "{alone:?}"
+    );
+    world.process.orders = second;
+    world.copied();
+    assert_eq!(world.results(), [stored(), stored()]);
+    assert!(world.process.replies.is_empty());
+}
