@@ -32,6 +32,11 @@ class Removals:
         while len(self._to_remove) > REMOVALS_MAX:
             self._to_remove.pop(next(iter(self._to_remove)))
 
+    def clear(self) -> None:
+        """Gives all removals up: the whole namespaces are removed. Pages that are stored there later must stay."""
+        self._to_remove.clear()
+        self._open, self._not_before = None, 0.0
+
     def __len__(self) -> int:
         return len(self._to_remove)
 

@@ -601,3 +601,17 @@ def test_the_statistics_count_verified_pages_once(engine: Verified) -> None:
     assert taken["loads_recomputed"] == {"checksum": 1}
     engine.side.measure()
     assert "verified_pages" not in (engine.side._meters.take() or {})
+
+
+def test_pages_that_are_stored_after_a_reset_are_not_removed(engine: Verified, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.removals.REMOVAL_LIMIT_S", 0.0)
+    engine.computes("a", [1, 2], "xy")
+    engine.check("a", "??", [4, 5])
+    engine.leader.last(wire.Reset).end(Failure(Code.LEASED, "a load holds pages", reported=True, retry=True))
+    engine.side.reset()
+    before = len(engine.leader.asked)
+    for _ in range(3):
+        engine.step()
+    resets = [asked.message for asked in engine.leader.asked[before:] if isinstance(asked.message, wire.Reset)]
+    assert not [reset for reset in resets if reset.hashes]
+    assert len(engine.verification._removals) == 0

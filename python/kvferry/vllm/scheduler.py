@@ -468,6 +468,8 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Stops finding the pages that this engine could find so far; see :class:`Invalidation`."""
         self._invalidation.reset()
+        if self.verification is not None:
+            self.verification.forgotten()
         self._follow()
         return True
 

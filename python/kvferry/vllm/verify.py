@@ -568,6 +568,10 @@ class Verification:
             if all(len(sums.values) >= self._ranks for _, sums in ordered):
                 self._ordered.pop(number, None)
 
+    def forgotten(self) -> None:
+        """Records that the leader was requested to remove all pages that this engine could find."""
+        self._removals.clear()
+
     def turn(self) -> None:
         """Goes on with the removal of wrong pages."""
         self._removals.turn()
