@@ -107,11 +107,11 @@ def percentiles(seconds: list[float]) -> str:
 
 
 def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
-    prompt, running, steps = 64, arguments.running, arguments.steps
+    prompt, running, steps = 128, arguments.running, arguments.steps
     stepped = engine(
         daemon,
-        running * ((prompt + steps) // PAGE_TOKENS + 3),
-        max_model_len=prompt + steps + 64,
+        running * ((2 * prompt + steps) // PAGE_TOKENS + 3),
+        max_model_len=2 * prompt + steps + 64,
         max_num_seqs=running,
         max_num_batched_tokens=8192,
     )

@@ -207,8 +207,9 @@ class Verification:
             units = self._served.groups[part.group].page_tokens // self._served.hash_tokens
             for position, page in enumerate(part.pages, part.first_page):
                 # A page has the hash of its last tokens, of which kvferry compares the last 16 bytes.
-                page_hash = bytes(hashes[(position + 1) * units - 1])
-                if int.from_bytes(page_hash[-8:], "big") % 100 < self._percent:
+                last = (position + 1) * units - 1
+                page_hash = bytes(hashes[last]) if last < len(hashes) else b""
+                if page_hash and int.from_bytes(page_hash[-8:], "big") % 100 < self._percent:
                     key = self._key(namespace, part.group, page_hash)
                     found.append(ChosenPage(at, part.group, position, page, page_hash, key))
                 at += 1
