@@ -107,17 +107,21 @@ def percentiles(seconds: list[float]) -> str:
 
 
 def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
-    prompt, running, steps = 128, arguments.running, arguments.steps
+    prompt, running, steps = 64, arguments.running, arguments.steps
+    arriving = running // 2
     stepped = engine(
         daemon,
-        running * ((2 * prompt + steps) // PAGE_TOKENS + 3),
-        max_model_len=2 * prompt + steps + 64,
+        running * ((prompt + arriving + steps) // PAGE_TOKENS + 3),
+        max_model_len=prompt + arriving + steps + 64,
         max_num_seqs=running,
         max_num_batched_tokens=8192,
     )
-    requests = [
-        stepped.add([number % 1000] * 16 + list(range(prompt - 16)), max_tokens=steps + 48) for number in range(running)
-    ]
+    requests = []
+    for number in range(running):
+        requests.append(stepped.add([number % 1000] * 16 + list(range(prompt - 16)), max_tokens=arriving + steps + 48))
+        # Two arrive in each step, so that their pages are not full in the same steps.
+        if number % 2:
+            stepped.step()
     scheduler, rank = Clocked(stepped.connector, SCHEDULER_HOOKS), Clocked(stepped.rank, RANK_HOOKS)
     eventually("every request decodes", lambda: stepped.step() and all(each.num_output_tokens for each in requests))
     scheduler.take(), rank.take()
