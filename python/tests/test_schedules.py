@@ -40,8 +40,8 @@ import pytest
 from schedules import Schedule
 from shapes import SHAPES
 
-#: Seeds of each shape, and steps of each seed: 10,500 steps together.
-SEEDS, STEPS = 6, 250
+#: Seeds of each shape, and steps of each seed: 15,750 steps together.
+SEEDS, STEPS = 9, 250
 #: Seen at least so often in the schedules of a shape.
 LEAST = {"hits": 15, "load done": 10, "store done": 100, "preempted": 5, "aborted": 30, "reset": 2, "new leader": 1}
 LEAST |= {"pages verified": 30, "pages found wrong": 3}

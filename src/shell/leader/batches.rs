@@ -12,7 +12,7 @@ use kvferry_types::{EngineId, PeerId, Request, RequestId, Time};
 
 /// Age of a message from which on its stores are answered one by one, each under its own id, as well: a store that waits
 /// for another engine, or for a worker that is gone, does not keep the pages of the others.
-const PATIENCE: Duration = Duration::from_millis(100);
+const ALONE_AFTER: Duration = Duration::from_millis(100);
 
 /// The messages with several stores that wait for the end of one. An engine's connection has at most as many as it has
 /// request credits, and their stores take at most its byte credits on the wire; in memory each store takes less than 300
@@ -74,7 +74,7 @@ impl StoreBatches {
             return Some((request, answer));
         };
         let batch = self.batches.get_mut(&(engine, message))?;
-        let early = (now - batch.begun >= PATIENCE).then(|| (request, answer.clone()));
+        let early = (now - batch.begun >= ALONE_AFTER).then(|| (request, answer.clone()));
         let (answer, error) = match answer {
             Message::StoreAnswer(answer) => (Some(answer), None),
             Message::Error(error) => (None, Some(error)),
