@@ -62,9 +62,12 @@ def test_a_router_has_the_pages_of_every_medium(daemon: Daemon, tmp_path: Path) 
             engine.reset()
             engine.generate(PROMPTS[0], max_tokens=1)
             steps("the pages of host memory are announced again", lambda: len(numbers(router, "CPU")) == PAGES)
-            assert len(numbers(router, "GPU")) == 4, "those of the device are gone, but for what was loaded"
+            # Those of the device are gone, but for what was loaded or computed again.
+            steps("loaded pages are announced", lambda: len(numbers(router, "GPU")) == 4)
 
             engine.reset(connector=True)
+            # vLLM publishes its own clear with the next step of a request.
+            engine.generate(PROMPTS[0][:8], max_tokens=1)
             steps("the pages that are no longer found are taken back", lambda: not numbers(router, "CPU"))
     finally:
         engine.end()
