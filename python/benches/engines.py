@@ -12,6 +12,7 @@ Weights are random numbers, and answers are compared: loaded pages give the toke
 """
 
 import argparse
+import functools
 import statistics
 import subprocess
 import tempfile
@@ -47,13 +48,17 @@ MODEL: dict[str, Any] = {
 }
 
 
+@functools.cache
+def model() -> str:
+    return str(make_model.make("slow", MODEL))
+
+
 def engine(socket_dir: Path | None, **extra: Any) -> Engine:
-    model = str(make_model.make("slow", MODEL))
     changes = {"extra": {"verify": 0, **extra}} if socket_dir is not None else {}
     return Engine(
         config(
             socket_dir,
-            model=model,
+            model=model(),
             load_format="dummy",
             num_gpu_blocks_override=400,
             max_num_batched_tokens=2048,

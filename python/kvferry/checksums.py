@@ -4,7 +4,7 @@ The bytes of a page are read as 32-bit words. A word counts with a weight of 64 
 a row of :data:`ROW_WORDS`; the rows of a page, of all layers, count with further weights. Sums wrap around at 64 bits.
 With random weights, two contents of a page have equal upper 32 bits of the sum with a probability below 2**-30, also
 if they differ in a single bit, or if words, rows, layers or pages have changed places. The weights are constants: they
-are the same in every process and version, and no protection against bytes that somebody chose with intent.
+are the same in every process and version, and do not protect against bytes that were chosen to have an equal sum.
 """
 
 import logging

@@ -48,7 +48,7 @@ class HeldPages:
         """Records that one place less holds a page."""
         entry = self._entries[key] - _LEVELS
         if entry < 0:
-            raise ValueError(f"page {key.hex()} is in no place")
+            raise ValueError("a page that is in no place cannot leave one")
         if entry:
             self._entries[key] = entry
         else:

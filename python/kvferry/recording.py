@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 MAGIC = b"KVFCALLS"
 #: Version of the format, in the first bytes of the file.
 FORMAT = 1
-#: Bytes of the frames that wait to be written, with :data:`_WAITING_BYTES` for each: 64 MiB of memory at worst. One
-#: more ends the recording.
+#: Bytes of the frames that wait to be written or are being written, with :data:`_WAITING_BYTES` for each: 64 MiB of
+#: memory at worst. One more ends the recording.
 QUEUE_BYTES_MAX = 64 << 20
 #: Longest frame, without its head. The longest message of the wire has 8 MiB.
 FRAME_BYTES_MAX = 16 << 20
@@ -43,7 +43,7 @@ END_BYTES = 512
 _WAITING_BYTES = 256
 #: Longest text of a failure that is recorded.
 _TEXT_MAX = 256
-#: Pause before the leader is asked for its sizes again.
+#: Pause before the leader is requested to state its sizes again.
 _LEADER_PAUSE_S = 1.0
 _LEADER_LIMIT_S = 5.0
 
@@ -152,6 +152,8 @@ class Recorder:
         self._changed = threading.Condition(threading.Lock())
         self._queue: collections.deque[_Waiting] = collections.deque()
         self._queue_bytes = 0
+        #: Those of the batch that is being written, which are part of them.
+        self._taken_bytes = 0
         self._next = 0
         #: Why no more frames are added; None while recording.
         self._end: tuple[End, str] | None = None
@@ -260,6 +262,7 @@ class Recorder:
             while batch := self._take():
                 if not self._write_batch(batch):
                     break
+                self._written()
         except OSError as error:
             self._fail(End.DISK, str(error))
         except Exception as error:
@@ -274,8 +277,14 @@ class Recorder:
                 self._changed.wait()
             batch = list(self._queue)
             self._queue.clear()
-            self._queue_bytes = 0
+            # A batch counts until it is written: two of them together would be twice the limit.
+            self._taken_bytes = self._queue_bytes
             return batch
+
+    def _written(self) -> None:
+        with self._changed:
+            self._queue_bytes -= self._taken_bytes
+            self._taken_bytes = 0
 
     def _write_batch(self, batch: Iterable[_Waiting]) -> bool:
         """Writes frames; False: the file has its largest size."""
@@ -342,7 +351,7 @@ class Recorder:
             # A recording that was to be closed, or was too slow, lost frames here, too.
             self._end = why, text
             self._queue.clear()
-            self._queue_bytes = 0
+            self._queue_bytes = self._taken_bytes = 0
 
     def _finish(self) -> None:
         """Writes the end mark after the last whole frame, and reports an end that was not asked for."""

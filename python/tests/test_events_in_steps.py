@@ -1,4 +1,4 @@
-"""Tests of the KV events in the steps of vLLM's own scheduler: with its own events, behind its resets."""
+"""Tests of the KV events in the steps of vLLM's own scheduler: with its own events, and after its resets."""
 
 from collections.abc import Iterator
 from pathlib import Path

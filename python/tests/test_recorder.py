@@ -171,10 +171,12 @@ class Disk:
     """Holds up writes until they are let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.free = threading.Event()
+        self.free, self.writing = threading.Event(), threading.Event()
         write = os.write
 
         def slow(file: int, data: Any) -> int:
+            if len(data) > 50_000:
+                self.writing.set()
             assert self.free.wait(TIMEOUT_S)
             return write(file, data)
 
@@ -205,6 +207,30 @@ def test_a_slow_disk_holds_no_caller_up_and_leaves_no_gap(
     assert calls_file.ended(path) == calls_file.SLOW
     assert caplog.text.count("the recording") == 1
     assert "100000 bytes wait to be written" in caplog.text
+
+
+def test_what_is_being_written_counts_towards_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "QUEUE_BYTES_MAX", 100_000)
+    made = recorder(tmp_path / "calls")
+    eventually("the header is written", lambda: made._frames == 1)
+    disk = Disk(monkeypatch)
+    made.called("hook", {"text": "x" * 60_000})
+    assert disk.writing.wait(TIMEOUT_S)
+    made.called("hook", {"text": "x" * 60_000})
+    assert not made.recording, "together they are more than the limit"
+    disk.free.set()
+    made.close(TIMEOUT_S)
+    assert calls_file.ended(tmp_path / "calls") == calls_file.SLOW
+
+
+def test_room_is_there_again_after_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "QUEUE_BYTES_MAX", 100_000)
+    made = recorder(tmp_path / "calls")
+    for number in range(5):
+        made.called("hook", {"text": "x" * 60_000})
+        eventually("the frame is written", lambda number=number: made._frames == number + 2 and not made._queue_bytes)
+    made.close(TIMEOUT_S)
+    assert len(list(calls_file.calls(tmp_path / "calls"))) == 5
 
 
 def test_a_full_file_ends_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -484,7 +484,7 @@ def current_stream() -> int:
 
 
 def record_end() -> "Callable[[], bool]":
-    """Records an event behind the work so far of the calling thread's stream; returns a check whether it is over."""
+    """Records an event after the work so far of the calling thread's stream; returns a check whether it is over."""
     import torch
 
     event = torch.cuda.Event()

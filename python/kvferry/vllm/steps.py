@@ -1,4 +1,4 @@
-"""Numbers of the engine's steps, which order copies behind the work that writes their pages."""
+"""Numbers of the engine's steps, which let copies wait for the work that writes their pages."""
 
 from dataclasses import dataclass
 

@@ -223,7 +223,7 @@ class Verification:
     # Stores.
 
     def summed(self, tracked: "Tracked", parts: Sequence[Part]) -> list[Part]:
-        """Leaves out pages whose checksums were not ordered, and those after them, for a store behind the last step.
+        """Leaves out pages whose checksums were not ordered, and those after them, for a store after the last step.
 
         With asynchronous scheduling a page may be full only when the step that fills it is over.
         """
