@@ -1,7 +1,7 @@
 """A real vLLM under a mixed load: prompts that share, branch and grow, preemptions, aborts, evictions, a disk, kills.
 
-The device has so few pages that vLLM preempts, host memory so few that it evicts, and each tier is used. ``--full``
-runs 400 requests in each test; otherwise the first of them.
+The device has so few pages that vLLM preempts, host memory so few that it evicts (47, of about 100 that the first 48
+requests fill), and each tier is used. ``--full`` runs 400 requests in each test; otherwise the first of them.
 """
 
 import os
@@ -40,7 +40,7 @@ def changes() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("load")
-    daemon = Daemon(folder / "s", g2="12MiB", g3="48MiB", g3_dir=folder / "disk", ratio=4)
+    daemon = Daemon(folder / "s", g2="6MiB", g3="48MiB", g3_dir=folder / "disk", ratio=4)
     daemon.start()
     try:
         yield daemon

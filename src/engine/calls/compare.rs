@@ -41,6 +41,18 @@ pub struct Conditions {
     pub has_disk: bool,
     /// The engine had several leaders.
     pub several_leaders: bool,
+    /// A store found no room for some pages, in one of both only. It finds none while all pages are pinned or are being
+    /// filled, which depends on the moment; other pages are then present from there on.
+    pub full: bool,
+}
+
+/// Whether a store was refused room for a different number of pages.
+pub fn refusals_differ(recorded: &Outcome, replayed: &Outcome) -> bool {
+    let refused = |outcome: &Outcome| match outcome {
+        Outcome::Answered(Answer::Store(store)) => store.refused_pages,
+        _ => 0,
+    };
+    refused(recorded) != refused(replayed)
 }
 
 /// Compares a recorded outcome with the replayed one.
@@ -67,6 +79,7 @@ pub fn compare(recorded: &Outcome, replayed: &Outcome, conditions: Conditions) -
     };
     let is_lookup = matches!(recorded, Outcome::Answered(Answer::Lookup(_)));
     let timed = conditions.cancelled
+        || conditions.full
         || (conditions.has_disk && is_lookup)
         || [recorded, replayed]
             .iter()
@@ -271,6 +284,7 @@ mod tests {
         cancelled: false,
         has_disk: false,
         several_leaders: false,
+        full: false,
     };
 
     #[test]
@@ -314,6 +328,26 @@ mod tests {
         }
         let local = compare(&failed(ErrorCode::Internal, false), &lookup(3, 0), NONE);
         assert!(matches!(local, Verdict::Timed(_)));
+    }
+
+    #[test]
+    fn refusals_of_room_depend_on_time_with_all_that_follows() {
+        let store = |stored_pages, refused_pages| {
+            Outcome::Answered(Answer::Store(StoreAnswer {
+                stored_pages,
+                present_pages: 0,
+                refused_pages,
+                failed_pages: 0,
+            }))
+        };
+        assert!(refusals_differ(&store(6, 0), &store(0, 6)));
+        assert!(!refusals_differ(&store(6, 0), &store(5, 0)));
+        assert!(!refusals_differ(&lookup(3, 0), &lookup(4, 0)));
+        let full = Conditions { full: true, ..NONE };
+        for (before, now) in [(store(6, 0), store(0, 6)), (lookup(3, 0), lookup(4, 0))] {
+            let verdict = compare(&before, &now, full);
+            assert!(matches!(verdict, Verdict::Timed(_)), "{verdict:?}");
+        }
     }
 
     #[test]

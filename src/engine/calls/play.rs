@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::compare::{CallsReport, Conditions, compare};
+use super::compare::{CallsReport, Conditions, compare, refusals_differ};
 use super::file::{CallsError, FrameKind, Frames};
 use super::frames::{Failed, HashWindow, Outcome, RequestKind, Requested, ended_id};
 use super::plan::{Known, Plan, PlannedEnd, SlotHashes, answered, outcome};
@@ -96,6 +96,8 @@ pub struct Player<'a> {
     released: u64,
     requests: usize,
     tickets: u64,
+    /// A store found room for a different number of pages than in the recording.
+    full: bool,
     report: CallsReport,
 }
 
@@ -128,6 +130,7 @@ impl<'a> Player<'a> {
             released: 0,
             requests: 0,
             tickets: 0,
+            full: false,
             report: CallsReport::default(),
         })
     }
@@ -390,6 +393,7 @@ impl<'a> Player<'a> {
             self.order(WorkKind::Verify, &sent.pages[..brought], 0)
                 .await?;
         }
+        self.full |= refusals_differ(recorded, &replayed);
         let leader = self.plan.leader.as_ref();
         let conditions = Conditions {
             cancelled: sent.end.known == Known::Cancelled,
@@ -401,6 +405,7 @@ impl<'a> Player<'a> {
                         .any(|(tier, pages, _)| *tier > 2 && *pages > 0)
                 }),
             several_leaders: self.plan.leaders > 1,
+            full: self.full,
         };
         let what = format!("frame {number}, {} {id}", sent.kind.name());
         let verdict = compare(recorded, &replayed, conditions);
