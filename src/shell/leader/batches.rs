@@ -1,7 +1,7 @@
 //! Stores that arrive several in one message, and are answered in one.
 
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use kvferry_core::LeaderEvent;
 use kvferry_protocol::{ErrorBody, ErrorCode, Message, StoreResult, Stores, StoresAnswer};
 use kvferry_types::{EngineId, PeerId, Request, RequestId, Time};
 
-/// Age of a message from which on its stores are answered one by one, each under its own id, as well: a store that waits
-/// for another engine, or for a worker that is gone, does not keep the pages of the others.
+/// Age of a message at which the stores of it that have ended are answered under their own ids; each further one is, when
+/// it ends. A store that waits for another engine, or for a worker that is gone, does not keep the pages of the others.
 const ALONE_AFTER: Duration = Duration::from_millis(100);
 
 /// The messages with several stores that wait for the end of one. An engine's connection has at most as many as it has
@@ -22,11 +22,15 @@ pub(super) struct StoreBatches {
     batches: BTreeMap<(EngineId, RequestId), Batch>,
     /// For each store without an answer: its message, and its place there.
     places: BTreeMap<(EngineId, RequestId), (RequestId, usize)>,
+    /// Messages younger than [`ALONE_AFTER`], the oldest first. Some may be answered, but not the first: at most as many
+    /// as arrive in that time.
+    young: VecDeque<(Time, EngineId, RequestId)>,
 }
 
 #[derive(Debug)]
 struct Batch {
     begun: Time,
+    stores: Vec<RequestId>,
     results: Vec<Option<StoreResult>>,
     missing: usize,
 }
@@ -53,10 +57,12 @@ impl StoreBatches {
         }
         let batch = Batch {
             begun: now,
+            stores: stores.to_vec(),
             results: vec![None; stores.len()],
             missing: stores.len(),
         };
         self.batches.insert((engine, message), batch);
+        self.young.push_back((now, engine, message));
         Ok(())
     }
 
@@ -89,14 +95,62 @@ impl StoreBatches {
             return early;
         }
         let batch = self.batches.remove(&(engine, message))?;
+        self.trim();
         let results = batch.results.into_iter().flatten().collect();
         Some((message, Message::StoresAnswer(StoresAnswer { results })))
+    }
+
+    /// When the next message is so old that its stores are answered alone.
+    pub(super) fn next_timeout(&self) -> Option<Time> {
+        // Messages that are answered are removed from the front, so that the first one is of interest.
+        self.young.front().map(|(begun, _, _)| *begun + ALONE_AFTER)
+    }
+
+    /// Forgets answered messages at the front of the young ones.
+    fn trim(&mut self) {
+        while let Some((begun, engine, message)) = self.young.front() {
+            match self.batches.get(&(*engine, *message)) {
+                Some(batch) if batch.begun == *begun => break,
+                _ => self.young.pop_front(),
+            };
+        }
+    }
+
+    /// Takes the answers of ended stores whose messages have become too old to wait for.
+    fn grown_old(&mut self, now: Time) -> Vec<(EngineId, RequestId, Message)> {
+        let mut answers = Vec::new();
+        while self.next_timeout().is_some_and(|at| at <= now) {
+            let Some((_, engine, message)) = self.young.pop_front() else {
+                break;
+            };
+            let Some(batch) = self.batches.get(&(engine, message)) else {
+                continue;
+            };
+            // Stores that end from now on are answered alone by `end`.
+            for (store, result) in batch.stores.iter().zip(&batch.results) {
+                let answer = match result {
+                    Some(StoreResult {
+                        answer: Some(answer),
+                        ..
+                    }) => Message::StoreAnswer(*answer),
+                    Some(StoreResult {
+                        error: Some(error), ..
+                    }) => Message::Error(error.clone()),
+                    _ => continue,
+                };
+                answers.push((engine, *store, answer));
+            }
+            self.trim();
+        }
+        answers
     }
 
     /// Drops the messages of an engine whose connection is closed: it sends the stores again over the next one.
     pub(super) fn forget(&mut self, engine: EngineId) {
         self.batches.retain(|(whose, _), _| *whose != engine);
         self.places.retain(|(whose, _), _| *whose != engine);
+        self.young.retain(|(_, whose, _)| *whose != engine);
+        self.trim();
     }
 }
 
@@ -139,6 +193,15 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     self.step(host, event);
                 }
                 Err(error) => self.reply(host, (peer, engine, id), Message::Error(error)),
+            }
+        }
+    }
+
+    /// Answers stores that have ended, where others of their message do not end soon.
+    pub(super) fn answer_alone<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
+        for (engine, store, answer) in self.batches.grown_old(host.now()) {
+            if let Some(peer) = self.engines.get(&engine).map(|holder| holder.peer) {
+                host.reply(peer, store, answer);
             }
         }
     }

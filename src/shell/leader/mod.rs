@@ -99,14 +99,16 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Time at which [`Self::tick`] is due; `None` while no timer is set.
     pub fn next_timeout(&self) -> Option<Time> {
-        let waits = self.readers.next_timeout();
-        self.core.next_timeout().into_iter().chain(waits).min()
+        let own = [self.readers.next_timeout(), self.batches.next_timeout()];
+        let own = own.into_iter().flatten();
+        self.core.next_timeout().into_iter().chain(own).min()
     }
 
     /// Fires the timers that are due.
     pub fn tick<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
         self.step(host, LeaderEvent::Tick);
         self.end_waits(host);
+        self.answer_alone(host);
     }
 
     /// Takes the reason why the leader's process must end: `Some` at most once.

@@ -196,3 +196,35 @@ fn a_slow_store_does_not_keep_the_answers_of_the_others() {
     assert_eq!(world.results(), [stored(), stored()]);
     assert!(world.process.replies.is_empty());
 }
+
+#[test]
+fn stores_that_ended_early_do_not_wait_for_a_slow_one() {
+    let mut world = World::with_slot();
+    world.stores(
+        MESSAGE,
+        vec![store(11, 4, 0), store(12, 5, 0), store(13, 4, 1)],
+    );
+    let second = world.process.orders.split_off(1);
+    world.copied();
+    assert!(world.process.replies.is_empty());
+    let due = world.shell.next_timeout().expect("the message grows old");
+    assert!(due <= world.process.now + Duration::from_millis(100));
+    world.process.now = due;
+    world.shell.tick(&mut world.process);
+    let alone = std::mem::take(&mut world.process.replies);
+    assert!(
+        matches!(
+            &alone[..],
+            [(1, Message::StoreAnswer(_)), (1, Message::Error(_))]
+        ),
+        "{alone:?}"
+    );
+    // Once only.
+    world.process.now = due + Duration::from_millis(50);
+    world.shell.tick(&mut world.process);
+    assert!(world.process.replies.is_empty());
+    world.process.orders = second;
+    world.copied();
+    let results = world.results();
+    assert_eq!((&results[0], &results[2]), (&stored(), &stored()));
+}
