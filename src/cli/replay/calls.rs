@@ -27,12 +27,14 @@ pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError
         CommandError::Data(format!("--calls {}: {why}", path.display()))
     };
     let open = || {
-        let file = File::open(path).map_err(|error| refuse(&error))?;
-        match file.metadata() {
-            Ok(found) if found.is_file() => Ok(BufReader::with_capacity(BUFFER_BYTES, file)),
-            Ok(_) => Err(refuse(&"is no file, and a recording is read twice")),
-            Err(error) => Err(refuse(&error)),
+        // Before it is opened: a pipe without a writer would block.
+        match std::fs::metadata(path) {
+            Ok(found) if found.is_file() => {}
+            Ok(_) => return Err(refuse(&"is no file, and a recording is read twice")),
+            Err(error) => return Err(refuse(&error)),
         }
+        let file = File::open(path).map_err(|error| refuse(&error))?;
+        Ok(BufReader::with_capacity(BUFFER_BYTES, file))
     };
     let plan = Plan::read(open()?).map_err(|error| refuse(&error))?;
     let sizes = Sizes::of(arguments, &plan)?;
@@ -285,9 +287,21 @@ fn table(report: &CallsReport) -> String {
 }
 
 fn row(name: &str, text: &str) -> String {
-    format!("{name:<16} {text}")
+    // Texts of a recording may contain anything.
+    let printable: String = text
+        .chars()
+        .map(|c| {
+            if c.is_control() {
+                char::REPLACEMENT_CHARACTER
+            } else {
+                c
+            }
+        })
+        .collect();
+    format!("{name:<16} {printable}")
 }
 
+/// What the report means for the exit code.
 fn verdict(report: &CallsReport) -> Result<(), CommandError> {
     if report.mismatched_bytes > 0 {
         return Err(CommandError::Found(format!(
@@ -295,11 +309,52 @@ fn verdict(report: &CallsReport) -> Result<(), CommandError> {
             report.mismatched_bytes, report.complaint
         )));
     }
+    if report.compared == 0 {
+        let text = "nothing was compared: the recording has no request with an end";
+        return Err(CommandError::Data(text.to_owned()));
+    }
     match report.differences.first() {
+        None if report.equal == 0 => Err(CommandError::Found(format!(
+            "none of {} answers is equal: all differ by time",
+            report.compared
+        ))),
         None => Ok(()),
         Some(first) => Err(CommandError::Found(format!(
             "{} of {} answers differ, the first: {first}",
             report.different, report.compared
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_replay_that_shows_nothing_fails() {
+        let report = |compared, equal, different| CallsReport {
+            compared,
+            equal,
+            different,
+            timed: compared - equal - different,
+            differences: vec!["why".to_owned(); different as usize],
+            ..CallsReport::default()
+        };
+        assert!(verdict(&report(3, 1, 0)).is_ok());
+        assert!(matches!(
+            verdict(&report(0, 0, 0)),
+            Err(CommandError::Data(_))
+        ));
+        for other in [report(3, 0, 0), report(3, 2, 1)] {
+            assert!(matches!(verdict(&other), Err(CommandError::Found(_))));
+        }
+    }
+
+    #[test]
+    fn texts_of_a_recording_control_no_terminal() {
+        assert_eq!(
+            row("a", "\u{1b}[2J b\n"),
+            format!("{:<16} \u{fffd}[2J b\u{fffd}", "a")
+        );
     }
 }

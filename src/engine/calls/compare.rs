@@ -41,18 +41,20 @@ pub struct Conditions {
     pub has_disk: bool,
     /// The engine had several leaders.
     pub several_leaders: bool,
-    /// A store found no room for some pages, in one of both only. It finds none while all pages are pinned or are being
-    /// filled, which depends on the moment; other pages are then present from there on.
+    /// A store has found room for a different number of pages: it finds none while all pages are pinned or are being
+    /// filled, which depends on the moment. Other pages are then present from there on, so that answers differ in their
+    /// numbers of pages.
     pub full: bool,
 }
 
-/// Whether a store was refused room for a different number of pages.
+/// Whether a store that both answer was refused room for a different number of pages.
 pub fn refusals_differ(recorded: &Outcome, replayed: &Outcome) -> bool {
-    let refused = |outcome: &Outcome| match outcome {
-        Outcome::Answered(Answer::Store(store)) => store.refused_pages,
-        _ => 0,
-    };
-    refused(recorded) != refused(replayed)
+    match (recorded, replayed) {
+        (Outcome::Answered(Answer::Store(before)), Outcome::Answered(Answer::Store(now))) => {
+            before.refused_pages != now.refused_pages
+        }
+        _ => false,
+    }
 }
 
 /// Compares a recorded outcome with the replayed one.
@@ -78,16 +80,25 @@ pub fn compare(recorded: &Outcome, replayed: &Outcome, conditions: Conditions) -
         (before, now) => format!("answer: {} recorded, {} replayed", name(before), name(now)),
     };
     let is_lookup = matches!(recorded, Outcome::Answered(Answer::Lookup(_)));
+    let both_answer = matches!(
+        (recorded, replayed),
+        (Outcome::Answered(_), Outcome::Answered(_))
+    );
     let timed = conditions.cancelled
-        || conditions.full
-        || (conditions.has_disk && is_lookup)
-        || [recorded, replayed]
-            .iter()
-            .any(|outcome| is_timed(outcome, conditions));
+        || (conditions.full && both_answer)
+        || (conditions.has_disk && is_lookup && both_answer)
+        || is_timed(recorded, conditions)
+        || (is_timed(replayed, conditions) && !is_silence(replayed));
     match timed {
         true => Verdict::Timed(difference),
         false => Verdict::Different(difference),
     }
+}
+
+/// Whether nobody answered by the deadline. A leader that answered in the recording must answer in the replay, whose
+/// requests have the same time.
+fn is_silence(outcome: &Outcome) -> bool {
+    matches!(outcome, Outcome::Failed(failed) if failed.code == ErrorCode::Deadline.number())
 }
 
 fn is_timed(outcome: &Outcome, conditions: Conditions) -> bool {
@@ -325,6 +336,9 @@ mod tests {
         for code in TIMED {
             let verdict = compare(&failed(code, true), &lookup(3, 0), NONE);
             assert!(matches!(verdict, Verdict::Timed(_)), "{code:?}");
+            let verdict = compare(&lookup(3, 0), &failed(code, true), NONE);
+            let silent = code == ErrorCode::Deadline;
+            assert_eq!(matches!(verdict, Verdict::Timed(_)), !silent, "{code:?}");
         }
         let local = compare(&failed(ErrorCode::Internal, false), &lookup(3, 0), NONE);
         assert!(matches!(local, Verdict::Timed(_)));
@@ -343,7 +357,13 @@ mod tests {
         assert!(refusals_differ(&store(6, 0), &store(0, 6)));
         assert!(!refusals_differ(&store(6, 0), &store(5, 0)));
         assert!(!refusals_differ(&lookup(3, 0), &lookup(4, 0)));
+        let internal = failed(ErrorCode::Internal, true);
+        assert!(!refusals_differ(&store(6, 3), &internal));
         let full = Conditions { full: true, ..NONE };
+        for before in [store(6, 3), lookup(3, 0)] {
+            let verdict = compare(&before, &internal, full);
+            assert!(matches!(verdict, Verdict::Different(_)), "{verdict:?}");
+        }
         for (before, now) in [(store(6, 0), store(0, 6)), (lookup(3, 0), lookup(4, 0))] {
             let verdict = compare(&before, &now, full);
             assert!(matches!(verdict, Verdict::Timed(_)), "{verdict:?}");

@@ -8,14 +8,16 @@ use kvferry_protocol::{
     CancelStores, Empty, Finish, Load, Lookup, Message, MessageKind, Reset, Store,
 };
 use kvferry_types::{
-    Answer, Attention, CancelStoresAnswer, LoadAnswer, LookupAnswer, PageHashes, Request,
-    ResetAnswer, StoreAnswer,
+    Answer, Attention, CancelStoresAnswer, HASH_BYTES_MAX, HASH_BYTES_MIN, LoadAnswer,
+    LookupAnswer, PageHashes, Request, ResetAnswer, StoreAnswer,
 };
 
 /// Page hashes that frames may refer to, the last that were written. 8 MiB with 64 bytes each.
 const HASH_WINDOW: u64 = 131_072;
 /// Most hashes of one request.
 const HASHES_MAX: u64 = 131_072;
+/// Bytes of one page hash.
+const HASH_BYTES: std::ops::RangeInclusive<usize> = HASH_BYTES_MIN..=HASH_BYTES_MAX;
 
 /// Sizes of the engine. Other fields are for readers of the calls.
 #[derive(Debug, Clone, Deserialize)]
@@ -187,8 +189,11 @@ impl HashWindow {
                 .then_some(())
                 .ok_or(format!("more than {HASHES_MAX} page hashes"))
         };
-        if width == 0 && !items.is_empty() {
-            return Err("page hashes of 0 bytes".to_owned());
+        if !HASH_BYTES.contains(&width) && !items.is_empty() {
+            let (least, most) = HASH_BYTES.into_inner();
+            return Err(format!(
+                "page hashes of {width} bytes: they have {least} to {most}"
+            ));
         }
         for item in items {
             match item {

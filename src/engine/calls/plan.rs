@@ -116,7 +116,8 @@ impl Plan {
                 FrameKind::Leader => {
                     let read: LeaderFrame = frame.read()?;
                     if leaders == 0 {
-                        used_pages = read.tiers.iter().map(|(_, _, used)| used).sum();
+                        let used = read.tiers.iter().map(|(_, _, used)| *used);
+                        used_pages = used.fold(0, u64::saturating_add);
                     }
                     leaders += 1;
                     leader = Some(read);

@@ -15,6 +15,7 @@ const CALL: u8 = 1;
 const REQUEST: u8 = 3;
 const ANSWER: u8 = 4;
 const FAILURE: u8 = 5;
+const LEADER: u8 = 6;
 const END: u8 = 7;
 
 const LOOKUP: u16 = 16;
@@ -126,6 +127,37 @@ fn a_file_that_was_cut_is_read_up_to_there() {
             Err(error) => assert!(matches!(error, CallsError::Empty), "{length}: {error}"),
         }
     }
+}
+
+#[test]
+fn hashes_of_a_call_take_no_more_memory_than_those_of_a_request() {
+    for width in [0_usize, 15, 65, 1 << 20] {
+        let mut file = File::new();
+        let wide = vec![7; width.max(1)];
+        file.add(
+            CALL,
+            &(
+                "hook",
+                json!({}),
+                width,
+                (Bytes::new(&wide), (0_u64, 1_u64)),
+            ),
+        );
+        let error = Plan::read(&file.bytes[..])
+            .expect_err("a width")
+            .to_string();
+        let text = format!("page hashes of {width} bytes: they have 16 to 64");
+        assert!(error.contains(&text), "{error}");
+    }
+}
+
+#[test]
+fn used_pages_of_a_hostile_leader_are_counted_without_overflow() {
+    let mut file = File::new();
+    let tiers = [(2_u8, 8_u64, u64::MAX), (3, 8, 1)];
+    file.add(LEADER, &(1_u64, "0.1", 4_u32, 1_u32, 1_u32, tiers));
+    let plan = Plan::read(&file.bytes[..]).expect("a recording");
+    assert_eq!(plan.used_pages, u64::MAX);
 }
 
 #[test]
