@@ -151,6 +151,9 @@ def test_random_weights_are_named_by_their_seed() -> None:
         {"dtype": "float16"},
         {"quantization": "fp8"},
         {"cache_dtype": "fp8_e5m2"},
+        {"mamba_cache_dtype": "float16"},
+        {"mamba_ssm_cache_dtype": "float16"},
+        {"kv_cache_dtype_skip_layers": ["2"]},
         {"model_loader_extra_config": {"a": 1}},
     ],
 )

@@ -121,6 +121,10 @@ def adapters_of(config: "VllmConfig") -> str:
     return sorted_json(options)
 
 
+#: Further options of vLLM's cache that decide how the bytes of a page are read.
+_CACHE_DTYPES = ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "kv_cache_dtype_skip_layers")
+
+
 def _weights_parts(config: "VllmConfig", weights: str, revision: str | None) -> dict[str, Any]:
     model, load = config.model_config, config.load_config
     dummy = load.load_format == "dummy"
@@ -130,6 +134,8 @@ def _weights_parts(config: "VllmConfig", weights: str, revision: str | None) -> 
         "dtype": model.dtype,
         "quantization": (model.quantization, model.quantization_config),
         "kv_cache_dtype": config.cache_config.cache_dtype,
+        # Types of states, which can have one size, and which layers keep the model's type.
+        "cache_dtypes": {name: getattr(config.cache_config, name, None) for name in _CACHE_DTYPES},
         "loader": sorted_json(load.model_loader_extra_config),
         "dummy_weights": (model.seed, config.parallel_config.world_size) if dummy else None,
     }
