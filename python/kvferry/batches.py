@@ -22,18 +22,25 @@ BATCH_BYTES_MAX = 64 << 10
 
 
 class StoreBatches:
-    """The messages with several stores that wait for their answer. For the client's thread alone."""
+    """The messages with several stores that wait for their answer. For the client's thread alone.
 
-    def __init__(self) -> None:
+    With ``alone`` there are none: each store has a message of its own.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
         #: At most as many as the connection has request credits.
         self._open: dict[int, list[PendingRequest]] = {}
+        self._alone = alone
         #: The peer knows messages with several stores.
-        self._known = True
+        self._known = not alone
+        #: Stores without an answer beyond the first of each message.
+        self.more = 0
 
     def lost(self) -> None:
         """Forgets the messages of a connection that broke. Their stores are sent again over the next one."""
         self._open.clear()
-        self._known = True
+        self.more = 0
+        self._known = not self._alone
 
     def take(self, queue: "collections.deque[PendingRequest]", bytes_max: int) -> "list[PendingRequest]":
         """Takes the stores at the start of a queue that fit into one message; a single one is left in the queue."""
@@ -56,6 +63,7 @@ class StoreBatches:
     def message(self, identity: int, stores: "list[PendingRequest]", now: float) -> tuple[int, bytes]:
         """Returns the deadline, in milliseconds from now, and the body of a message with these stores."""
         self._open[identity] = stores
+        self.more += len(stores) - 1
         numbered = [
             wire.NumberedStore(store.id, max(int((store.deadline - now) * 1000), 1), msgspec.Raw(store.body))
             for store in stores
@@ -73,6 +81,7 @@ class StoreBatches:
             wire.Malformed: for an answer that does not fit.
         """
         stores = self._open.pop(identity, [])
+        self.more -= max(len(stores) - 1, 0)
         if stores and isinstance(body, wire.Error):
             self._known = self._known and body.code != Code.UNKNOWN_KIND
             for store in stores:

@@ -120,12 +120,12 @@ class ChecksumTable:
         return mmap.mmap(self._fd, size)
 
     def is_current(self) -> bool:
-        """Whether the path still leads to this file."""
+        """Whether the path still leads to this file, which has its size."""
         try:
             found = os.stat(self.path, follow_symlinks=False)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == self._file
+        return (found.st_dev, found.st_ino, found.st_size) == (*self._file, len(self._map))
 
     def close(self) -> None:
         """Closes the file."""

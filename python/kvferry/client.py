@@ -27,7 +27,7 @@ from kvferry import wire
 from kvferry.batches import StoreBatches
 from kvferry.wire import Code, Hello, Kind
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kvferry")
 
 #: Most requests without an answer; one more is refused at once. Their bodies take at most 32 GiB, with 8 MiB each, the
 #: longest body of the wire; with the hashes of 4,096 pages each, 512 MiB.
@@ -75,11 +75,12 @@ class PendingRequest:
     """One request and, once :attr:`done`, its answer or failure."""
 
     __slots__ = (
-        "_ended",
+        "_event",
         "alone",
         "answer",
         "body",
         "deadline",
+        "done",
         "ended_at",
         "expires",
         "failure",
@@ -112,7 +113,10 @@ class PendingRequest:
         self.requested_at = time.monotonic()
         self.sent_at: float | None = None
         self.ended_at: float | None = None
-        self._ended = threading.Event()
+        #: Whether the request has ended.
+        self.done = False
+        #: What :meth:`wait` waits for; most requests are never waited for.
+        self._event: threading.Event | None = None
 
     @property
     def queued_s(self) -> float | None:
@@ -124,14 +128,15 @@ class PendingRequest:
         """Time from the request to its end; None before the end."""
         return None if self.ended_at is None else self.ended_at - self.requested_at
 
-    @property
-    def done(self) -> bool:
-        """Whether the request has ended."""
-        return self._ended.is_set()
-
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the request has ended, at most ``timeout_s``; returns whether it has."""
-        return self._ended.wait(timeout_s)
+        """Waits until the request has ended, at most ``timeout_s``; returns whether it has. For one thread alone."""
+        if not self.done:
+            if self._event is None:
+                self._event = threading.Event()
+            # The end is looked at after the event is there, and the event after the end: one of both sides sees it.
+            if not self.done:
+                self._event.wait(timeout_s)
+        return self.done
 
     def _end(self, answer: msgspec.Struct | None, failure: Failure | None) -> None:
         self.answer, self.failure = answer, failure
@@ -139,7 +144,9 @@ class PendingRequest:
         self.ended_at = time.monotonic()
         if self.watch is not None:
             self.watch.ended(self)
-        self._ended.set()
+        self.done = True
+        if self._event is not None:
+            self._event.set()
         if self.until is not None:
             self.until(self)
 
@@ -202,7 +209,8 @@ class Client:
         #: longer waits uses its credits until it is answered.
         self._in_flight: dict[int, int] = {}
         self._in_flight_bytes = 0
-        self._batches = StoreBatches()
+        # A recording needs the answers in the order of the leader's decisions; that of a shared message comes late.
+        self._batches = StoreBatches(alone=watch is not None)
         #: When the last message was sent over the present connection.
         self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
@@ -252,14 +260,15 @@ class Client:
         if full:
             text = f"{OPEN_MAX} requests wait for an answer"
             pending._end(None, Failure(Code.BUSY, text, reported=False, retry=True, over=True))
-        elif wake:
+        elif wake and threading.get_ident() != self._thread.ident:
+            # The client's own thread sends what ``turn`` has requested before it waits again.
             self.poke()
         return pending
 
     @property
     def open_requests(self) -> tuple[int, int]:
         """Numbers of requests without an answer that wait to be sent, and that were sent. May lag behind."""
-        sent = len(self._in_flight)
+        sent = len(self._in_flight) + self._batches.more
         return max(self._count - sent, 0), sent
 
     def draw(self) -> int:
@@ -332,9 +341,10 @@ class Client:
 
     def _meanwhile(self, until: float) -> None:
         """Waits for a request, a poke or a deadline while there is no connection."""
-        self._take_new()
         self._expire()
         self._take_turn()
+        # Also what a turn has requested, whose deadlines count from now on.
+        self._take_new()
         timeout_s = self._until_next(until) - time.monotonic()
         wake = select.poll()
         wake.register(self._wake, select.POLLIN)
@@ -375,8 +385,8 @@ class Client:
         socket.send_multipart([head, wire.body_of(self._hello)])
         poller = self._poller(socket, monitor)
         while (left_s := deadline - time.monotonic()) > 0 and not self._closing:
-            self._take_new()
             self._expire()
+            self._take_new()
             # Deadlines of requests are heeded also while the peer is silent.
             next_s = self._until_next(time.monotonic() + left_s) - time.monotonic()
             ready = dict(poller.poll(max(int(next_s * 1000) + 1, 0)))
@@ -416,13 +426,13 @@ class Client:
         self.features = welcome.features
         self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
         self._forget_in_flight()
+        self.problem = ""
+        self.lost_at = None
+        self.link = next(self._links)
         self._unsent.clear()
         self._urgent.clear()
         for _, pending in sorted(self._open.items()):
             self._queue(pending)
-        self.problem = ""
-        self.lost_at = None
-        self.link = next(self._links)
         beat_s = max(welcome.heartbeat_ms, 10) / 1000
         received_at, pinged = time.monotonic(), False
         self._sent_at = received_at
@@ -551,7 +561,9 @@ class Client:
                 self._queue(pending)
 
     def _queue(self, pending: PendingRequest) -> None:
-        (self._urgent if pending.urgent else self._unsent).append(pending)
+        # A new connection begins with all open requests.
+        if self.link:
+            (self._urgent if pending.urgent else self._unsent).append(pending)
 
     def _expire(self) -> None:
         now = time.monotonic()

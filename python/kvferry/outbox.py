@@ -4,7 +4,12 @@ Connections break and workers die: a request stays owed until a worker has confi
 and its successor, which has received no orders yet, confirms so at once.
 """
 
+import math
 from dataclasses import dataclass, field
+
+#: Shortest time between two reports of written work if no store and no load waits for the second one: the reports of
+#: several steps are one message.
+UNNEEDED_S = 0.1
 
 #: Most requests in one ``abandon``, by the limits of the wire; further ones follow in the next.
 ABANDONED_MAX = 4096
@@ -44,6 +49,9 @@ class Outbox:
     #: Everything up to this request is written, and what of it the worker has confirmed since the registration.
     written: int = 0
     confirmed: int = 0
+    #: Up to which number some store or load waits for a report, and when the last one was sent.
+    needed: int = 0
+    reported_at: float = -math.inf
     #: The highest request that was ever abandoned: a worker must not copy for it after a later registration.
     abandoned_through: int = 0
     abandoned: set[int] = field(default_factory=set)
@@ -58,6 +66,25 @@ class Outbox:
         """Records that everything up to this number is written."""
         self.written = max(self.written, through)
 
+    def needs(self, through: int) -> None:
+        """Records that some store or load waits for the report of this number."""
+        self.needed = max(self.needed, through)
+
+    @property
+    def reports_at_once(self) -> bool:
+        """Whether something written and not reported is waited for."""
+        return min(self.needed, self.written) > self.confirmed
+
+    @property
+    def reports_later(self) -> bool:
+        """Whether something written and not reported is not waited for."""
+        return self.written > max(self.needed, self.confirmed)
+
+    def report_at(self, now: float) -> float | None:
+        """Returns when a report can be due that nothing waits for; None if it is due as soon as there is one."""
+        at = self.reported_at + UNNEEDED_S
+        return at if at > now else None
+
     def wrote_last(self, through: int) -> None:
         """Withdraws reports after this request: later pages will never be known to be written."""
         self.written = min(self.written, through)
@@ -67,8 +94,8 @@ class Outbox:
         self.abandoned_through = max([self.abandoned_through, *requests])
         self.abandoned.update(requests)
 
-    def next(self) -> RankRequest | None:
-        """Returns the next request to send; at most one of a kind is open at a time."""
+    def next(self, now: float = math.inf) -> RankRequest | None:
+        """Returns the next request to send at this time; at most one of a kind is open at a time."""
         if not self.registered and Register not in self.sent:
             self.sent.add(Register)
             return Register(self.abandoned_through)
@@ -76,8 +103,10 @@ class Outbox:
         if self.abandoned and Abandon not in self.sent:
             self.sent.add(Abandon)
             return Abandon(sorted(self.abandoned)[:ABANDONED_MAX])
-        if self.registered and self.written > self.confirmed and Written not in self.sent:
+        due = self.reports_at_once or (self.written > self.confirmed and self.report_at(now) is None)
+        if self.registered and due and Written not in self.sent:
             self.sent.add(Written)
+            self.reported_at = now if now < math.inf else self.reported_at
             return Written(self.written)
         return None
 

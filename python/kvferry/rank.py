@@ -32,6 +32,9 @@ REQUEST_LIMIT_S = 30.0
 #: come and go.
 KILL_AFTER_S = 30.0
 
+#: Time without a worker that has the memory after which the reason is logged.
+TELL_AFTER_S = 5.0
+
 _PAUSE_FIRST_S = 0.05
 _PAUSE_MAX_S = 1.0
 #: Longest wait for a worker to unmap a device's memory.
@@ -52,12 +55,19 @@ class RankSession:
         self._outbox = outbox.Outbox()
         self._over: list[int] = []
         self._announced = 0
+        self._needed = 0
+        #: The session's thread wakes by itself when reports that nothing waits for are due.
+        self._armed = False
         self._progress = Progress(memory, self._lock)
         self._closing = False
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
         self._not_before = 0.0
         self._complaint = ""
+        #: Since when no worker has the memory, None while one has it; whether that was logged; and the last refusal.
+        self._without_since: float | None = None
+        self._told_without = False
+        self._refusal = ""
         #: Reasons that were logged for memory that is not served, each once.
         self._not_served: set[str] = set()
         #: The last process that received the memory: 0 before there was one, None when it cannot be seen; and its
@@ -82,30 +92,51 @@ class RankSession:
         """Whether :meth:`wrote` would have something to report."""
         return through > self._announced and not self.fault and not self._closing
 
+    def needs(self, through: int) -> None:
+        """Records that stores and loads wait for work up to this number, and reports it at once if it is written."""
+        if through <= self._needed:
+            return
+        self._needed = through
+        with self._lock:
+            self._outbox.needs(through)
+            wake = self._outbox.reports_at_once
+        if wake:
+            self._client.poke()
+
     def wrote(
         self,
         through: int,
         record: Callable[[], Callable[[], bool]] | None = None,
         stream: int | None = None,
         *,
-        stores: int | None = None,
+        needed: int | None = None,
     ) -> None:
         """Reports everything up to ``through`` as written: now, or once the device's work so far is over.
 
+        Stores and loads wait for the report up to ``needed``, by default ``through``. The rest is reported at most
+        :data:`kvferry.outbox.UNNEEDED_S` later, because each report wakes a thread of this process.
+
         ``stream`` is the device's, and the calling thread's context its context. The device itself then marks in its
         timeline when the work that was submitted to the stream so far is over. The worker reads the timeline for loads,
-        and is notified of stores only: up to ``stores``, by default ``through``. Where there is no mark, ``record`` is
-        called, which must be given with ``stream``: it returns a check whether that work is over, which must not wait.
+        and is notified only of what is needed. Where there is no mark, ``record`` is called, which must be given with
+        ``stream``: it returns a check whether that work is over, which must not wait.
         """
         if not self.announces(through):
             return
         self._announced = through
+        self._needed = max(self._needed, through if needed is None else needed)
         marked = self._progress.mark(stream, through)
         check = record() if record is not None and not marked else None
         with self._lock:
+            self._outbox.needs(self._needed)
             if self._progress.submitted(through, marked, check):
-                self._outbox.wrote(through if stores is None or not marked else stores)
-        self._client.poke()
+                self._outbox.wrote(min(self._needed, through) if marked else through)
+                wake = self._outbox.reports_at_once or (self._outbox.reports_later and not self._armed)
+            else:
+                # The thread must learn of the check.
+                wake = True
+        if wake:
+            self._client.poke()
 
     def abandon(self, requests: list[int]) -> None:
         """Takes the pages of these requests back. :meth:`over` returns the requests once nothing is copied for them."""
@@ -169,8 +200,35 @@ class RankSession:
         wake = self._send_owed(now, waiting)
         if waiting and wake is not None:
             wake = min(wake, now + look_every(KILL_AFTER_S))
+        with self._lock:
+            report_at = self._outbox.report_at(now)
+            self._armed = report_at is not None
         look = None if self.fault else self._progress.next_look()
-        return look if wake is None else wake if look is None else min(look, wake)
+        times = (wake, look, report_at, self._tell_without(now))
+        return min((at for at in times if at is not None), default=None)
+
+    def _tell_without(self, now: float) -> float | None:
+        """Logs once that no worker has the memory for some time, and why; returns when that is due."""
+        if self._outbox.registered or self._closing:
+            self._without_since, self._told_without = None, False
+            return None
+        if self._without_since is None:
+            self._without_since = now
+        if self._told_without:
+            return None
+        if now < self._without_since + TELL_AFTER_S:
+            return self._without_since + TELL_AFTER_S
+        self._told_without = True
+        why = self._refusal if self._client.listening else self._client.problem
+        logger.warning(
+            "kvferry: %s: no worker has the KV memory for %.0f s: %s: requests run without the cache meanwhile",
+            self._name,
+            TELL_AFTER_S,
+            why or "its worker has not answered",
+        )
+        # Logs when one has it.
+        self._complaint = ""
+        return None
 
     def _look_at_writing(self, now: float) -> None:
         if self.fault:
@@ -206,7 +264,7 @@ class RankSession:
             return now + 0.2 if waiting else None
         while time.monotonic() >= self._not_before:
             with self._lock:
-                rank_request = self._outbox.next()
+                rank_request = self._outbox.next(now)
             if rank_request is None:
                 return now + 1.0 if waiting else None
             self._send(rank_request)
@@ -267,6 +325,7 @@ class RankSession:
 
     def _tell(self, failure: Failure | None, not_served: str) -> None:
         """Logs the result of a registration, each result once."""
+        self._refusal = failure.message if failure is not None else ""
         if not_served:
             if not_served not in self._not_served:
                 self._not_served.add(not_served)

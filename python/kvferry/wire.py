@@ -3,6 +3,8 @@
 Only messages that engines need. Unknown fields of an answer are skipped, so that a newer kvferry may add fields.
 """
 
+import itertools
+import operator
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -516,12 +518,14 @@ def read(parts: list[bytes]) -> Envelope:
 
 def runs(pages: Sequence[int]) -> list:
     """Encodes page indices for the wire: consecutive pages become runs ``[start, count]``."""
-    items: list = []
-    at = 0
-    while at < len(pages):
-        end = at + 1
-        while end < len(pages) and pages[end] == pages[end - 1] + 1:
-            end += 1
-        items.append(pages[at] if end - at == 1 else [pages[at], end - at])
-        at = end
-    return items
+    if not pages:
+        return []
+    # Where a page does not follow the one before it.
+    steps = map(operator.sub, itertools.islice(pages, 1, None), pages)
+    breaks = [at for at, step in enumerate(steps, 1) if step != 1]
+    if len(breaks) == len(pages) - 1:
+        return list(pages)
+    return [
+        pages[at] if end - at == 1 else [pages[at], end - at]
+        for at, end in zip([0, *breaks], [*breaks, len(pages)], strict=True)
+    ]

@@ -6,6 +6,7 @@ from real_scheduler import Stepped
 from test_scheduler import PAGE_BYTES, Engine, found, request
 
 from kvferry import wire
+from kvferry.vllm import backpressure
 
 
 def store(engine: Engine, name: str, pages: list[int], *, ends: bool) -> int:
@@ -92,3 +93,16 @@ def test_an_engine_keeps_its_pages_while_the_leader_is_paused() -> None:
     held = free - engine.free_pages()
     assert 0 < held <= 64 * 5 // 100 + 4, "the last store may exceed the limit"
     assert engine.connector._scheduler.stores_skipped_backpressure > 30
+
+
+def test_stores_leave_room_for_other_requests_at_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backpressure, "STORES_MAX", 2)
+    engine = Engine()
+    found(engine, 0)
+    for number in range(3):
+        store(engine, f"a{number}", [10 + number], ends=False)
+    assert engine.leader.count(wire.Store) == 2
+    assert engine.side.stores_skipped_backpressure == 1
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(1, 0))
+    engine.step()
+    assert store(engine, "b", [30], ends=False) == 3

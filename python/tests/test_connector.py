@@ -162,7 +162,7 @@ def test_every_hash_algorithm_of_vllm_is_judged() -> None:
 def test_no_event_is_recorded_before_the_rank_needs_one(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
     made = object.__new__(connector.KvferryConnector)
-    made._connector_metadata = StepMetadata(written_through=5, stores_through=4)
+    made._connector_metadata = StepMetadata(written_through=5, needed_through=4)
     made._on_device = on_device
     made._checksums = SimpleNamespace(take=lambda orders: None, zero=lambda pages: None)  # type: ignore[assignment]
     made._rank = SimpleNamespace(  # type: ignore[assignment]
@@ -174,7 +174,7 @@ def test_no_event_is_recorded_before_the_rank_needs_one(on_device: bool, monkeyp
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=70))
     made.wait_for_save()
     assert not made.fault
-    assert reported == [(5, *((connector.record_end, 70) if on_device else (None, None)), {"stores": 4})]
+    assert reported == [(5, *((connector.record_end, 70) if on_device else (None, None)), {"needed": 4})]
     assert events == []
     assert connector.record_end()()
     assert events == ["recorded"]

@@ -4,14 +4,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry import wire
-from kvferry.outbox import Outbox, Register, Written
+from kvferry import rank, wire
+from kvferry.outbox import UNNEEDED_S, Outbox, Register, Written
 from kvferry.progress import Progress
 from kvferry.rank import RankSession
+from kvferry.silence import Silence
 
 
 class Device:
@@ -48,8 +50,16 @@ class Client:
     link = 1
     features = wire.FEATURE_TIMELINE
 
+    def __init__(self) -> None:
+        self.pokes = 0
+        self.requested: list[Any] = []
+
     def poke(self) -> None:
-        pass
+        self.pokes += 1
+
+    def request(self, message: Any, *arguments: Any, until: Callable[[Any], None], **named: Any) -> None:
+        self.requested.append(message)
+        until(SimpleNamespace(failure=None, answer=None))
 
 
 class Passes:
@@ -63,9 +73,12 @@ class Passes:
         self.session = session = object.__new__(RankSession)
         session._memory, session._client = device, Client()  # type: ignore[assignment]
         session._lock, session._name, session._engine = threading.Lock(), "rank 0", b"e"
-        session._announced, session._closing, session._directory = 0, False, None  # type: ignore[assignment]
+        session._announced, session._needed, session._armed = 0, 0, False
+        session._closing, session._directory = False, None  # type: ignore[assignment]
         session._process, session._process_fd, session._process_killed = 0, None, False
-        session._not_before = 0.0
+        session._not_before = session._pause_s = 0.0
+        session._silence, session._over = Silence(), []
+        session._without_since, session._told_without, session._refusal = None, False, ""
         session._progress = Progress(device, session._lock)  # type: ignore[arg-type]
         session._outbox = self.outbox = Outbox(registered=True)
         self.now = time.monotonic()
@@ -111,8 +124,8 @@ def passes() -> Passes:
 
 def test_no_event_is_recorded_for_a_pass_that_the_device_marks(passes: Passes) -> None:
     """A worker that reads the timeline is notified of stores only."""
-    passes.wrote(5, stores=4)
-    passes.wrote(6, stores=4)
+    passes.wrote(5, needed=4)
+    passes.wrote(6, needed=4)
     assert passes.device.submitted == [(70, 5), (70, 6)]
     assert passes.recorded == []
     assert passes.sent() == wire.Written(4, timeline=True)
@@ -123,8 +136,8 @@ def test_no_event_is_recorded_for_a_pass_that_the_device_marks(passes: Passes) -
 @pytest.mark.parametrize("change", [{"has_timeline": False}, {"refuses": True}])
 def test_a_pass_without_a_mark_is_reported_when_its_event_is_over(passes: Passes, change: dict[str, bool]) -> None:
     vars(passes.device).update(change)
-    passes.wrote(5, stores=4)
-    passes.wrote(6, stores=4)
+    passes.wrote(5, needed=4)
+    passes.wrote(6, needed=4)
     assert passes.recorded == [5, 6]
     passes.over[6] = True
     assert passes.look() == 0, "in order"
@@ -261,3 +274,68 @@ def test_memory_of_the_host_is_written_at_once(passes: Passes) -> None:
     assert passes.sent() == wire.Written(3)
     assert passes.outbox.next() is None
     assert Written(3).through == 3
+
+
+def test_the_sessions_thread_is_woken_for_reports_that_something_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(rank, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    session = Passes(Device(marks=False)).session
+    client: Any = session._client
+    session._link = client.link
+    session.wrote(1, needed=0)
+    assert client.pokes == 1, "the thread has slept"
+    session._turn()
+    assert client.requested == [wire.Written(1)]
+    for number in (2, 3):
+        session.wrote(number, needed=0)
+    assert client.pokes == 1, "the thread wakes by itself"
+    clock.now += UNNEEDED_S / 2
+    session.needs(2)
+    assert client.pokes == 2, "a load waits"
+    session._turn()
+    assert client.requested[1:] == [wire.Written(3)]
+    session.wrote(4, needed=0)
+    wakes_at = session._turn()
+    assert wakes_at == pytest.approx(clock.now + UNNEEDED_S)
+    clock.now = wakes_at or 0.0
+    assert session._turn() == pytest.approx(clock.now + UNNEEDED_S)
+    assert client.requested[2:] == [wire.Written(4)]
+    session.wrote(6, needed=5)
+    assert client.pokes == 3, "a store waits"
+    session._turn()
+    assert client.requested[3:] == [wire.Written(6)]
+    clock.now += 2 * UNNEEDED_S
+    assert session._turn() is None
+    session.wrote(7, needed=5)
+    assert client.pokes == 4, "nobody would send it"
+
+
+def test_a_rank_without_a_worker_logs_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(rank, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    passes = Passes(Device())
+    session, client = passes.session, passes.session._client
+    passes.outbox.lost()
+    session._not_before = 1000.0
+    session._link = 1
+    monkeypatch.setattr(client, "listening", False, raising=False)
+    monkeypatch.setattr(client, "problem", "/s/worker-3-0 does not exist", raising=False)
+    assert session._turn() == 100.0 + rank.TELL_AFTER_S
+    clock.now += rank.TELL_AFTER_S
+    for _ in range(2):
+        session._turn()
+    assert caplog.text.count("no worker has the KV memory") == 1
+    assert "/s/worker-3-0 does not exist" in caplog.text
+    # A registration ends it; the next loss is told again, with the refusal of the worker that is there.
+    passes.outbox.registered = True
+    session._turn()
+    passes.outbox.registered = False
+    monkeypatch.setattr(client, "listening", True)
+    session._refusal = "the device cannot be opened"
+    assert session._turn() == clock.now + rank.TELL_AFTER_S
+    clock.now += rank.TELL_AFTER_S
+    session._turn()
+    assert caplog.text.count("no worker has the KV memory") == 2
+    assert "the device cannot be opened" in caplog.text

@@ -22,7 +22,7 @@ from kvferry import rank, wire
 from kvferry.client import SOCKET_NAME
 from kvferry.engine_client import EngineClient
 from kvferry.memory import FD_SOCKET_NAME, Group, KvMemory, Place
-from kvferry.outbox import Abandon, Outbox, Register, Written
+from kvferry.outbox import UNNEEDED_S, Abandon, Outbox, Register, Written
 from kvferry.rank import RankSession
 from kvferry.silence import Silence
 
@@ -52,6 +52,37 @@ def test_written_pages_are_reported_after_the_registration_and_again_to_the_next
     side.lost()
     registered(side)
     assert rank_requests(side) == [Written(9)]
+
+
+def test_reports_that_nothing_waits_for_are_one_message() -> None:
+    side = Outbox()
+    side.wrote(4)
+    registered(side)
+    assert side.next(100.0) == Written(4), "there was no report for long"
+    side.answered(Written(4), True)
+    side.wrote(5)
+    soon = 100.0 + UNNEEDED_S / 2
+    assert side.next(soon) is None
+    assert side.report_at(soon) == 100.0 + UNNEEDED_S
+    side.wrote(6)
+    assert side.reports_later
+    assert not side.reports_at_once
+    assert side.next(100.0 + UNNEEDED_S) == Written(6)
+    side.answered(Written(6), True)
+    # A store or a load waits for the next one.
+    side.wrote(7)
+    side.needs(7)
+    assert side.reports_at_once
+    assert side.next(100.1 + UNNEEDED_S) == Written(7)
+    side.answered(Written(7), True)
+    # For work that is not over, nothing is reported early.
+    side.needs(9)
+    assert not side.reports_at_once
+    assert side.next(100.1 + UNNEEDED_S) is None
+    # A new worker is told all of it at once.
+    side.lost()
+    registered(side)
+    assert side.next(100.1 + UNNEEDED_S) == Written(7)
 
 
 def test_an_unconfirmed_request_is_sent_again() -> None:

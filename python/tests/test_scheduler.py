@@ -474,11 +474,11 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
     store = engine.leader.last(wire.Store)
     part = store.message.parts[0]
     assert (part.first_page, part.pages, store.message.more_hashes) == (0, [[7, 2]], b"")
-    assert step == StepMetadata(written_through=step.written_through, stores_through=store.id)
+    assert step == StepMetadata(written_through=step.written_through, needed_through=store.id)
     assert step.written_through > store.id, "the step's own number comes after its stores"
     assert engine.pool.held() == [7, 8]
     asking.grow(1)
-    assert engine.step({asking: 1}).stores_through == store.id
+    assert engine.step({asking: 1}).needed_through == store.id
     assert engine.leader.count(wire.Store) == 1, "no page was filled"
     asking.grow(1)
     engine.step({asking: 1})

@@ -14,7 +14,7 @@ from kvferry.switch import Switch
 from kvferry.vllm import lookups
 from kvferry.vllm.per_request import PerRequest
 from kvferry.vllm.settings import Settings
-from kvferry.vllm.stores import Stores
+from kvferry.vllm.stores import GENERATED_EVERY, Stores
 
 
 def parts(engine: Engine) -> list[tuple[int, list]]:
@@ -47,8 +47,10 @@ def test_generated_pages_are_stored_in_runs_and_at_the_end() -> None:
     assert parts(engine) == [(0, [[1, 2]])]
     generate(engine, asking, 3 * PAGE_TOKENS - 1)
     assert engine.leader.count(wire.Store) == 1
-    generate(engine, asking, 1)
+    # The generated pages of all requests are stored in one of some steps.
+    generate(engine, asking, GENERATED_EVERY)
     assert parts(engine) == [(2, [[3, 3]])]
+    assert GENERATED_EVERY <= PAGE_TOKENS, "or a further page is stored"
     generate(engine, asking, PAGE_TOKENS)
     assert engine.leader.count(wire.Store) == 2
     asking.grow(1)
@@ -102,7 +104,8 @@ def test_a_store_at_the_end_waits_for_the_last_step_only() -> None:
     store = engine.leader.last(wire.Store)
     assert 0 < store.message.after == before.written_through < store.id
     after = engine.step()
-    assert (after.written_through, after.stores_through) == (before.written_through, before.stores_through)
+    assert after.written_through == before.written_through
+    assert after.needed_before == after.needed_through == before.written_through
 
 
 def test_a_new_prompts_full_pages_are_stored_at_once() -> None:
@@ -251,6 +254,18 @@ def test_a_request_is_looked_up_when_it_arrives() -> None:
     assert not lookup.waited
 
 
+def test_a_lookup_that_failed_early_is_sent_again() -> None:
+    engine = Engine(lookup_budget_ms=0)
+    asking = request("a", 17)
+    engine.side.arrived(asking)
+    engine.leader.last(wire.Lookup).end(refused())
+    # The leader is well again when vLLM considers the request.
+    assert engine.side.matched_tokens(asking, 0) is None
+    assert engine.leader.count(wire.Lookup) == 2
+    engine.leader.last(wire.Lookup).end(wire.LookupAnswer(3))
+    assert engine.side.matched_tokens(asking, 0) == 12
+
+
 def test_few_waiting_requests_are_looked_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader holds the pages that it finds."""
     monkeypatch.setattr(lookups, "EARLY_LOOKUPS_MAX", 2)
@@ -330,7 +345,7 @@ def test_a_step_that_fills_no_page_to_store_costs_no_decision(monkeypatch: pytes
     monkeypatch.setattr(Stores, "_full", lambda *given, **named: (decided.append(1), full(*given, **named))[1])
     pages = 2 + 2 * run_pages
     engine.tables["a"] = list(range(1, pages + 1))
-    for tokens in [2 * PAGE_TOKENS, *[1] * (2 * run_pages * PAGE_TOKENS)]:
+    for tokens in [2 * PAGE_TOKENS, *[1] * (2 * run_pages * PAGE_TOKENS + GENERATED_EVERY)]:
         engine.step({asking: tokens})
         asking.grow(1)
         if not (store := engine.leader.last(wire.Store)).done:

@@ -620,7 +620,12 @@ def test_vllms_scheduler_delivers_each_count_once() -> None:
     """One prompt whose load is reported at once, and one whose load fails in part: its report goes through the rank."""
     engine = Stepped()
     engine.rank._rank = SimpleNamespace(  # type: ignore[assignment]
-        registered=True, fault="", over=list, abandon=lambda requests: None, announces=lambda through: False
+        registered=True,
+        fault="",
+        over=list,
+        abandon=lambda requests: None,
+        announces=lambda through: False,
+        needs=lambda through: None,
     )
     stored: list[int] = []
     for seed, loaded in ((1, 3), (2, 1)):

@@ -154,9 +154,11 @@ def test_a_wrong_page_is_computed_counted_logged_and_removed(
     asking = engine.computes("a", [1, 2, 3], "xyz")
     if rank is not None:
         engine.of_rank[rank, 5] = "wrong"
+    before = engine.step().written_through
     step = engine.check("a", "xyz" if rank is not None else "x?z", [4, 5, 6])
     assert (step.loaded, step.failed, step.failed_pages) == (["a"], [], [5])
     assert step.zeroed == [(0, [5])], "NaN in a page that is computed again may reach other tokens"
+    assert step.written_through > before, "a load into the page waits for the zeros"
     assert engine.counts() == (2, 0, 1)
     for number in range(RANKS):
         text = f"rank {number}: 1 of the pages 1 to 1 of group 0 of request a do not hold what was stored"

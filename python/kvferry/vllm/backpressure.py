@@ -13,6 +13,8 @@ from kvferry.vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvferry")
 
+#: Most stores at a time. The leader has 1,024 requests of an engine open: lookups and loads need the others.
+STORES_MAX = 512
 #: Shortest time between two warnings about skipped stores.
 _TELL_S = 60.0
 
@@ -35,12 +37,18 @@ class Backpressure:
     def admits(self, pages: int) -> bool:
         """Whether a store of so many pages may begin now. Counts the stores that may not."""
         under_way = self._copies.stored_pages()
+        if self._copies.storing >= STORES_MAX:
+            return self._skip(under_way)
         alone_max = max(self._copies.pool_pages() * self._percent // 100, 1)
         # A single store may exceed the limits, when no other store runs.
         if under_way == 0 or (
             under_way + pages <= self._pages_max and (under_way <= alone_max or self._copies.pages_alone() <= alone_max)
         ):
             return True
+        return self._skip(under_way)
+
+    def _skip(self, under_way: int) -> bool:
+        """Counts a skipped store; returns False."""
         self.skipped += 1
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + _TELL_S

@@ -204,7 +204,8 @@ def _answer(answer: Any) -> Any:
     if isinstance(answer, StepMetadata):
         return {
             "written_through": answer.written_through,
-            "stores_through": answer.stores_through,
+            "needed_before": answer.needed_before,
+            "needed_through": answer.needed_through,
             "loaded": answer.loaded,
             "failed": answer.failed,
             "failed_pages": answer.failed_pages,

@@ -295,6 +295,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             self._reports.are_over(requests)
         elif requests and self._rank is not None:
             self._rank.abandon(requests)
+        if self._rank is not None and isinstance(connector_metadata, StepMetadata):
+            # Also in a step without a forward pass, whose loads wait for the last one.
+            self._rank.needs(connector_metadata.needed_before)
         self._reports.handed_over()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -319,7 +322,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             self._checksums.zero(metadata.zeroed)
         if rank is not None and isinstance(metadata, StepMetadata) and rank.announces(metadata.written_through):
             record, stream = (record_end, current_stream()) if self._on_device else (None, None)
-            rank.wrote(metadata.written_through, record, stream, stores=metadata.stores_through)
+            rank.wrote(metadata.written_through, record, stream, needed=metadata.needed_through)
 
     def _finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._reports.loaded() or None

@@ -86,8 +86,6 @@ class CopiesInFlight:
         self._unsent = False
         #: Number of open copies in each state.
         self._states = collections.Counter(loading=0, storing=0, abandoned=0)
-        #: How many stores hold each page.
-        self._holds: collections.Counter[int] = collections.Counter()
 
     def bind_pool(self, pool: "BlockPool") -> None:
         """Sets vLLM's block pool, in which stores hold references to their pages."""
@@ -119,7 +117,6 @@ class CopiesInFlight:
             raise RuntimeError("pages cannot be held: vLLM has given no pool")
         copy.blocks = [self._pool.blocks[page] for page in copy.pages]
         self._pool.touch(copy.blocks)
-        self._holds.update(copy.pages)
         self._unsent = self._unsent or after == 0
         return self._opened(
             copy,
@@ -209,16 +206,17 @@ class CopiesInFlight:
         self._stored_pages -= len(copy.blocks)
         self._over.append(copy)
         if copy.blocks and self._pool is not None:
-            for page in copy.pages:
-                self._holds[page] -= 1
-                if not self._holds[page]:
-                    del self._holds[page]
             # The tail comes first, so that vLLM evicts it first.
             self._pool.free_blocks(reversed(copy.blocks))
 
     def states(self) -> dict[str, int]:
         """Returns the number of open copies in each state: loading, storing, abandoned."""
         return dict(self._states)
+
+    @property
+    def storing(self) -> int:
+        """Number of open stores that were not abandoned."""
+        return self._states["storing"]
 
     def stored_pages(self) -> int:
         """Pages that stores hold, also if requests hold them; a page of two stores counts twice, as both copy it."""
@@ -228,7 +226,8 @@ class CopiesInFlight:
         """Pages that are held by stores only. Takes time linear in the pages under store."""
         if self._pool is None:
             return 0
-        return sum(self._pool.blocks[page].ref_cnt == holds for page, holds in self._holds.items())
+        blocks = self._pool.blocks
+        return sum(blocks[page].ref_cnt == holds for page, holds in self._holds().items())
 
     def pool_pages(self) -> int:
         """Number of pages of the engine; 0 before its pool is known."""
@@ -236,12 +235,18 @@ class CopiesInFlight:
 
     def frees_since(self) -> float | None:
         """When the oldest store began that has a page held by stores only; None without such a store."""
-        times = [copy.requested_at for copy in self._open.values() if copy.blocks and self._keeps(copy)]
+        holds = self._holds()
+        stores = (copy for copy in self._open.values() if copy.blocks)
+        times = (
+            copy.requested_at
+            for copy in stores
+            if any(block.ref_cnt == holds[page] for block, page in zip(copy.blocks, copy.pages, strict=True))
+        )
         return min(times, default=None)
 
-    def _keeps(self, copy: Copy) -> bool:
-        """Whether some page of a store is held by stores only."""
-        return any(block.ref_cnt == self._holds[page] for block, page in zip(copy.blocks, copy.pages, strict=True))
+    def _holds(self) -> "collections.Counter[int]":
+        """How many stores hold each page. Counted when it matters, which is when pages are rare."""
+        return collections.Counter(page for copy in self._open.values() if copy.blocks for page in copy.pages)
 
     def end_soon(self) -> bool:
         """Whether some copy is not known to be over, but may be soon.

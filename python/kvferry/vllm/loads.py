@@ -94,6 +94,7 @@ class Loads:
             copy = self._waiting[0]
             behind = self._steps.work if any(page in zeroed for page in copy.pages) else after
             waits = behind > self._steps.over
+            self._steps.awaited = max(self._steps.awaited, behind)
             limit_s = self._settings.load_limit_s(self._served.rank_bytes(copy.parts), waits=waits)
             if self._verification is not None:
                 self._verification.begin_load(copy)

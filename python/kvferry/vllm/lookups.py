@@ -59,7 +59,7 @@ class Lookups:
             return
         if self._limit(request) > 0 and tracked.lookup is None:
             self._early.add(request.request_id)
-            self._look_up(tracked, 0)
+            self._look_up(tracked, 0).early = True
 
     def considered(self, request: "Request") -> None:
         """Records that vLLM considers a request, or that it is finished."""
@@ -132,6 +132,9 @@ class Lookups:
             return False
         if not lookup.pending.done:
             return lookup.device_pages <= device_pages
+        if lookup.early and lookup.pending.failure is not None:
+            # The request has waited since, and the leader may be able to answer now.
+            return False
         if time.monotonic() - lookup.requested_at > FRESH_S:
             return False
         return lookup.device_pages == device_pages or lookup.device_pages < device_pages < lookup.found()

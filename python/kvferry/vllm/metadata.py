@@ -12,8 +12,9 @@ class StepMetadata(KVConnectorMetadata):
     #: Number of the last step with work, this one or an earlier one, drawn from the ids of kvferry requests. Stores
     #: with a lower id read pages that this or an earlier step writes; loads that name it overwrite such pages.
     written_through: int = 0
-    #: Id of the last requested store, at most ``written_through``.
-    stores_through: int = 0
+    #: The highest number up to which stores and loads wait for the work of earlier steps; and the highest of all.
+    needed_before: int = 0
+    needed_through: int = 0
     #: Engine requests whose loads are over, on every rank.
     loaded: list[str] = field(default_factory=list)
     #: Pages of those that were not loaded.

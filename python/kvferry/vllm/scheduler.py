@@ -329,16 +329,19 @@ class SchedulerSide:
             self._begin_anew(request_id)
         state = output.kv_connector_block_state
         listening = self._client.listening
+        prompts_only = not self._stores.generated_are_due()
+        offloads = state.boundary_state_offloads if state is not None else {}
+        known = self._tracked
         for request_id, tokens in output.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
+            tracked = known.get(request_id)
+            # Most requests of most steps generate, and their pages are not due.
+            if tracked is None or (prompts_only and tracked.generates and request_id not in offloads):
                 continue
             request = tracked.request
             if not tracked.ran:
                 tracked.ran, tracked.given_tokens = True, request.num_computed_tokens
             computed = request.num_computed_tokens + tokens
-            states = state.boundary_state_offloads.get(request_id, ())
-            # Most requests of a step fill no page that is to be stored.
+            states = offloads.get(request_id, ())
             if listening and (states or computed >= tracked.store_at):
                 # Draft tokens have no hash, and their KV may be overwritten.
                 computed = min(computed, request.num_tokens)
@@ -374,12 +377,13 @@ class SchedulerSide:
         before = self._steps.work
         if self.verification is not None:
             self.verification.take_orders(step)
-        if _works(output):
+        if step.zeroed or _works(output):
             # Drawn after the ids of this step's stores, so that it covers them.
             self._steps.work = self._client.draw()
         self._loads.begin_waiting(before, frozenset(output.new_block_ids_to_zero or ()))
         self._copies.send()
-        step.written_through, step.stores_through = self._steps.work, self._steps.store
+        step.written_through, step.needed_before = self._steps.work, self._steps.awaited
+        step.needed_through = max(self._steps.awaited, self._steps.store)
         step.abandon = self._copies.to_abandon()
         return step
 

@@ -11,5 +11,7 @@ class Steps:
     work: int = 0
     #: ``written_through`` of the last step that is known to be over. Only deadlines depend on it.
     over: int = 0
-    #: Id of the last store of pages that the step writes that was scheduled with it.
+    #: Id of the last store of pages that the step writes that was scheduled with it: it waits for work up to its id.
     store: int = 0
+    #: The highest number of earlier work that some store or load waits for.
+    awaited: int = 0

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
+#: Number of steps of which one stores generated pages, unless each page is stored at once: the stores of a step share a
+#: message and its answer.
+GENERATED_EVERY = 4
 #: Pause of all stores after one that the leader could not take.
 STORE_PAUSE_S = 1.0
 
@@ -62,8 +65,15 @@ class Stores:
         self._page_tokens = served.hash_tokens
         #: No store is requested before this time, because the leader could not take one.
         self._again_at = 0.0
+        self._step = 0
         page_bytes = max(group.page_bytes for group in served.groups)
         self.backpressure = Backpressure(settings, page_bytes, copies)
+
+    def generated_are_due(self) -> bool:
+        """Begins a step; returns whether the pages that requests have generated are stored in it."""
+        self._step += 1
+        at_once = self._verification is not None or self._settings.store_run_pages == 1
+        return at_once or self._step % GENERATED_EVERY == 0
 
     def _full(self, tracked: Tracked, computed: int, *, at_once: bool) -> int:
         """Returns the pages that are full with ``computed`` tokens and are to be stored: all of them, or in runs."""
@@ -105,6 +115,7 @@ class Stores:
         if full <= tracked.full and not states:
             if self._verification is None:
                 tracked.store_at = self._next_store(tracked)
+                tracked.generates = tracked.full >= request.num_prompt_tokens // self._page_tokens
             return
         if why := self._why_not(tracked):
             self._counts.not_stored(tracked, why)
@@ -148,7 +159,9 @@ class Stores:
         store = self._copies.begin_store(copy, tracked.slot, more=more, more_from=known, after=after, timeout_s=limit_s)
         if self._verification is not None:
             self._verification.store_sent(copy, store, verified)
-        if not after:
+        if after:
+            self._steps.awaited = max(self._steps.awaited, after)
+        else:
             self._steps.store = store
         return True
 

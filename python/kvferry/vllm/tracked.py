@@ -27,6 +27,8 @@ class Lookup:
     link: int
     device_pages: int
     pages: int
+    #: The lookup was sent before vLLM considered the request.
+    early: bool = False
     #: The outcome is part of the statistics.
     counted: bool = False
 
@@ -65,8 +67,10 @@ class Tracked:
     given_tokens: int = 0
     #: Pages that were full at the last check.
     full: int = 0
-    #: Computed tokens below which no store is due, whatever the step; 0: unknown.
+    #: Computed tokens below which no store is due, whatever the step; 0: unknown. And whether only generated pages are
+    #: left to be stored.
     store_at: int = 0
+    generates: bool = False
     #: Pages whose tokens were passed on for KV events.
     described: int = 0
     #: The first pages of the request are from before a reset: pages that are computed after them are not stored.
@@ -95,7 +99,7 @@ class Tracked:
         self.summed.restart()
         self.sums.clear()
         self.full, self.store_at, self.summed_full, self.ran = 0, 0, 0, False
-        self.mixed = False
+        self.mixed = self.generates = False
 
 
 #: Takes the tokens of a request's pages, up to a number of pages, for KV events.
