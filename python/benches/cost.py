@@ -7,8 +7,9 @@ at a fixed interval, in which an engine would run its model. Prints
 * the CPU time of the connector's own threads, as a share of the wall time. The threads hold Python's lock for at most
   that time; the threads of the socket library, which never do, do not count.
 
-``prompts``: prompts of 32,768 tokens arrive one after another, cold and warm. Prints the time of each hook of the
-scheduler's side, and of all of them for one prompt, until it is computed or loaded.
+``prompts``: prompts of 32,768 tokens arrive one after another, and are computed in chunks of 8,192: cold ones, and warm
+ones of which host memory has all pages. Half of them arrive 20 ms before their first step, as in a busy engine, half
+just before it, as in an idle one. Prints the longest call of each hook of the scheduler's side for a prompt.
 """
 
 import argparse
@@ -52,9 +53,12 @@ class Clocked:
     """Adds up the time in some methods of an object."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]):
-        self.spent_s = 0.0
+        self.calls = []
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
+
+    #: Seconds of each call since the last :meth:`take`.
+    calls: list[float]
 
     def _timed(self, call: Any) -> Any:
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -62,13 +66,13 @@ class Clocked:
             try:
                 return call(*arguments, **named)
             finally:
-                self.spent_s += time.perf_counter() - begun
+                self.calls.append(time.perf_counter() - begun)
 
         return timed
 
-    def take(self) -> float:
-        spent, self.spent_s = self.spent_s, 0.0
-        return spent
+    def take(self) -> list[float]:
+        calls, self.calls = self.calls, []
+        return calls
 
 
 def memory(pages: int) -> KVCacheConfig:
@@ -132,7 +136,7 @@ def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
     late = 0
     for number in range(steps):
         stepped.step()
-        hooks.append((scheduler.take(), rank.take()))
+        hooks.append((sum(scheduler.take()), sum(rank.take())))
         pause = began + (number + 1) * arguments.step_ms / 1000 - time.perf_counter()
         late += pause < 0
         time.sleep(max(pause, 0.0))
@@ -148,28 +152,36 @@ def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
 def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
     tokens = 32_768
     stepped = engine(
-        daemon, 2 * tokens // PAGE_TOKENS + 64, max_model_len=tokens + 64, max_num_seqs=4, max_num_batched_tokens=tokens
+        daemon, 3 * tokens // PAGE_TOKENS, max_model_len=tokens + 64, max_num_seqs=4, max_num_batched_tokens=8192
     )
-    every = Clocked(stepped.connector, SCHEDULER_HOOKS)
-    single = {name: Clocked(stepped.connector, (name,)) for name in SCHEDULER_HOOKS}
+    # As many different prompts as host memory has room for, with some to spare.
+    different = int(arguments.g2_gib * 2**30 * 3 // 4 // (LAYERS * HEADS * PAGE_TOKENS * 2 * HEAD_SIZE * 4)) // (
+        tokens // PAGE_TOKENS
+    )
+    every = {name: Clocked(stepped.connector, (name,)) for name in SCHEDULER_HOOKS}
     for kind in ("cold", "warm"):
-        spent: dict[str, list[float]] = {name: [] for name in ("all hooks of a prompt", *SCHEDULER_HOOKS)}
-        for number in range(arguments.prompts):
-            prompt = [number % 1000, *range(tokens - 1)]
-            if kind == "warm":
-                # No page of the device serves it.
-                eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
+        for arrival in ("a busy", "an idle"):
+            spent: dict[str, list[float]] = {name: [] for name in SCHEDULER_HOOKS}
+            loaded = 0
+            for number in range(arguments.prompts):
+                first = number + 1_000 * (arrival == "an idle") if kind == "cold" else number % different
+                prompt = [first, *range(tokens - 1)]
+                # No page of the device serves it, and no copy of the last one is under way.
                 eventually("the pages are reset", lambda: stepped.step() and stepped.scheduler.reset_prefix_cache())
-            every.take()
-            for each in single.values():
-                each.take()
-            stepped.run(stepped.add(prompt, max_tokens=1))
-            spent["all hooks of a prompt"].append(every.take())
-            for name, each in single.items():
-                spent[name].append(each.take())
-        print(f"{arguments.prompts} {kind} prompts of {tokens} tokens")
-        for name, times in spent.items():
-            print(f"  {name}: {percentiles(times)}")
+                eventually("copies are over", lambda: stepped.step() and not daemon.status()["copies_under_way"])
+                for each in every.values():
+                    each.take()
+                asking = stepped.add(prompt, max_tokens=1)
+                if arrival == "a busy":
+                    time.sleep(arguments.step_ms / 1000)
+                stepped.run(asking)
+                loaded += asking.num_cached_tokens > 0
+                for name, each in every.items():
+                    spent[name] += [max(calls)] if (calls := each.take()) else []
+            print(f"{arguments.prompts} {kind} prompts of {tokens} tokens, {arrival} engine, {loaded} of them loaded")
+            for name, times in spent.items():
+                if times:
+                    print(f"  {name}: {percentiles(times)}")
 
 
 def main() -> None:
@@ -179,9 +191,10 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--g2-gib", type=float, default=4.0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvferry-cost-") as folder:
-        daemon = Daemon(Path(folder) / "s", ranks=1, g2="4GiB")
+        daemon = Daemon(Path(folder) / "s", ranks=1, g2=f"{int(arguments.g2_gib * 1024)}MiB")
         daemon.start()
         try:
             {"decode": decode, "prompts": prompts}[arguments.what](daemon, arguments)

@@ -7,6 +7,7 @@ answer, or with a :class:`Failure` that states whether any part of the request m
 
 import collections
 import contextlib
+import ctypes
 import heapq
 import itertools
 import logging
@@ -35,6 +36,11 @@ OPEN_MAX = 4096
 #: Longest path of a Unix socket, in bytes.
 SOCKET_PATH_BYTES_MAX = 107
 SOCKET_NAME = "kvferry.sock"
+
+#: As ``os.eventfd_write``, but keeps Python's lock meanwhile: otherwise the thread that is woken takes it, and the
+#: caller, in a step of the engine, waits to get it back. The call does not wait: the counter cannot reach its limit.
+_eventfd_write = ctypes.PyDLL(None).eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _BACKOFF_FIRST_S = 0.02
 _BACKOFF_MAX_S = 1.0
@@ -280,7 +286,7 @@ class Client:
         """Wakes the client's thread, so that it calls ``turn``."""
         with self._lock:
             if not self._closing:
-                os.eventfd_write(self._wake, 1)
+                _eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Closes the connection. Requests without an answer fail."""

@@ -416,6 +416,8 @@ def vars_of(message: Any) -> dict[str, Any]:
 
 def test_every_hook_of_the_schedulers_side_is_recorded() -> None:
     assert set(ARGUMENTS) - {"reset_prefix_cache"} == set(HOOKS) - OF_RANKS
+    page = (Path(__file__).parents[2] / "docs" / "recording.md").read_text()
+    assert [name for name in ARGUMENTS if f"`{name}`" not in page] == []
 
 
 def only_file(folder: Path) -> Path:
