@@ -302,6 +302,21 @@ fn a_file_that_is_no_recording_is_refused() {
     assert!(errors.contains("does not begin with KVFCALLS"), "{errors}");
     let output = kvferry(&["replay", "--calls", name, "--ranks", "2"]);
     assert_eq!(output.status.code(), Some(2));
+    let output = kvferry(&[
+        "replay",
+        "--calls",
+        name,
+        "--socket-dir",
+        "/nowhere",
+        "--ratio",
+        "4",
+    ]);
+    assert_eq!(output.status.code(), Some(78), "{output:?}");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        text.contains("--ratio has no effect with --socket-dir /nowhere"),
+        "{text}"
+    );
     let output = kvferry(&["replay", "--calls", name, "--cost-gate"]);
     assert_eq!(output.status.code(), Some(2));
 }

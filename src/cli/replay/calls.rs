@@ -23,6 +23,7 @@ use kvferry_types::{ByteSize, EngineId, Rank, Ratio, Replica, TierId, WorkerId};
 const BUFFER_BYTES: usize = 1 << 20;
 
 pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError> {
+    check_sizes(arguments)?;
     let refuse = |why: &dyn std::fmt::Display| {
         CommandError::Data(format!("--calls {}: {why}", path.display()))
     };
@@ -38,9 +39,18 @@ pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError
     };
     let plan = Plan::read(open()?).map_err(|error| refuse(&error))?;
     let sizes = Sizes::of(arguments, &plan)?;
-    sizes.check_memory(&plan)?;
+    let with = match &arguments.socket_dir {
+        None => {
+            sizes.check_memory(&plan)?;
+            format!(
+                "{} pages of host memory, ratio {}",
+                sizes.g2_pages, sizes.ratio
+            )
+        }
+        Some(directory) => format!("the kvferry up of {}", directory.display()),
+    };
     if !arguments.quiet {
-        print_line(&about(&plan, &sizes));
+        print_line(&about(&plan, &with));
     }
     let source = open()?;
     let report = block_on(2, async {
@@ -68,6 +78,24 @@ pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError
         print_line(&table(&report));
     }
     verdict(&report)
+}
+
+/// Refuses sizes beside a `kvferry up` that runs already, where they would have no effect.
+fn check_sizes(arguments: &Arguments) -> Result<(), CommandError> {
+    let sizes = [
+        ("--ratio", arguments.ratio.is_some()),
+        ("--g2", arguments.g2.is_some()),
+        ("--g2-pages", arguments.g2_pages.is_some()),
+        ("--g3", arguments.g3.is_some()),
+    ];
+    let given = sizes.into_iter().find(|(_, given)| *given);
+    match (given, &arguments.socket_dir) {
+        (Some((flag, _)), Some(directory)) => Err(CommandError::Config(format!(
+            "{flag} has no effect with --socket-dir {}: the kvferry up there has its own sizes; leave one of them out",
+            directory.display()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// The sizes of the leader.
@@ -194,7 +222,7 @@ fn progress(arguments: &Arguments, plan: &Plan) -> ProgressBar {
 }
 
 /// What is replayed, and with which sizes.
-fn about(plan: &Plan, sizes: &Sizes) -> String {
+fn about(plan: &Plan, with: &str) -> String {
     let header = &plan.header;
     let mut lines = vec![
         row(
@@ -217,13 +245,7 @@ fn about(plan: &Plan, sizes: &Sizes) -> String {
                 plan.device_pages
             ),
         ),
-        row(
-            "replayed with",
-            &format!(
-                "{} pages of host memory, ratio {}",
-                sizes.g2_pages, sizes.ratio
-            ),
-        ),
+        row("replayed with", with),
     ];
     let mut warn = |text: String| lines.push(row("note", &text));
     match &plan.leader {
