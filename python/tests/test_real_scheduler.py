@@ -1,6 +1,7 @@
 """Tests with vLLM's own scheduler: the order of its calls, its pool of pages, its settings."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine import PAGE_TOKENS, tokens, transfer_config
@@ -41,6 +42,33 @@ def test_a_load_gets_no_time_for_steps_that_have_ended() -> None:
         assert load.timeout_s < 3
         load.end(wire.LoadAnswer(2))
         engine.run(asking)
+
+
+@pytest.mark.parametrize("during_a_step", [True, False])
+def test_a_request_runs_one_step_after_its_load_has_ended(during_a_step: bool) -> None:
+    """vLLM takes the report of the load with the results of a step, and schedules the request in the next one."""
+    engine = Stepped()
+    busy = engine.add(tokens(PAGE_TOKENS, seed=9), max_tokens=50)
+    engine.step()
+    engine.leader.answers[wire.Lookup] = wire.LookupAnswer(3)
+    asking = engine.add(tokens(PAGE_TOKENS * 4, seed=1))
+    engine.step()
+    engine.step()
+    load = engine.leader.last(wire.Load)
+    if during_a_step:
+        run = engine._run
+
+        def ends(output: Any) -> Any:
+            load.end(wire.LoadAnswer(3))
+            return run(output)
+
+        engine._run = ends  # type: ignore[method-assign]
+    else:
+        load.end(wire.LoadAnswer(3))
+    # The step with whose results the end is reported, and the first one of the request.
+    assert asking.request_id not in engine.step().num_scheduled_tokens
+    assert asking.request_id in engine.step().num_scheduled_tokens
+    assert not busy.is_finished()
 
 
 @pytest.mark.parametrize("cached", [True, False])
