@@ -175,7 +175,7 @@ def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
                 if arrival == "a busy":
                     time.sleep(arguments.step_ms / 1000)
                 stepped.run(asking)
-                loaded += asking.num_cached_tokens > 0
+                loaded += sum(stepped.scheduled(asking)) < tokens
                 for name, each in every.items():
                     spent[name] += [max(calls)] if (calls := each.take()) else []
             print(f"{arguments.prompts} {kind} prompts of {tokens} tokens, {arrival} engine, {loaded} of them loaded")
