@@ -71,18 +71,20 @@ def check_rest(engine: "Schedule") -> None:
         "spoiled": side._loads._spoiled,
         "loads": side._loads._waiting,
         "copies": side._copies._open,
-        "holds": side._copies._holds,
         "stored pages": side._copies._stored_pages,
         "finishes": side._finishes._open,
         "finishes to retry": side._finishes._to_retry,
-        "stores to verify": side.verification._stores,
-        "loads to verify": side.verification._checking,
-        "orders of checksums": side.verification._ordered,
-        "entries of loads": side.verification._expected,
-        "pages to verify": side.verification._open,
-        "pages to remove": side.verification._removals._to_remove,
         "slots of the leader": leader.slots,
         "copies of the leader": leader.copies,
         "requests to the leader": leader.open,
     }
+    if (verification := side.verification) is not None:
+        left |= {
+            "stores to verify": verification._stores,
+            "loads to verify": verification._checking,
+            "orders of checksums": verification._ordered,
+            "entries of loads": verification._expected,
+            "pages to verify": verification._open,
+            "pages to remove": verification._removals._to_remove,
+        }
     assert not any(left.values()), {name: what for name, what in left.items() if what}
