@@ -166,9 +166,9 @@ def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
             for number in range(arguments.prompts):
                 first = number + 1_000 * (arrival == "an idle") if kind == "cold" else number % different
                 prompt = [first, *range(tokens - 1)]
-                # No page of the device serves it, and no copy of the last one is under way.
-                eventually("the pages are reset", lambda: stepped.step() and stepped.scheduler.reset_prefix_cache())
+                # The copies of the last one are over, and no page of the device serves it.
                 eventually("copies are over", lambda: stepped.step() and not daemon.status()["copies_under_way"])
+                eventually("the pages are reset", lambda: stepped.step() and stepped.scheduler.reset_prefix_cache())
                 for each in every.values():
                     each.take()
                 asking = stepped.add(prompt, max_tokens=1)
