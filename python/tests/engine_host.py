@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import load
+import records
 
 
 def sampling(order: dict[str, Any]) -> Any:
@@ -90,6 +91,10 @@ class Host:
             "free": pool.get_num_free_blocks(),
             "status": {request.request_id: request.status.name for request in core.scheduler.requests.values()},
         }
+
+    def records(self, order: dict[str, Any]) -> list[str]:
+        """Names of what the connector keeps of requests and copies."""
+        return sorted(records.left(self.scheduler.connector._scheduler))
 
     def hold(self, order: dict[str, Any]) -> None:
         """While on, this engine's rank does not report written pages: stores wait for the report, however long."""

@@ -3,6 +3,7 @@
 import collections
 from typing import TYPE_CHECKING
 
+import records
 from fake_device import Wrong
 from fake_requests import Copy
 from vllm.v1.request import RequestStatus
@@ -65,26 +66,12 @@ def check_rest(engine: "Schedule") -> None:
     """Nothing is held or tracked any longer, here or at the leader."""
     side, leader = engine.side, engine.leader
     assert engine.pool.get_num_free_blocks() == engine.pages - 1, "pages are held by nothing"
-    left = {
-        "requests": side._tracked,
-        "loading": side._loads._loading,
-        "spoiled": side._loads._spoiled,
-        "loads": side._loads._waiting,
-        "copies": side._copies._open,
-        "stored pages": side._copies._stored_pages,
+    found = {
+        **records.left(side),
         "finishes": side._finishes._open,
         "finishes to retry": side._finishes._to_retry,
         "slots of the leader": leader.slots,
         "copies of the leader": leader.copies,
         "requests to the leader": leader.open,
     }
-    if (verification := side.verification) is not None:
-        left |= {
-            "stores to verify": verification._stores,
-            "loads to verify": verification._checking,
-            "orders of checksums": verification._ordered,
-            "entries of loads": verification._expected,
-            "pages to verify": verification._open,
-            "pages to remove": verification._removals._to_remove,
-        }
-    assert not any(left.values()), {name: what for name, what in left.items() if what}
+    assert not any(found.values()), {name: what for name, what in found.items() if what}

@@ -4,37 +4,21 @@ The device has so few pages that vLLM preempts, host memory so few that it evict
 requests fill), and each tier is used. ``--full`` runs 400 requests in each test; otherwise the first of them.
 """
 
-import os
 import random
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from daemon import Daemon, eventually
-from engine import Engine, config, settled
+from daemon import Daemon
+from engine import Engine, config
+from mixed_load import COUNT, LIMIT_S, changes, leaks_nothing, run, serves_from_every_tier
 
-FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
-COUNT = 400 if FULL else 48
-DEVICE_PAGES = 36
-AT_A_TIME = 8
-#: Deadline of a load's requests, on two busy cores.
-LIMIT_S = 15.0 * COUNT
 #: Longest time in which no request of an engine may go on: the deadline of a load that no worker ends, the fence behind
 #: it, and 2 s.
 PAUSE_MAX_S = 2.0 + 12.0 + 2.0
 #: Time between two kills.
 KILL_EVERY_S = (2.0, 5.0)
-
-
-def changes() -> dict[str, Any]:
-    return {
-        "num_gpu_blocks_override": DEVICE_PAGES,
-        "max_num_seqs": AT_A_TIME,
-        "max_num_batched_tokens": 256,
-        "max_model_len": 640,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -68,29 +52,8 @@ def alone() -> Iterator[Engine]:
         engine.end()
 
 
-def run(engine: Engine, *, seed: int = 1, at_a_time: int = AT_A_TIME, aborts: float = 0.0) -> dict[str, Any]:
-    return engine.request("load", within_s=LIMIT_S, count=COUNT, seed=seed, at_a_time=at_a_time, aborts=aborts)
-
-
-def leaks_nothing(engine: Engine, daemon: Daemon, done: dict[str, Any]) -> None:
-    assert done["held"] == 0, "pages of the engine"
-    settled(engine, daemon)
-    eventually("nothing is pinned", lambda: not daemon.status()["pins"])
-    # The audit compares every page's state with those who hold it.
-    assert not daemon.status()["contradiction"]
-
-
 def test_a_mixed_load_is_served_from_every_tier_and_leaks_nothing(engine: Engine, daemon: Daemon) -> None:
-    done = run(engine, aborts=0.1)
-    assert len(done["answers"]) + len(done["aborted"]) == COUNT
-    assert done["aborted"]
-    assert done["preemptions"] > 0, "the device has enough pages"
-    assert engine.external_hits() > 0
-    leaks_nothing(engine, daemon, done)
-    status = daemon.status()
-    host, disk = (next(tier for tier in status["tiers"] if tier["tier"] == number) for number in (2, 3))
-    assert host["evicted_pages"] > 0, "host memory has enough pages"
-    assert disk["hit_pages"] > 0, "nothing was loaded from the disk"
+    serves_from_every_tier(engine, daemon)
 
 
 def test_answers_are_those_of_an_engine_without_kvferry(engine: Engine, alone: Engine, daemon: Daemon) -> None:

@@ -1,0 +1,56 @@
+"""What tests of a mixed load share: its size, how an engine is sent it, and what must be left of it."""
+
+import os
+from typing import Any
+
+from daemon import Daemon, eventually
+from engine import Engine, settled, wait_steps
+
+FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
+#: Requests of a load.
+COUNT = 400 if FULL else 48
+#: So few pages of the device that vLLM preempts.
+DEVICE_PAGES = 36
+AT_A_TIME = 8
+#: Deadline of a load's requests, on two busy cores.
+LIMIT_S = 15.0 * COUNT
+
+
+def changes() -> dict[str, Any]:
+    """Arguments of an engine for the load."""
+    return {
+        "num_gpu_blocks_override": DEVICE_PAGES,
+        "max_num_seqs": AT_A_TIME,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 640,
+    }
+
+
+def run(
+    engine: Engine, *, count: int = COUNT, seed: int = 1, at_a_time: int = AT_A_TIME, aborts: float = 0.0
+) -> dict[str, Any]:
+    return engine.request("load", within_s=LIMIT_S, count=count, seed=seed, at_a_time=at_a_time, aborts=aborts)
+
+
+def serves_from_every_tier(engine: Engine, daemon: Daemon, *, count: int = COUNT) -> None:
+    """Sends the load, and checks that it had preemptions, aborts, evictions and loads from the disk."""
+    hits = engine.external_hits()
+    done = run(engine, count=count, aborts=0.1)
+    assert len(done["answers"]) + len(done["aborted"]) == count
+    assert done["aborted"]
+    assert done["preemptions"] > 0, "the device has enough pages"
+    assert engine.external_hits() > hits
+    leaks_nothing(engine, daemon, done)
+    status = daemon.status()
+    host, disk = (next(tier for tier in status["tiers"] if tier["tier"] == number) for number in (2, 3))
+    assert host["evicted_pages"] > 0, "host memory has enough pages"
+    assert disk["hit_pages"] > 0, "nothing was loaded from the disk"
+
+
+def leaks_nothing(engine: Engine, daemon: Daemon, done: dict[str, Any]) -> None:
+    assert done["held"] == 0, "pages of the engine"
+    settled(engine, daemon)
+    wait_steps(engine, "the connector has no records", lambda _state: not engine.request("records"))
+    eventually("nothing is pinned", lambda: not daemon.status()["pins"])
+    # The audit compares every page's state with those who hold it.
+    assert not daemon.status()["contradiction"]
