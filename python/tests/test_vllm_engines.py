@@ -9,6 +9,7 @@ import make_model
 import pytest
 from daemon import Daemon, eventually, running
 from engine import Engine, Server, config, said, settled, shared_memory, tokens
+from hybrid_models import HYBRIDS
 from test_vllm import BASE, PROMPTS, json_like, loadable
 
 FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
@@ -152,6 +153,38 @@ def test_windows_with_the_pages_of_full_attention_are_served() -> None:
             assert engine.external_hits() > 0
         finally:
             engine.end()
+
+
+@pytest.mark.skipif(not FULL, reason="two ranks take long to start")
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_every_group_is_loaded_on_each_of_two_ranks(name: str) -> None:
+    """Windows and full attention, states and full attention: with heads, or channels, divided between the ranks."""
+    model = HYBRIDS[name]
+    with running(ranks=2) as daemon:
+        wanted = {"model": str(model.make()), "max_model_len": 1024, "tensor_parallel_size": 2, **model.exact}
+        extra = {"store_pages_percent": 100}
+        engine = Engine(config(daemon.socket_dir, extra=extra, **wanted), in_process=False)
+        try:
+            daemon.wait_ready()
+            cold = said(engine.generate(BASE))
+            settled(engine, daemon)
+            engine.reset()
+            assert said(engine.generate(BASE)) == cold
+            assert engine.external_hits() == (len(BASE) - 1) // model.hit_tokens * model.hit_tokens
+            assert not found_wrong(engine)
+            daemon.poison()
+            engine.reset()
+            assert said(engine.generate(BASE)) == cold
+            assert found_wrong(engine) == set(itertools.product("01", "01"))
+        finally:
+            engine.end()
+        daemon.wait_idle()
+
+
+def found_wrong(engine: Engine) -> set[tuple[str, ...]]:
+    """Returns ranks and groups whose loaded pages did not hold what was stored."""
+    wrong = r"rank (\d+): \d+ of the pages \d+ to \d+ of group (\d+) of request \S+ do not hold what was stored"
+    return set(re.findall(wrong, engine.logged()))
 
 
 def test_json_keeps_every_bit() -> None:
