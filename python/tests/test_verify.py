@@ -394,6 +394,42 @@ def test_a_first_store_is_divided_where_the_request_begins_to_compute(engine: Ve
     assert engine.check("a", "xyu?", [5, 6, 7, 8]).failed_pages == [8]
 
 
+def test_a_store_is_divided_behind_pages_that_are_computed_again(tmp_path: Path) -> None:
+    """kvferry has pages of one group, and none of another that a hit needs."""
+    groups = (ServedGroup(0, PAGE_TOKENS, 1000), ServedGroup(1, PAGE_TOKENS, 1000, "sliding_window", PAGE_TOKENS))
+    engine = Verified(tmp_path, served=Served(groups, PAGE_TOKENS, PAGE_TOKENS, whole=True))
+
+    def computes(pages: list[int], window: list[int]) -> list[Any]:
+        asking = request("a", len(pages) * PAGE_TOKENS + 1)
+        found(engine, 0)
+        engine.side.matched_tokens(asking, 0)
+        engine.allocate(asking, ([*pages, 99], [*window, 98]), 0)
+        before = engine.leader.count(wire.Store)
+        engine.step({asking: asking.num_tokens})
+        engine.report()
+        return [asked for asked in engine.leader.asked if isinstance(asked.message, wire.Store)][before:]
+
+    engine.memory = dict(zip((1, 2, 3, 4, 5, 6, 7, 8), "xyuvxyuv", strict=True))
+    (first,) = computes([1, 2], [5, 6])
+    first.end(wire.StoreAnswer(4, 0))
+    engine.step()
+    again, new = computes([1, 2, 3, 4], [0, 0, 7, 8])
+    assert [part.pages for part in again.message.parts] == [[[1, 2]]]
+    again.end(wire.StoreAnswer(0, 2))
+    new.end(wire.StoreAnswer(4, 0))
+    engine.step()
+    asking = request("a", 4 * PAGE_TOKENS + 1)
+    found(engine, 4)
+    tokens = engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, ([11, 12, 13, 14, 99], [0, 0, 0, 18, 98]), tokens or 0)
+    engine.memory |= dict(zip((11, 12, 13, 14, 18), "xyuvv", strict=True))
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(5))
+    engine.step()
+    engine.report()
+    assert engine.counts() == (5, 0, 0)
+    engine.side.close()
+
+
 def test_pages_are_chosen_by_their_hashes(tmp_path: Path) -> None:
     chosen = []
     for percent in (1, 30, 100):

@@ -135,7 +135,7 @@ class Stores:
         sides = [parts]
         if self._verification is not None:
             named = self._verification.summed(tracked, parts) if after else parts
-            sides = self._verification.split(named, tracked.given_tokens)
+            sides = self._verification.split(tracked, named)
         for side in sides:
             if not self._send(tracked, side, full, after):
                 # The pages are named again when the next one is full.

@@ -16,8 +16,8 @@ only if its checksum differs from those of *all* contents that may be in kvferry
   the content before, so that a later one does not matter, and the entry is read when the load is requested.
 * Checksums are added to an entry that has some. An entry without any gets the first ones only after an answer of the
   leader that *all* pages of the store were copied: then kvferry had no other content of them, whose checksum may have
-  been lost. For the same reason a request's first store is sent in two: pages that it was given, by the device or a
-  load, are usually present, and those that it computes usually are not.
+  been lost. For the same reason a store is sent in two: pages that the request was given, by the device or a load, and
+  those that have entries already are usually present, and the others usually are not.
 * Checksums are never removed from an entry: an older content may be on its way in a load, or on a disk. An entry that
   has no place for a further checksum is marked forever, and so is one whose store may have been carried out without its
   checksum being known.
@@ -238,16 +238,29 @@ class Verification:
                 kept.append(Part(part.group, part.first_page, part.pages[:count]))
         return kept
 
-    def split(self, parts: Sequence[Part], tokens: int) -> list[list[Part]]:
-        """Divides a store: pages that begin before the token ``tokens``, and the others; each if there are any."""
+    def split(self, tracked: "Tracked", parts: Sequence[Part]) -> list[list[Part]]:
+        """Divides a store: pages that kvferry usually has already, and the others; each if there are any.
+
+        The request was given the former, or has computed them again: of several groups, kvferry may have pages of one
+        without those of another that a hit needs.
+        """
         before, after = [], []
         for part in parts:
-            count = -(-tokens // self._served.groups[part.group].page_tokens) - part.first_page
-            count = min(max(count, 0), len(part.pages))
+            given = -(-tracked.given_tokens // self._served.groups[part.group].page_tokens) - part.first_page
+            count = min(max(given, self._known_pages(tracked, part)), len(part.pages))
             before.append(Part(part.group, part.first_page, part.pages[:count]))
             after.append(Part(part.group, part.first_page + count, part.pages[count:]))
         divided = [[part for part in side if part.pages] for side in (before, after)]
         return [side for side in divided if side]
+
+    def _known_pages(self, tracked: "Tracked", part: Part) -> int:
+        """Returns the number of pages at the start of a part up to the last whose checksum is in the table."""
+        table, count = self._usable(), 0
+        for page in self._chosen(tracked, [part]) if table is not None else ():
+            if not table.look(page.key).values:
+                break
+            count = page.position - part.first_page + 1
+        return count
 
     @_contained
     def begin_store(self, tracked: "Tracked", parts: Sequence[Part]) -> list[ChosenPage] | None:
