@@ -1,6 +1,9 @@
 """What tests of a mixed load share: its size, how an engine is sent it, and what must be left of it."""
 
 import os
+import random
+import threading
+import time
 from typing import Any
 
 from daemon import Daemon, eventually
@@ -14,6 +17,11 @@ DEVICE_PAGES = 36
 AT_A_TIME = 8
 #: Deadline of a load's requests, on two busy cores.
 LIMIT_S = 15.0 * COUNT
+#: Longest time in which no request of an engine may go on: the deadline of a load that no worker ends, the fence behind
+#: it, and 2 s.
+PAUSE_MAX_S = 2.0 + 12.0 + 2.0
+#: Time between two kills.
+KILL_EVERY_S = (2.0, 5.0)
 
 
 def changes() -> dict[str, Any]:
@@ -54,3 +62,44 @@ def leaks_nothing(engine: Engine, daemon: Daemon, done: dict[str, Any]) -> None:
     eventually("nothing is pinned", lambda: not daemon.status()["pins"])
     # The audit compares every page's state with those who hold it.
     assert not daemon.status()["contradiction"]
+
+
+def survives_kills(engine: Engine, daemon: Daemon, *, count: int = COUNT) -> None:
+    """Sends loads while leader, worker and ``up`` are killed in turn, and one after that, which must find pages."""
+    over = threading.Event()
+    kills: list[str] = []
+
+    def kill() -> None:
+        draw = random.Random(7)
+        while not over.wait(draw.uniform(*KILL_EVERY_S)):
+            whom = draw.choice(["leader", "worker", "up"])
+            if whom == "up":
+                daemon.kill()
+                daemon.start()
+            elif pids := daemon.children(whom):
+                daemon.killed(pids[0])
+            kills.append(whom)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rounds = []
+    try:
+        # At least one kill of each.
+        until = time.monotonic() + LIMIT_S
+        while not rounds or (set(kills) != {"leader", "worker", "up"} and time.monotonic() < until):
+            rounds.append(run(engine, count=count, seed=10 + len(rounds), aborts=0.1))
+    finally:
+        over.set()
+        killer.join()
+    assert set(kills) == {"leader", "worker", "up"}
+    for done in rounds:
+        assert len(done["answers"]) + len(done["aborted"]) == count
+        assert done["held"] == 0
+        assert done["longest_step_s"] < PAUSE_MAX_S
+        assert done["longest_pause_s"] < PAUSE_MAX_S, "no request went on"
+    # Without a restart of the engine, pages are found again.
+    daemon.pid()
+    before = engine.external_hits()
+    done = run(engine, count=count, seed=99)
+    assert engine.external_hits() > before
+    leaks_nothing(engine, daemon, done)

@@ -12,7 +12,7 @@ import pytest
 from daemon import Daemon
 from engine import Engine, config, settled, tokens, wait_steps
 from hybrid_models import HYBRIDS
-from mixed_load import FULL, changes, leaks_nothing, serves_from_every_tier
+from mixed_load import FULL, changes, leaks_nothing, serves_from_every_tier, survives_kills
 from mixed_load import run as run_load
 
 NAMES = tuple(HYBRIDS) if FULL else ("gemma3", "lfm2")
@@ -105,6 +105,14 @@ def test_a_request_that_is_preempted_after_its_load_is_loaded_again(run: Run) ->
     state = wait_steps(run.engine, "it is done", lambda state: "preempted" in state["done"])
     assert run.loads() > loads + 1
     assert state["done"]["preempted"]["tokens"] == cold["tokens"]
+
+
+@pytest.mark.skipif(not FULL, reason="kills take long")
+def test_kills_of_every_process_stop_no_engine(run: Run) -> None:
+    survives_kills(run.engine, run.daemon, count=ALONE)
+    assert run.engine.request("verified")[2] == 0, "wrong pages"
+    ours, theirs = (run_load(engine, count=32, seed=98, at_a_time=1) for engine in (run.engine, run.alone))
+    assert ours["answers"] == theirs["answers"]
 
 
 def add(engine: Engine, name: str, prompt: list[int], max_tokens: int) -> None:

@@ -4,21 +4,12 @@ The device has so few pages that vLLM preempts, host memory so few that it evict
 requests fill), and each tier is used. ``--full`` runs 400 requests in each test; otherwise the first of them.
 """
 
-import random
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 from daemon import Daemon
 from engine import Engine, config
-from mixed_load import COUNT, LIMIT_S, changes, leaks_nothing, run, serves_from_every_tier
-
-#: Longest time in which no request of an engine may go on: the deadline of a load that no worker ends, the fence behind
-#: it, and 2 s.
-PAUSE_MAX_S = 2.0 + 12.0 + 2.0
-#: Time between two kills.
-KILL_EVERY_S = (2.0, 5.0)
+from mixed_load import changes, leaks_nothing, run, serves_from_every_tier, survives_kills
 
 
 @pytest.fixture(scope="module")
@@ -66,40 +57,4 @@ def test_answers_are_those_of_an_engine_without_kvferry(engine: Engine, alone: E
 
 
 def test_kills_of_every_process_stop_no_engine(engine: Engine, daemon: Daemon) -> None:
-    over = threading.Event()
-    kills: list[str] = []
-
-    def kill() -> None:
-        draw = random.Random(7)
-        while not over.wait(draw.uniform(*KILL_EVERY_S)):
-            whom = draw.choice(["leader", "worker", "up"])
-            if whom == "up":
-                daemon.kill()
-                daemon.start()
-            elif pids := daemon.children(whom):
-                daemon.killed(pids[0])
-            kills.append(whom)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    rounds = []
-    try:
-        # At least one kill of each.
-        until = time.monotonic() + LIMIT_S
-        while not rounds or (set(kills) != {"leader", "worker", "up"} and time.monotonic() < until):
-            rounds.append(run(engine, seed=10 + len(rounds), aborts=0.1))
-    finally:
-        over.set()
-        killer.join()
-    assert set(kills) == {"leader", "worker", "up"}
-    for done in rounds:
-        assert len(done["answers"]) + len(done["aborted"]) == COUNT
-        assert done["held"] == 0
-        assert done["longest_step_s"] < PAUSE_MAX_S
-        assert done["longest_pause_s"] < PAUSE_MAX_S, "no request went on"
-    # Without a restart of the engine, pages are found again.
-    daemon.pid()
-    before = engine.external_hits()
-    done = run(engine, seed=99)
-    assert engine.external_hits() > before
-    leaks_nothing(engine, daemon, done)
+    survives_kills(engine, daemon)

@@ -89,7 +89,11 @@ pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
         succeed(&mut python, name)?;
     }
     if known("tests") {
-        let long = ["test_vllm_load.py", "test_vllm_hybrid.py", "test_vllm_hybrid_load.py"];
+        let long = [
+            "test_vllm_load.py",
+            "test_vllm_hybrid.py",
+            "test_vllm_hybrid_load.py",
+        ];
         let mut tests = vec!["--full".to_owned()];
         tests.extend(long.map(|name| format!("python/tests/{name}")));
         tests.extend(arguments.iter().skip(1).cloned());
