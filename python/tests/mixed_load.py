@@ -71,14 +71,18 @@ def survives_kills(engine: Engine, daemon: Daemon, *, count: int = COUNT) -> Non
 
     def kill() -> None:
         draw = random.Random(7)
-        while not over.wait(draw.uniform(*KILL_EVERY_S)):
-            whom = draw.choice(["leader", "worker", "up"])
-            if whom == "up":
-                daemon.kill()
-                daemon.start()
-            elif pids := daemon.children(whom):
-                daemon.killed(pids[0])
-            kills.append(whom)
+        while True:
+            for whom in draw.sample(("leader", "worker", "up"), 3):
+                if over.wait(draw.uniform(*KILL_EVERY_S)):
+                    return
+                if whom == "up":
+                    daemon.kill()
+                    daemon.start()
+                elif pids := daemon.children(whom):
+                    daemon.killed(pids[0])
+                else:
+                    continue
+                kills.append(whom)
 
     killer = threading.Thread(target=kill)
     killer.start()
