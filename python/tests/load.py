@@ -58,6 +58,8 @@ class Driver:
         #: Steps after which each running request is aborted.
         self._running: dict[str, int | None] = {}
         self._answers: dict[str, list[int]] = {}
+        #: Log-probabilities of the tokens.
+        self._logprobs: dict[str, list[float]] = {}
         self._aborted: list[str] = []
         self._longest_step_s = self._longest_pause_s = 0.0
 
@@ -76,10 +78,14 @@ class Driver:
                 progress_at = now
             for output in outputs:
                 if output.finished and self._running.pop(output.request_id, 0) != 0:
-                    self._answers[output.request_id] = list(output.outputs[0].token_ids)
+                    (made,) = output.outputs
+                    steps = zip(made.token_ids, made.logprobs, strict=True)
+                    self._answers[output.request_id] = list(made.token_ids)
+                    self._logprobs[output.request_id] = [step[token].logprob for token, step in steps]
             self._abort()
         return {
             "answers": self._answers,
+            "logprobs": self._logprobs,
             "aborted": self._aborted,
             "longest_step_s": self._longest_step_s,
             "longest_pause_s": self._longest_pause_s,

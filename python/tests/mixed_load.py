@@ -17,6 +17,9 @@ DEVICE_PAGES = 36
 AT_A_TIME = 8
 #: Deadline of a load's requests, on two busy cores.
 LIMIT_S = 15.0 * COUNT
+#: Largest difference of log-probabilities that chunks of other lengths make in float32. A page that is not loaded makes
+#: larger ones, and seldom another token.
+LOGPROB_MAX = 1e-3
 #: Longest time in which no request of an engine may go on: the deadline of a load that no worker ends, the fence behind
 #: it, and 2 s.
 PAUSE_MAX_S = 2.0 + 12.0 + 2.0
@@ -53,6 +56,16 @@ def serves_from_every_tier(engine: Engine, daemon: Daemon, *, count: int = COUNT
     host, disk = (next(tier for tier in status["tiers"] if tier["tier"] == number) for number in (2, 3))
     assert host["evicted_pages"] > 0, "host memory has enough pages"
     assert disk["hit_pages"] > 0, "nothing was loaded from the disk"
+
+
+def says_the_same(ours: dict[str, Any], theirs: dict[str, Any], *, within: float = LOGPROB_MAX) -> None:
+    """Checks results of one load, one request at a time: the arithmetic of a batch depends on its size."""
+    assert ours["answers"] == theirs["answers"]
+    differences = {
+        name: max(abs(our - their) for our, their in zip(ours["logprobs"][name], theirs["logprobs"][name], strict=True))
+        for name in ours["answers"]
+    }
+    assert max(differences.values()) < within, differences
 
 
 def leaks_nothing(engine: Engine, daemon: Daemon, done: dict[str, Any]) -> None:

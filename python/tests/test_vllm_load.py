@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from daemon import Daemon
 from engine import Engine, config
-from mixed_load import changes, leaks_nothing, run, serves_from_every_tier, survives_kills
+from mixed_load import changes, leaks_nothing, run, says_the_same, serves_from_every_tier, survives_kills
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,10 @@ def test_a_mixed_load_is_served_from_every_tier_and_leaks_nothing(engine: Engine
 
 
 def test_answers_are_those_of_an_engine_without_kvferry(engine: Engine, alone: Engine, daemon: Daemon) -> None:
-    """One request at a time: the arithmetic of a batch depends on its size."""
     before = engine.external_hits()
     ours, theirs = (run(one, at_a_time=1) for one in (engine, alone))
     assert engine.external_hits() > before
-    assert ours["answers"] == theirs["answers"]
+    says_the_same(ours, theirs)
     leaks_nothing(engine, daemon, ours)
 
 
