@@ -59,7 +59,7 @@ def serves_from_every_tier(engine: Engine, daemon: Daemon, *, count: int = COUNT
 
 
 def says_the_same(ours: dict[str, Any], theirs: dict[str, Any], *, within: float = LOGPROB_MAX) -> None:
-    """Checks results of one load, one request at a time: the arithmetic of a batch depends on its size."""
+    """Checks tokens, and log-probabilities up to rounding: the arithmetic of a batch depends on its size."""
     assert ours["answers"] == theirs["answers"]
     differences = {
         name: max(abs(our - their) for our, their in zip(ours["logprobs"][name], theirs["logprobs"][name], strict=True))
