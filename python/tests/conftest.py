@@ -1,13 +1,17 @@
 """Configuration of the Python tests. Cheap tests run first, those with a real engine last."""
 
+import os
 import time
 
+import engine
 import pytest
 import signals
 
 from kvferry import files, looks
 
 signals.set_to_defaults()
+#: With --full, engines start and spawn their processes as those of a user do.
+engine.Process.forked = not os.environ.get("KVFERRY_VLLM_FULL")
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import make_model
+import template
 from daemon import TIMEOUT_S, Daemon, eventually
 
 HERE = Path(__file__).parent
@@ -73,17 +74,30 @@ def tokens(count: int, seed: int) -> list[int]:
 class Process:
     """A process that leaves no child processes behind."""
 
-    def __init__(self, command: list[str], env: dict[str, str], **popen: Any):
-        self.log = tempfile.TemporaryFile("w+")
+    #: Whether processes are forked from one that has imported vLLM. Otherwise they start as those of a user do.
+    forked = False
+
+    def __init__(self, serve: list[str], env: dict[str, str], *pipes: int):
+        """Runs ``vllm`` with these arguments; without any, the engine host with pipes for its orders and replies."""
+        self.log = tempfile.TemporaryFile("a+")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            **{"stdin": subprocess.DEVNULL, **popen},
-        )
+        command = [str(Path(sys.executable).parent / "vllm"), *serve] if serve else [str(HERE / "engine_host.py")]
+        self.process: subprocess.Popen | template.Forked
+        with open(os.devnull) as nothing:
+            orders, *replies = pipes or (nothing.fileno(),)
+            if self.forked:
+                output = self.log.fileno()
+                self.process = template.of_engines().fork(command, environment, orders, output, output, *replies)
+                return
+            self.process = subprocess.Popen(
+                [sys.executable, *command, *map(str, replies)],
+                env=environment,
+                stdin=orders,
+                stdout=self.log,
+                stderr=subprocess.STDOUT,
+                pass_fds=replies,
+                start_new_session=True,
+            )
 
     def logged(self) -> str:
         self.log.seek(0)
@@ -118,23 +132,18 @@ class Engine(Process):
     """``vllm.LLM`` in a process of its own."""
 
     def __init__(self, wanted: dict[str, Any], *, in_process: bool = True):
-        reply, theirs = os.pipe()
-        super().__init__(
-            [sys.executable, str(HERE / "engine_host.py"), str(theirs)],
-            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"},
-            stdin=subprocess.PIPE,
-            pass_fds=[theirs],
-            text=True,
-        )
+        theirs, ours = os.pipe()
+        reply, reply_theirs = os.pipe()
+        super().__init__([], {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}, theirs, reply_theirs)
         os.close(theirs)
-        self._replies = os.fdopen(reply)
+        os.close(reply_theirs)
+        self._orders, self._replies = os.fdopen(ours, "w"), os.fdopen(reply)
         self._say(wanted)
         self.started = self._receive(START_LIMIT_S)
 
     def _say(self, what: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
+        self._orders.write(json.dumps(what) + "\n")
+        self._orders.flush()
 
     def _receive(self, grace_s: float) -> Any:
         ready, _, _ = select.select([self._replies], [], [], grace_s)
@@ -179,8 +188,8 @@ class Server(Process):
                     flags += [flag, json.dumps(value)]
                 case _ if name != "model":
                     flags += [flag, str(value)]
-        command = [str(Path(sys.executable).parent / "vllm"), "serve", wanted["model"], "--port", str(self.port)]
-        super().__init__(command + flags, {"VLLM_SERVER_DEV_MODE": "1"})
+        serve = ["serve", wanted["model"], "--port", str(self.port), *flags]
+        super().__init__(serve, {"VLLM_SERVER_DEV_MODE": "1"})
         eventually("the server answers", self._healthy, START_LIMIT_S)
 
     def _healthy(self) -> bool:
