@@ -1,15 +1,20 @@
 """A real vLLM under a mixed load: prompts that share, branch and grow, preemptions, aborts, evictions, a disk, kills.
 
 The device has so few pages that vLLM preempts, host memory so few that it evicts (47, of about 100 that the first 48
-requests fill), and each tier is used. ``--full`` runs 400 requests in each test; otherwise the first of them.
+requests fill), and each tier is used. ``--full`` runs 400 requests in each test; the short form the first 48 of them,
+and 32 where requests run one at a time.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from daemon import Daemon
 from engine import Engine, config
-from mixed_load import changes, leaks_nothing, run, says_the_same, serves_from_every_tier, survives_kills
+from mixed_load import COUNT, FULL, changes, leaks_nothing, run, says_the_same, serves_from_every_tier, survives_kills
+
+#: Requests that are also run one at a time.
+ALONE = COUNT if FULL else 32
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,8 @@ def test_a_mixed_load_is_served_from_every_tier_and_leaks_nothing(engine: Engine
 
 def test_answers_are_those_of_an_engine_without_kvferry(engine: Engine, alone: Engine, daemon: Daemon) -> None:
     before = engine.external_hits()
-    ours, theirs = (run(one, at_a_time=1) for one in (engine, alone))
+    with ThreadPoolExecutor() as pool:
+        ours, theirs = pool.map(lambda one: run(one, count=ALONE, at_a_time=1), (engine, alone))
     assert engine.external_hits() > before
     says_the_same(ours, theirs)
     leaks_nothing(engine, daemon, ours)
