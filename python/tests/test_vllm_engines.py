@@ -117,21 +117,25 @@ def forgotten(daemon: Daemon) -> None:
 
 
 def test_results_are_equal_when_prompts_exceed_the_device() -> None:
-    """Prompts exceed the device's pages, with overlapping steps: they are preempted, resumed and loaded again."""
+    """Prompts exceed the device's pages, with overlapping steps: they are preempted, resumed and loaded again.
+
+    With --full more prompts, and longer answers.
+    """
     pages = 40
-    prompts = [tokens(400, seed=20 + number) for number in range(6)]
+    count, more = (6, 120) if FULL else (4, 60)
+    prompts = [tokens(400, seed=20 + number) for number in range(count)]
     with running(ranks=1) as daemon:
         wanted = config(daemon.socket_dir, num_gpu_blocks_override=pages, max_model_len=1024, async_scheduling=True)
         engine = Engine(wanted, in_process=False)
         try:
             daemon.wait_ready()
-            alone = [said(engine.generate(prompt, max_tokens=120)) for prompt in prompts]
+            alone = [said(engine.generate(prompt, max_tokens=more)) for prompt in prompts]
             settled(engine, daemon)
             engine.reset()
-            together = [[each] for each in said(engine.generate(*prompts, max_tokens=120))]
+            together = [[each] for each in said(engine.generate(*prompts, max_tokens=more))]
             assert together == alone
             engine.reset(connector=True)
-            together = [[each] for each in said(engine.generate(*prompts, max_tokens=120))]
+            together = [[each] for each in said(engine.generate(*prompts, max_tokens=more))]
             assert together == alone
             assert engine.request("metrics").get("vllm:num_preemptions", 0) > 0
         finally:

@@ -1,6 +1,7 @@
 """Tests that a real vLLM drops its cache while kvferry reads its pages: resets, pauses, and the pause before sleep."""
 
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -12,6 +13,8 @@ from engine import Engine, Server, config, said, tokens, wait_steps
 
 from kvferry.vllm import scheduler
 
+#: Resets of a server under load.
+ROUNDS = 10 if os.environ.get("KVFERRY_VLLM_FULL") else 4
 PROMPT = tokens(270, seed=40)
 
 
@@ -143,7 +146,7 @@ def test_resets_while_pages_are_loaded_all_the_time() -> None:
             expected.extend(said([answer]) for answer in server.generate(*prompts, max_tokens=4))
             for asker in askers:
                 asker.start()
-            for _ in range(10):
+            for _ in range(ROUNDS):
                 hits = server.external_hits()
                 eventually("pages are loaded", lambda hits=hits: failed or server.external_hits() > hits + 100)
                 eventually("the cache is reset", lambda: failed or reset_external(server))
@@ -177,7 +180,7 @@ def test_resets_and_pauses_under_load() -> None:
             daemon.wait_ready()
             for asker in askers:
                 asker.start()
-            for _ in range(10):
+            for _ in range(ROUNDS):
                 reset = json.loads(server.post("/reset_prefix_cache?reset_running_requests=true&reset_external=true"))
                 assert reset == {"success": True}
                 assert not failed
