@@ -1,31 +1,64 @@
 """Tests of KV memory on a GPU, with the CUDA driver for tests and a real leader and worker."""
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from daemon import TIMEOUT_S, running
+from template import Template
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Returns the environment variables with which a process loads the driver for tests, and prepares :func:`script`.
+
+    Each script is a process of its own, forked from one that has imported torch, which takes longer than most scripts.
+    """
+    folder = tmp_path_factory.mktemp("driver")
+    for name in ("libcuda.so", "libcuda.so.1"):
+        (folder / name).symlink_to(os.environ["FAKE_CUDA_LIBRARY"])
+    variables = {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    template = Template(["torch"], variables)
+    TEMPLATES[variables["LD_LIBRARY_PATH"]] = template
+    yield variables
+    TEMPLATES.clear()
+    template.end()
+
+
+#: The processes that fork scripts, by the only variable that cannot change in a fork.
+TEMPLATES: dict[str, Template] = {}
 
 
 @pytest.fixture
-def variables(tmp_path: Path) -> dict[str, str]:
-    """Returns the environment variables with which a process loads the driver for tests."""
-    library = os.environ["FAKE_CUDA_LIBRARY"]
-    for name in ("libcuda.so", "libcuda.so.1"):
-        (tmp_path / name).symlink_to(library)
-    return {
-        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "FAKE_CUDA": "devices=2;delay_us=200",
-    }
+def variables(driver: dict[str, str]) -> dict[str, str]:
+    return {**driver, "FAKE_CUDA": "devices=2;delay_us=200"}
 
 
 def script(source: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, **changes}
-    command = [sys.executable, *([source] if source.endswith(".py") else ["-c", source]), *arguments]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [*([source] if source.endswith(".py") else ["-c", source]), *arguments]
+    template = TEMPLATES.get(variables.get("LD_LIBRARY_PATH", ""))
+    if template is None:
+        return subprocess.run(
+            [sys.executable, *command], env=variables, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
+        process = template.fork(command, variables, nothing.fileno(), output.fileno(), errors.fileno())
+        try:
+            status = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait(TIMEOUT_S)
+            raise
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, status, output.read(), errors.read())
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "ticket", "cuda_fabric"])
