@@ -138,6 +138,7 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    assert "kvferry" not in sys.modules, "each process imports it itself"
     if settings := sys.modules.get("vllm.envs"):
         # vLLM for the CPU spawns its other processes, which would import everything again. Engines on GPUs fork them.
         settings.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
