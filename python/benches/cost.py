@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from daemon import Daemon, eventually
 from real_scheduler import Stepped, engine_config, transfer_config
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvferry.engine_client import EngineClient
@@ -101,6 +102,8 @@ def engine(daemon: Daemon, pages: int, **changes: Any) -> Stepped:
     kv = torch.zeros(LAYERS, pages, HEADS, PAGE_TOKENS, 2 * HEAD_SIZE)
     stepped.rank.register_kv_caches({f"layer.{layer}": kv[layer] for layer in range(LAYERS)})
     daemon.wait_ready()
+    # As vLLM's engine does after its start.
+    freeze_gc_heap()
     return stepped
 
 
@@ -159,29 +162,33 @@ def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
         tokens // PAGE_TOKENS
     )
     every = {name: Clocked(stepped.connector, (name,)) for name in SCHEDULER_HOOKS}
-    for kind in ("cold", "warm"):
-        for arrival in ("a busy", "an idle"):
-            spent: dict[str, list[float]] = {name: [] for name in SCHEDULER_HOOKS}
-            loaded = 0
-            for number in range(arguments.prompts):
-                first = number + 1_000 * (arrival == "an idle") if kind == "cold" else number % different
-                prompt = [first, *range(tokens - 1)]
-                # The copies of the last one are over, and no page of the device serves it.
-                eventually("copies are over", lambda: stepped.step() and not daemon.status()["copies_under_way"])
-                eventually("the pages are reset", lambda: stepped.step() and stepped.scheduler.reset_prefix_cache())
-                for each in every.values():
-                    each.take()
-                asking = stepped.add(prompt, max_tokens=1)
-                if arrival == "a busy":
-                    time.sleep(arguments.step_ms / 1000)
-                stepped.run(asking)
-                loaded += sum(stepped.scheduled(asking)) < tokens
-                for name, each in every.items():
-                    spent[name] += [max(calls)] if (calls := each.take()) else []
-            print(f"{arguments.prompts} {kind} prompts of {tokens} tokens, {arrival} engine, {loaded} of them loaded")
-            for name, times in spent.items():
-                if times:
-                    print(f"  {name}: {percentiles(times)}")
+    kinds = [(kind, arrival) for kind in ("cold", "warm") for arrival in ("a busy", "an idle")]
+    for at, (kind, arrival) in enumerate(kinds):
+        spent: dict[str, list[float]] = {name: [] for name in SCHEDULER_HOOKS}
+        loaded = 0
+        # Warm prompts are sent once before they are measured.
+        once = range(-different, 0) if kind == "warm" else range(0)
+        for number in [*once, *range(arguments.prompts)]:
+            first = 1_000 * at + (number % different if kind == "warm" else number)
+            prompt = [first, *range(tokens - 1)]
+            # The copies of the last one are over, and no page of the device serves it.
+            eventually("copies are over", lambda: stepped.step() and not daemon.status()["copies_under_way"])
+            eventually("the pages are reset", lambda: stepped.step() and stepped.scheduler.reset_prefix_cache())
+            for each in every.values():
+                each.take()
+            asking = stepped.add(prompt, max_tokens=1)
+            if arrival == "a busy":
+                time.sleep(arguments.step_ms / 1000)
+            stepped.run(asking)
+            if number < 0:
+                continue
+            loaded += sum(stepped.scheduled(asking)) < tokens
+            for name, each in every.items():
+                spent[name] += [max(calls)] if (calls := each.take()) else []
+        print(f"{arguments.prompts} {kind} prompts of {tokens} tokens, {arrival} engine, {loaded} of them loaded")
+        for name, times in spent.items():
+            if times:
+                print(f"  {name}: {percentiles(times)}")
 
 
 def main() -> None:

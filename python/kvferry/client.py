@@ -198,6 +198,9 @@ class Client:
         self._count = 0
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        #: For the descriptor alone: whoever wakes the thread must not wait for what the thread does.
+        self._wake_lock = threading.Lock()
+        self._wakes = True
         #: Number of the present connection; 0 without one.
         self.link = 0
         #: Epoch of the peer's leader, from the last welcome.
@@ -284,8 +287,8 @@ class Client:
 
     def poke(self) -> None:
         """Wakes the client's thread, so that it calls ``turn``."""
-        with self._lock:
-            if not self._closing:
+        with self._wake_lock:
+            if self._wakes:
                 _eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -294,7 +297,7 @@ class Client:
             if self._closing:
                 return
             self._closing = True
-            os.eventfd_write(self._wake, 1)
+        self.poke()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_LIMIT_S)
 
@@ -320,6 +323,8 @@ class Client:
         finally:
             with self._lock:
                 self._closing = True
+            with self._wake_lock:
+                self._wakes = False
                 os.close(self._wake)
             self._take_new()
             for pending in list(self._open.values()):

@@ -49,6 +49,8 @@ def test_pages_that_several_stores_hold_count_as_held_by_stores_alone() -> None:
     assert not engine.side.frees_soon(), "a request holds the pages, too"
     engine.pool.free_blocks(engine.pool.blocks[1:9])
     assert engine.side.frees_soon()
+    # The step tells that the request was preempted.
+    engine.side._begin_anew("a")
     assert engine.side._copies.pages_alone() == 8, "each page counts once"
     assert store(engine, "c", [20], ends=True) == 2
     assert engine.side.stores_skipped_backpressure == 1
@@ -106,3 +108,23 @@ def test_stores_leave_room_for_other_requests_at_the_leader(monkeypatch: pytest.
     engine.leader.last(wire.Store).end(wire.StoreAnswer(1, 0))
     engine.step()
     assert store(engine, "b", [30], ends=False) == 3
+
+
+def test_only_stores_of_requests_that_may_have_lost_their_pages_are_counted() -> None:
+    engine = Engine()
+    found(engine, 0)
+    asking = request("a", 8 * 4)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = pages = [1, 2, 3, 4, 5, 6, 7, 8]
+    blocks = [engine.pool.blocks[page] for page in pages]
+    engine.pool.touch(blocks)
+    engine.step({asking: 8 * 4})
+    copies = engine.side._copies
+    (copy,) = copies._open.values()
+    assert copy.is_held
+    assert copies.pages_alone() == 0
+    # The request is preempted.
+    engine.pool.free_blocks(blocks)
+    engine.side._begin_anew("a")
+    assert not copy.is_held
+    assert copies.pages_alone() == 8

@@ -7,6 +7,7 @@ copies than twice the device's pages.
 """
 
 import collections
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,9 @@ class Copy:
     #: The engine's pages of all parts.
     pages: list[int] = field(init=False)
     blocks: list[Any] = field(default_factory=list)
+    #: A running request holds the pages until it ends or loses all of its pages, whose number was this one before.
+    stays: bool = False
+    restarts: int = 0
     #: Groups, and pages of them that a load has brought and that do not hold what was stored.
     wrong: list[tuple[int, int]] = field(default_factory=list)
     requested_at: float = field(default_factory=time.monotonic)
@@ -52,6 +56,11 @@ class Copy:
 
     def __post_init__(self) -> None:
         self.pages = [page for part in self.parts for page in part.pages]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the pages of a store are certainly held by its request."""
+        return self.stays and not self.owner.finished and self.owner.restarts == self.restarts
 
     @property
     def answer(self) -> msgspec.Struct | None:
@@ -223,11 +232,17 @@ class CopiesInFlight:
         return self._stored_pages
 
     def pages_alone(self) -> int:
-        """Pages that are held by stores only. Takes time linear in the pages under store."""
+        """Pages that are held by stores only, as far as is known in this step.
+
+        Takes time linear in the pages under store of requests that have ended or lost their pages.
+        """
         if self._pool is None:
             return 0
         blocks = self._pool.blocks
-        return sum(blocks[page].ref_cnt == holds for page, holds in self._holds().items())
+        # Where a held store has a page, too, its request is one more holder.
+        loose = (copy for copy in self._open.values() if copy.blocks and not copy.is_held)
+        holds = collections.Counter(itertools.chain.from_iterable(copy.pages for copy in loose))
+        return sum(blocks[page].ref_cnt == count for page, count in holds.items())
 
     def pool_pages(self) -> int:
         """Number of pages of the engine; 0 before its pool is known."""

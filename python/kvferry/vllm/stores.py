@@ -63,6 +63,7 @@ class Stores:
         self._verification = verification
         #: Tokens of a page, as hashes count pages.
         self._page_tokens = served.hash_tokens
+        self._groups = served.groups
         #: No store is requested before this time, because the leader could not take one.
         self._again_at = 0.0
         self._step = 0
@@ -154,7 +155,9 @@ class Stores:
         if self._describe is not None:
             # Before the store is requested, so that its pages can be announced in full when they are there.
             self._describe(tracked, full)
-        copy = Copy(tracked, parts, store=True)
+        # Windows let go of their pages while the request runs.
+        stays = all(self._groups[part.group].attention == "full" for part in parts)
+        copy = Copy(tracked, parts, store=True, stays=stays and not after, restarts=tracked.restarts)
         limit_s = self._settings.store_timeout_ms / 1000
         store = self._copies.begin_store(copy, tracked.slot, more=more, more_from=known, after=after, timeout_s=limit_s)
         if self._verification is not None:

@@ -87,6 +87,8 @@ class Tracked:
     #: Tokens of the last load that were found on a disk.
     disk_tokens: int = 0
     #: Why the last lookup or store of the request was skipped, empty if it was not: counted once until it changes.
+    #: How often the request has lost its pages.
+    restarts: int = 0
     not_looked_up: str = ""
     not_stored: str = ""
 
@@ -100,6 +102,7 @@ class Tracked:
         self.sums.clear()
         self.full, self.store_at, self.summed_full, self.ran = 0, 0, 0, False
         self.mixed = self.generates = False
+        self.restarts += 1
 
 
 #: Takes the tokens of a request's pages, up to a number of pages, for KV events.
