@@ -25,7 +25,7 @@ pub enum EngineError {
         /// The status of its process.
         status: std::process::ExitStatus,
     },
-    /// A rank did not register, or did not end, in time.
+    /// A rank did not register, take an order, or end in time.
     #[error("an engine rank did not {what} within {limit:?}")]
     TooLate {
         /// The step that was awaited.

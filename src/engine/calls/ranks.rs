@@ -23,6 +23,8 @@ use kvferry_workload::models::{ModelGeometry, ModelGroup};
 pub const PAGE_BYTES: u64 = 1 << 10;
 /// Bytes of orders that may wait for a rank.
 const PIPE_BYTES: usize = 1 << 20;
+/// Longest wait for a rank that reads no orders.
+const ORDER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Why an engine of a recording cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -140,10 +142,14 @@ impl Ranks {
         self.reported.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends an order to every rank; waits while too many wait there.
+    /// Sends an order to every rank; waits while too many wait there, at most [`ORDER_LIMIT`] for one.
     pub(super) async fn order(&mut self, order: &RankOrder) -> Result<(), EngineError> {
         for (rank, orders) in self.orders.iter_mut().enumerate() {
-            let sent = pipe::write(orders, order).await;
+            let sent = tokio::time::timeout(ORDER_LIMIT, pipe::write(orders, order)).await;
+            let sent = sent.map_err(|_| EngineError::TooLate {
+                what: "take an order",
+                limit: ORDER_LIMIT,
+            })?;
             sent.map_err(|_| EngineError::RankEnded(rank))?;
         }
         self.check()
