@@ -8,6 +8,7 @@ from test_scheduler import PAGE_TOKENS, Engine, found, refused, request
 
 from kvferry import wire
 from kvferry.served import Served, ServedGroup
+from kvferry.vllm.stores import GENERATED_EVERY
 
 #: Full attention; a window of which two pages are needed; states, with pages of twice as many tokens.
 FULL = ServedGroup(0, PAGE_TOKENS, 1_000_000)
@@ -106,6 +107,19 @@ def test_a_load_whose_pages_are_zeroed_in_the_same_step_waits_for_it() -> None:
     assert all(load.id > load.message.after for load in loads)
 
 
+def test_ranks_report_work_that_a_load_waits_for_at_once() -> None:
+    engine = Engine(SERVED)
+    busy = request("busy", 1)
+    engine.tables["busy"] = tables(60, 1)
+    first = engine.step({busy: 1})
+    assert (first.needed_before, first.needed_through) == (0, 0)
+    loading(engine, "a")
+    load = engine.leader.last(wire.Load)
+    assert load.message.after == first.written_through
+    # Also in a step without a forward pass.
+    assert engine.step().needed_before == first.written_through
+
+
 def test_loads_that_could_not_be_requested_fail(engine: Engine) -> None:
     """The hook that ends a step has failed before it requested the loads."""
     engine = Engine(SERVED, zeroes=True)
@@ -153,16 +167,21 @@ def test_a_state_is_stored_without_a_new_page(engine: Engine) -> None:
     assert parts(engine.leader.last(wire.Store)) == [(2, 1, [50])]
 
 
-def test_a_state_of_generated_tokens_does_not_wait_for_a_run_of_pages() -> None:
-    """vLLM hands it over once."""
+@pytest.mark.parametrize("before", range(GENERATED_EVERY))
+def test_a_state_of_generated_tokens_does_not_wait_for_a_run_of_pages(before: int) -> None:
+    """vLLM hands it over once, also in a step in which no generated pages are due."""
     engine = Engine(SERVED, store_run_pages=8)
     filling = request("a", 2 * PAGE_TOKENS)
     engine.side.track(filling)  # type: ignore[arg-type]
     engine.tables["a"] = tables(10, 4)
     engine.step({filling: 2 * PAGE_TOKENS})
     engine.leader.last(wire.Store).end(wire.StoreAnswer(4, 0))
-    filling.grow(2 * PAGE_TOKENS)
-    engine.step({filling: 2 * PAGE_TOKENS}, states={"a": [(3, 50, 4 * PAGE_TOKENS)]})
+    for _ in range(before):
+        filling.grow(1)
+        engine.step({filling: 1})
+    left = 2 * PAGE_TOKENS - before
+    filling.grow(left)
+    engine.step({filling: left}, states={"a": [(3, 50, 4 * PAGE_TOKENS)]})
     assert parts(engine.leader.last(wire.Store)) == [(0, 2, [[12, 2]]), (1, 2, [[32, 2]]), (2, 1, [50])]
 
 
