@@ -307,7 +307,7 @@ def test_the_sessions_thread_is_woken_for_reports_that_something_waits_for(monke
     clock.now += 2 * UNNEEDED_S
     assert session._turn() is None
     session.wrote(7, needed=5)
-    assert client.pokes == 4, "nobody would send it"
+    assert client.pokes == 4, "the thread sleeps without a deadline"
 
 
 def test_a_rank_without_a_worker_logs_why_once(

@@ -159,7 +159,6 @@ def test_windows_with_the_pages_of_full_attention_are_served() -> None:
             engine.end()
 
 
-@pytest.mark.skipif(not FULL, reason="two ranks take long to start")
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
 def test_every_group_is_loaded_on_each_of_two_ranks(name: str) -> None:
     """Windows and full attention, states and full attention: with heads, or channels, divided between the ranks."""

@@ -42,8 +42,9 @@ class Copy:
     #: The engine's pages of all parts.
     pages: list[int] = field(init=False)
     blocks: list[Any] = field(default_factory=list)
-    #: A running request holds the pages until it ends or loses all of its pages, whose number was this one before.
+    #: The request holds the pages until it ends, or loses all of its pages.
     stays: bool = False
+    #: How often the request had lost its pages when the store was requested.
     restarts: int = 0
     #: Groups, and pages of them that a load has brought and that do not hold what was stored.
     wrong: list[tuple[int, int]] = field(default_factory=list)
@@ -261,7 +262,8 @@ class CopiesInFlight:
 
     def _holds(self) -> "collections.Counter[int]":
         """How many stores hold each page. Counted when it matters, which is when pages are rare."""
-        return collections.Counter(page for copy in self._open.values() if copy.blocks for page in copy.pages)
+        stores = (copy.pages for copy in self._open.values() if copy.blocks)
+        return collections.Counter(itertools.chain.from_iterable(stores))
 
     def end_soon(self) -> bool:
         """Whether some copy is not known to be over, but may be soon.

@@ -86,9 +86,9 @@ class Tracked:
     finished: bool = False
     #: Tokens of the last load that were found on a disk.
     disk_tokens: int = 0
-    #: Why the last lookup or store of the request was skipped, empty if it was not: counted once until it changes.
     #: How often the request has lost its pages.
     restarts: int = 0
+    #: Why the last lookup or store of the request was skipped, empty if it was not: counted once until it changes.
     not_looked_up: str = ""
     not_stored: str = ""
 

@@ -309,18 +309,12 @@ fn table(report: &CallsReport) -> String {
 }
 
 fn row(name: &str, text: &str) -> String {
-    // Texts of a recording may contain anything.
-    let printable: String = text
-        .chars()
-        .map(|c| {
-            if c.is_control() {
-                char::REPLACEMENT_CHARACTER
-            } else {
-                c
-            }
-        })
-        .collect();
-    format!("{name:<16} {printable}")
+    format!("{name:<16} {}", printable(text))
+}
+
+/// A text without control characters. Texts of a recording may contain anything, and must not control the terminal.
+fn printable(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
 }
 
 /// What the report means for the exit code.
@@ -342,8 +336,10 @@ fn verdict(report: &CallsReport) -> Result<(), CommandError> {
         ))),
         None => Ok(()),
         Some(first) => Err(CommandError::Found(format!(
-            "{} of {} answers differ, the first: {first}",
-            report.different, report.compared
+            "{} of {} answers differ, the first: {}",
+            report.different,
+            report.compared,
+            printable(first)
         ))),
     }
 }
@@ -374,6 +370,14 @@ mod tests {
 
     #[test]
     fn texts_of_a_recording_control_no_terminal() {
+        let report = CallsReport {
+            compared: 1,
+            different: 1,
+            differences: vec!["\u{1b}[2J".to_owned()],
+            ..CallsReport::default()
+        };
+        let error = verdict(&report).expect_err("a difference").to_string();
+        assert!(error.ends_with("\u{fffd}[2J"), "{error}");
         assert_eq!(
             row("a", "\u{1b}[2J b\n"),
             format!("{:<16} \u{fffd}[2J b\u{fffd}", "a")

@@ -95,8 +95,8 @@ pub fn compare(recorded: &Outcome, replayed: &Outcome, conditions: Conditions) -
     }
 }
 
-/// Whether nobody answered by the deadline. A leader that answered in the recording must answer in the replay, whose
-/// requests have the same time.
+/// Whether no answer came by the deadline. Requests have the same time in the replay as in the recording, so a missing
+/// answer in the replay alone is a difference.
 fn is_silence(outcome: &Outcome) -> bool {
     matches!(outcome, Outcome::Failed(failed) if failed.code == ErrorCode::Deadline.number())
 }
