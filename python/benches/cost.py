@@ -10,26 +10,35 @@ at a fixed interval, in which an engine would run its model. Prints
 ``prompts``: prompts of 32,768 tokens arrive one after another, and are computed in chunks of 8,192: cold ones, and warm
 ones of which host memory has all pages. Half of them arrive 20 ms before their first step, as in a busy engine, half
 just before it, as in an idle one. Prints the longest call of each hook of the scheduler's side for a prompt.
+
+``--connector``: the same with the scheduler's side of a connector that vLLM has itself, without its rank and without
+copies (:mod:`other_connectors`).
 """
 
 import argparse
+import contextlib
 import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import other_connectors
 import torch
 from daemon import Daemon, eventually
 from real_scheduler import Stepped, engine_config, transfer_config
 from vllm.utils.gc_utils import freeze_gc_heap
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from kvferry.engine_client import EngineClient
 
 PAGE_TOKENS = 16
 HEADS, HEAD_SIZE, LAYERS = 4, 32, 4
+#: Bytes of a page: keys and values of all layers, 4 bytes each.
+PAGE_BYTES = LAYERS * HEADS * PAGE_TOKENS * 2 * HEAD_SIZE * 4
 
 #: Hooks that vLLM calls in or around a step.
 SCHEDULER_HOOKS = (
@@ -95,13 +104,55 @@ def connector_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry")]
 
 
-def engine(daemon: Daemon, pages: int, **changes: Any) -> Stepped:
-    """vLLM's scheduler and a rank whose memory a worker has."""
-    config = engine_config(transfer_config(daemon.socket_dir, verify=0), block_size=PAGE_TOKENS, **changes)
-    stepped = Stepped(pages=pages, config=config, kv=memory(pages), client=EngineClient)
-    kv = torch.zeros(LAYERS, pages, HEADS, PAGE_TOKENS, 2 * HEAD_SIZE)
-    stepped.rank.register_kv_caches({f"layer.{layer}": kv[layer] for layer in range(LAYERS)})
-    daemon.wait_ready()
+class Kvferry:
+    """kvferry's connector with its rank, and a daemon that copies."""
+
+    def __init__(self, daemon: Daemon):
+        self._daemon = daemon
+
+    def engine(self, pages: int, **changes: Any) -> Stepped:
+        """vLLM's scheduler and a rank whose memory a worker has."""
+        transfer = transfer_config(self._daemon.socket_dir, verify=0)
+        config = engine_config(transfer, block_size=PAGE_TOKENS, **changes)
+        stepped = Stepped(pages=pages, config=config, kv=memory(pages), client=EngineClient)
+        kv = torch.zeros(LAYERS, pages, HEADS, PAGE_TOKENS, 2 * HEAD_SIZE)
+        stepped.rank.register_kv_caches({f"layer.{layer}": kv[layer] for layer in range(LAYERS)})
+        self._daemon.wait_ready()
+        return stepped
+
+    def stored_pages(self) -> int:
+        return self._daemon.counter("published_pages")
+
+    def copies(self) -> bool:
+        return bool(self._daemon.status()["copies_under_way"])
+
+
+class Other:
+    """The scheduler's side of a connector that vLLM has itself, with a stand-in for the rank."""
+
+    def __init__(self, connector: str, memory_bytes: int):
+        self._transfer = other_connectors.transfer_config(connector, memory_bytes)
+        self._rank = other_connectors.STAND_INS[connector]()
+        name = other_connectors.NAMES[connector]
+        print(f"{name}, scheduler's side only: its rank is a stand-in that copies nothing and reports each transfer")
+        print("as finished in the next step")
+
+    def engine(self, pages: int, **changes: Any) -> Stepped:
+        config = engine_config(self._transfer, block_size=PAGE_TOKENS, **changes)
+        kv = memory(pages)
+        layer_bytes = PAGE_BYTES // LAYERS
+        tensor = KVCacheTensor(pages * PAGE_BYTES, kv.kv_cache_groups[0].layer_names, pages * layer_bytes, layer_bytes)
+        return Stepped(pages=pages, config=config, kv=replace(kv, kv_cache_tensors=[tensor]), rank=self._rank)
+
+    def stored_pages(self) -> int:
+        return self._rank.stored_pages
+
+    def copies(self) -> bool:
+        return self._rank.busy()
+
+
+def engine(connector: Kvferry | Other, pages: int, **changes: Any) -> Stepped:
+    stepped = connector.engine(pages, **changes)
     # As vLLM's engine does after its start.
     freeze_gc_heap()
     return stepped
@@ -113,11 +164,11 @@ def percentiles(seconds: list[float]) -> str:
     return f"p50 {p50:.0f} us, p99 {p99:.0f} us, most {ordered[-1]:.0f} us"
 
 
-def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
+def decode(connector: Kvferry | Other, arguments: argparse.Namespace) -> None:
     prompt, running, steps = 64, arguments.running, arguments.steps
     arriving = running // 2
     stepped = engine(
-        daemon,
+        connector,
         running * ((prompt + arriving + steps) // PAGE_TOKENS + 3),
         max_model_len=prompt + arriving + steps + 64,
         max_num_seqs=running,
@@ -132,7 +183,7 @@ def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
     scheduler, rank = Clocked(stepped.connector, SCHEDULER_HOOKS), Clocked(stepped.rank, RANK_HOOKS)
     eventually("every request decodes", lambda: stepped.step() and all(each.num_output_tokens for each in requests))
     scheduler.take(), rank.take()
-    before = daemon.counter("published_pages")
+    before = connector.stored_pages()
     threads = connector_threads()
     hooks: list[tuple[float, float]] = []
     began, began_cpu = time.perf_counter(), cpu_s(threads)
@@ -145,22 +196,20 @@ def decode(daemon: Daemon, arguments: argparse.Namespace) -> None:
         time.sleep(max(pause, 0.0))
     wall_s, used_s = time.perf_counter() - began, cpu_s(threads) - began_cpu
     print(f"{running} running requests, {steps} steps of {arguments.step_ms:.0f} ms in {wall_s:.1f} s, {late} late")
-    print(f"pages stored: {daemon.counter('published_pages') - before}")
+    print(f"pages stored: {connector.stored_pages() - before}")
     print("hooks of the scheduler in a step:", percentiles([each for each, _ in hooks]))
     print("hooks of the rank in a step:", percentiles([each for _, each in hooks]))
-    names = ", ".join(thread.name for thread in threads)
+    names = ", ".join(thread.name for thread in threads) or "none"
     print(f"threads of the connector ({names}): {100 * used_s / wall_s:.2f} % of the time")
 
 
-def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
+def prompts(connector: Kvferry | Other, arguments: argparse.Namespace) -> None:
     tokens = 32_768
     stepped = engine(
-        daemon, 3 * tokens // PAGE_TOKENS, max_model_len=tokens + 64, max_num_seqs=4, max_num_batched_tokens=8192
+        connector, 3 * tokens // PAGE_TOKENS, max_model_len=tokens + 64, max_num_seqs=4, max_num_batched_tokens=8192
     )
     # As many different prompts as host memory has room for, with some to spare.
-    different = int(arguments.g2_gib * 2**30 * 3 // 4 // (LAYERS * HEADS * PAGE_TOKENS * 2 * HEAD_SIZE * 4)) // (
-        tokens // PAGE_TOKENS
-    )
+    different = int(arguments.g2_gib * 2**30 * 3 // 4) // PAGE_BYTES // (tokens // PAGE_TOKENS)
     every = {name: Clocked(stepped.connector, (name,)) for name in SCHEDULER_HOOKS}
     kinds = [(kind, arrival) for kind in ("cold", "warm") for arrival in ("a busy", "an idle")]
     for at, (kind, arrival) in enumerate(kinds):
@@ -172,7 +221,7 @@ def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
             first = 1_000 * at + (number % different if kind == "warm" else number)
             prompt = [first, *range(tokens - 1)]
             # The copies of the last one are over, and no page of the device serves it.
-            eventually("copies are over", lambda: stepped.step() and not daemon.status()["copies_under_way"])
+            eventually("copies are over", lambda: stepped.step() and not connector.copies())
             eventually("the pages are reset", lambda: stepped.step() and stepped.scheduler.reset_prefix_cache())
             for each in every.values():
                 each.take()
@@ -191,22 +240,33 @@ def prompts(daemon: Daemon, arguments: argparse.Namespace) -> None:
                 print(f"  {name}: {percentiles(times)}")
 
 
+@contextlib.contextmanager
+def started(arguments: argparse.Namespace) -> Iterator[Kvferry | Other]:
+    """The connector that is measured, with host memory of the given size."""
+    if arguments.connector != "kvferry":
+        yield Other(arguments.connector, int(arguments.g2_gib * 2**30))
+        return
+    with tempfile.TemporaryDirectory(prefix="kvferry-cost-") as folder:
+        daemon = Daemon(Path(folder) / "s", ranks=1, g2=f"{int(arguments.g2_gib * 1024)}MiB")
+        daemon.start()
+        try:
+            yield Kvferry(daemon)
+        finally:
+            daemon.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["decode", "prompts"])
+    parser.add_argument("--connector", choices=["kvferry", *other_connectors.NAMES], default="kvferry")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--g2-gib", type=float, default=4.0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvferry-cost-") as folder:
-        daemon = Daemon(Path(folder) / "s", ranks=1, g2=f"{int(arguments.g2_gib * 1024)}MiB")
-        daemon.start()
-        try:
-            {"decode": decode, "prompts": prompts}[arguments.what](daemon, arguments)
-        finally:
-            daemon.stop()
+    with started(arguments) as connector:
+        {"decode": decode, "prompts": prompts}[arguments.what](connector, arguments)
 
 
 if __name__ == "__main__":

@@ -79,8 +79,12 @@ class Stepped:
         config: VllmConfig | None = None,
         kv: KVCacheConfig | None = None,
         client: Callable[..., Any] = Leader,
+        rank: Any = None,
     ):
-        """``client``: what the connector talks to the leader with, by default a leader that the test scripts."""
+        """``client``: what the connector talks to the leader with, by default a leader that the test scripts.
+
+        ``rank``: replaces the connector's own rank.
+        """
         self.config = config or engine_config()
         self.config.cache_config.num_gpu_blocks = pages
         kv = kv or memory(pages)
@@ -96,7 +100,7 @@ class Stepped:
 
         with connecting(connect):
             with set_current_vllm_config(self.config):
-                self.rank = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv)
+                self.rank = rank or KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, kv)
             self.scheduler = Scheduler(
                 self.config,
                 kv,
