@@ -6,7 +6,7 @@ from pathlib import Path
 import calls_file
 from daemon import running
 from engine import PAGE_TOKENS, Engine, config, said, settled, tokens
-from test_recorded_replay import replayed
+from recorded_runs import replayed
 
 
 def test_a_recorded_vllm_computes_the_same_and_replays_with_the_same_answers(tmp_path: Path) -> None:

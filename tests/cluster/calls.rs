@@ -291,6 +291,90 @@ fn a_cancelled_store_is_cancelled_again() {
 }
 
 #[test]
+fn a_store_that_the_leader_did_not_serve_is_not_carried_out() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut calls = Calls::new();
+    let lookup = calls.lookup(1, fresh(8, 1));
+    calls.found(lookup, 0, false);
+    let store = calls.store(1, 8, 10);
+    calls.add(5, &json!([store, 5, "not ready", true, true, true]));
+    let lookup = calls.lookup(2, json!([[0, 8]]));
+    calls.found(lookup, 0, false);
+    let output = calls.replay(folder.path());
+    all_equal(&output, 2);
+    assert_eq!(row(&output, "not served"), "1");
+    assert_eq!(row(&output, "result"), "all 2 answers are equal");
+}
+
+#[test]
+fn answers_that_follow_a_store_that_cannot_be_compared_are_no_differences() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut calls = Calls::new();
+    let lookup = calls.lookup(1, fresh(8, 1));
+    calls.found(lookup, 0, false);
+    let store = calls.store(1, 8, 10);
+    // The copy failed there, and succeeds here.
+    calls.add(5, &json!([store, 9, "a copy failed", true, true, true]));
+    let lookup = calls.lookup(2, json!([[0, 8]]));
+    calls.found(lookup, 0, false);
+    let output = calls.replay(folder.path());
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(row(&output, "different"), "0");
+    assert_eq!(row(&output, "not comparable"), "2");
+    let text = "1 of 3 answers are equal, 2 cannot be compared";
+    assert_eq!(row(&output, "result"), text);
+    let text = String::from_utf8_lossy(&output.stdout);
+    let reason = "1 follow a copy or reset that could not be compared";
+    assert!(text.contains(reason), "{text}");
+}
+
+#[test]
+fn answers_of_a_leader_with_other_engines_depend_on_them() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let replayed = |replicas: u16| {
+        let mut calls = Calls::new();
+        calls.add(6, &json!([5, "0", 4, 2, replicas, [[2, 64, 0]]]));
+        let lookup = calls.lookup(1, fresh(8, 1));
+        calls.found(lookup, 0, false);
+        let lookup = calls.lookup(2, json!([[0, 8]]));
+        calls.found(lookup, 8, false);
+        calls.replay(folder.path())
+    };
+    assert_eq!(row(&replayed(1), "different"), "1");
+    let output = replayed(2);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(row(&output, "different"), "0");
+    let reason = "1 depend on other engines of the leader, which are not in the recording";
+    assert_eq!(row(&output, "of these"), reason);
+}
+
+#[test]
+fn a_disk_explains_a_hit_only_once_host_memory_may_have_been_full() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let replayed = |host_pages: u32| {
+        let mut calls = Calls::new();
+        calls.add(
+            6,
+            &json!([5, "0", 4, 2, 1, [[2, host_pages, 0], [3, 512, 0]]]),
+        );
+        let lookup = calls.lookup(1, fresh(8, 1));
+        calls.found(lookup, 0, false);
+        let store = calls.store(1, 8, 10);
+        calls.stored(store, 8, 0, 0);
+        let lookup = calls.lookup(2, json!([[0, 8]]));
+        calls.found(lookup, 7, false);
+        calls.replay(folder.path())
+    };
+    let output = replayed(64);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(row(&output, "different"), "1");
+    let output = replayed(12);
+    assert!(output.status.success(), "{output:?}");
+    let reason = "1 depend on the disk, which pages reach in their own time";
+    assert_eq!(row(&output, "of these"), reason);
+}
+
+#[test]
 fn a_file_that_is_no_recording_is_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("trace.jsonl");
@@ -302,21 +386,14 @@ fn a_file_that_is_no_recording_is_refused() {
     assert!(errors.contains("does not begin with KVFCALLS"), "{errors}");
     let output = kvferry(&["replay", "--calls", name, "--ranks", "2"]);
     assert_eq!(output.status.code(), Some(2));
-    let output = kvferry(&[
-        "replay",
-        "--calls",
-        name,
-        "--socket-dir",
-        "/nowhere",
-        "--ratio",
-        "4",
-    ]);
-    assert_eq!(output.status.code(), Some(78), "{output:?}");
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        text.contains("--ratio has no effect with --socket-dir /nowhere"),
-        "{text}"
-    );
+    for (flag, value) in [("--ratio", "4"), ("--g2-policy", "pieces=2")] {
+        let beside = ["--socket-dir", "/nowhere", flag, value];
+        let output = kvferry(&[&["replay", "--calls", name], &beside[..]].concat());
+        assert_eq!(output.status.code(), Some(78), "{output:?}");
+        let text = String::from_utf8_lossy(&output.stderr);
+        let refusal = format!("{flag} has no effect with --socket-dir /nowhere");
+        assert!(text.contains(&refusal), "{text}");
+    }
     let output = kvferry(&["replay", "--calls", name, "--cost-gate"]);
     assert_eq!(output.status.code(), Some(2));
 }

@@ -50,7 +50,9 @@ pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError
         Some(directory) => format!("the kvferry up of {}", directory.display()),
     };
     if !arguments.quiet {
-        print_line(&about(&plan, &with));
+        // The disk of a kvferry up that runs already is its own.
+        let has_disk = arguments.uses_disk() || arguments.socket_dir.is_some();
+        print_line(&about(&plan, &with, has_disk));
     }
     let source = open()?;
     let report = block_on(2, async {
@@ -65,7 +67,7 @@ pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError
         })?;
         let socket_paths = up.socket_paths();
         let played = tokio::select! {
-            played = play(arguments, &plan, &socket_paths, source) => played,
+            played = play(arguments, &plan, &socket_paths, sizes.g2_pages, source) => played,
             () = ending.requested() => Err(CommandError::Failed("interrupted".to_owned())),
             error = up.ended_early() => Err(error),
         };
@@ -86,6 +88,7 @@ fn check_sizes(arguments: &Arguments) -> Result<(), CommandError> {
         ("--ratio", arguments.ratio.is_some()),
         ("--g2", arguments.g2.is_some()),
         ("--g2-pages", arguments.g2_pages.is_some()),
+        ("--g2-policy", arguments.g2_policy.is_some()),
         ("--g3", arguments.g3.is_some()),
     ];
     let given = sizes.into_iter().find(|(_, given)| *given);
@@ -170,6 +173,7 @@ async fn play(
     arguments: &Arguments,
     plan: &Plan,
     socket_paths: &SocketPaths,
+    g2_pages: u32,
     source: BufReader<File>,
 ) -> Result<CallsReport, CommandError> {
     let mut engine = [0; 16];
@@ -187,6 +191,8 @@ async fn play(
         start_limit: START_LIMIT.max(END_LIMIT),
         timeout: arguments.request_timeout(),
         has_disk: arguments.uses_disk(),
+        // The sizes of a kvferry up that runs already are its own.
+        host_pages: arguments.socket_dir.is_none().then_some(g2_pages),
     };
     let mut player = Player::start(plan, settings).map_err(failed)?;
     player.wait_until_ready().await.map_err(failed)?;
@@ -222,7 +228,7 @@ fn progress(arguments: &Arguments, plan: &Plan) -> ProgressBar {
 }
 
 /// What is replayed, and with which sizes.
-fn about(plan: &Plan, with: &str) -> String {
+fn about(plan: &Plan, with: &str, has_disk: bool) -> String {
     let header = &plan.header;
     let mut lines = vec![
         row(
@@ -266,6 +272,15 @@ fn about(plan: &Plan, with: &str) -> String {
                     plan.leaders
                 ));
             }
+            let disk =
+                |(tier, pages, _): &&(u8, u64, u64)| *tier > TierId::Host.number() && *pages > 0;
+            if let Some((_, pages, _)) = leader.tiers.iter().find(disk)
+                && !has_disk
+            {
+                warn(format!(
+                    "the leader had a disk of {pages} pages, and here is none: give --g3 and --g3-dir"
+                ));
+            }
             if leader.replicas > 1 {
                 warn(format!(
                     "the leader served up to {} engines, and the replay has one",
@@ -281,10 +296,11 @@ fn table(report: &CallsReport) -> String {
     let mut lines: Vec<String> = [
         ("requests sent", report.sent),
         ("never sent", report.unsent),
+        ("not served", report.not_served),
         ("without an end", report.unanswered),
         ("compared", report.compared),
         ("equal", report.equal),
-        ("differ by time", report.timed),
+        ("not comparable", report.incomparable_ends()),
         ("different", report.different),
         ("let go early", report.early),
         ("bytes verified", report.verified_bytes),
@@ -293,11 +309,13 @@ fn table(report: &CallsReport) -> String {
     .into_iter()
     .map(|(name, value)| row(name, &value.to_string()))
     .collect();
+    let reasons = report.incomparable.iter();
+    lines.extend(reasons.map(|(reason, count)| row("of these", &format!("{count} {reason}"))));
     lines.extend(
         report
-            .timed_differences
+            .incomparable_differences
             .iter()
-            .map(|text| row("by time", text)),
+            .map(|text| row("incomparable", text)),
     );
     lines.extend(
         report
@@ -305,7 +323,27 @@ fn table(report: &CallsReport) -> String {
             .iter()
             .map(|text| row("difference", text)),
     );
+    lines.push(row("result", &result(report)));
     lines.join("\n")
+}
+
+/// What the comparison shows, and what it does not.
+fn result(report: &CallsReport) -> String {
+    let CallsReport {
+        compared,
+        equal,
+        different,
+        ..
+    } = report;
+    match (different, report.incomparable_ends()) {
+        (0, 0) => format!("all {compared} answers are equal"),
+        (0, others) => {
+            format!("{equal} of {compared} answers are equal, {others} cannot be compared")
+        }
+        (_, others) => format!(
+            "{different} of {compared} answers differ, {equal} are equal, {others} cannot be compared"
+        ),
+    }
 }
 
 fn row(name: &str, text: &str) -> String {
@@ -331,7 +369,7 @@ fn verdict(report: &CallsReport) -> Result<(), CommandError> {
     }
     match report.differences.first() {
         None if report.equal == 0 => Err(CommandError::Found(format!(
-            "none of {} answers is equal: all differ by time",
+            "none of {} answers is equal: all differ, and none can be compared",
             report.compared
         ))),
         None => Ok(()),
@@ -347,6 +385,7 @@ fn verdict(report: &CallsReport) -> Result<(), CommandError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvferry_engine::calls::Reason;
 
     #[test]
     fn a_replay_that_shows_nothing_fails() {
@@ -354,7 +393,7 @@ mod tests {
             compared,
             equal,
             different,
-            timed: compared - equal - different,
+            incomparable: [(Reason::Time, compared - equal - different)].into(),
             differences: vec!["why".to_owned(); different as usize],
             ..CallsReport::default()
         };
@@ -366,6 +405,29 @@ mod tests {
         for other in [report(3, 0, 0), report(3, 2, 1)] {
             assert!(matches!(verdict(&other), Err(CommandError::Found(_))));
         }
+    }
+
+    #[test]
+    fn a_result_claims_equality_only_of_what_was_compared() {
+        let mut report = CallsReport {
+            compared: 3,
+            equal: 3,
+            ..CallsReport::default()
+        };
+        assert_eq!(result(&report), "all 3 answers are equal");
+        report.equal = 1;
+        report.incomparable = [(Reason::Engines, 2)].into();
+        let text = "1 of 3 answers are equal, 2 cannot be compared";
+        assert_eq!(result(&report), text);
+        let lines = table(&report);
+        let why = row("of these", &format!("2 {}", Reason::Engines));
+        assert!(lines.contains(&why), "{lines}");
+        assert!(lines.ends_with(text), "{lines}");
+        (report.equal, report.different) = (0, 1);
+        assert_eq!(
+            result(&report),
+            "1 of 3 answers differ, 0 are equal, 2 cannot be compared"
+        );
     }
 
     #[test]

@@ -129,8 +129,9 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "N")]
     g3_pages: Option<ArenaPages>,
     /// How pages are placed in host memory and leave it: see `g2_policy` in the settings.
-    #[arg(long, value_name = "POLICY", default_value = "pieces=2")]
-    g2_policy: TierPolicy,
+    /// [default: pieces=2]
+    #[arg(long, value_name = "POLICY")]
+    g2_policy: Option<TierPolicy>,
     /// Disk space for blocks of a live replay, all ranks together. 0 for none. [default: 0]
     #[arg(long, value_name = "SIZE", requires = "g3_dir")]
     g3: Option<ByteSize>,
@@ -225,6 +226,11 @@ impl Arguments {
     fn unit_tokens(&self) -> u32 {
         let own = self.model.unit_tokens();
         self.engine_page_tokens.unwrap_or(own)
+    }
+
+    /// The policy of host memory.
+    fn policy(&self) -> TierPolicy {
+        self.g2_policy.clone().unwrap_or_default()
     }
 
     fn request_timeout(&self) -> Duration {

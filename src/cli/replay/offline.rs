@@ -102,7 +102,7 @@ fn settings(arguments: &Arguments, workload: &Workload, pages: &PerTier<u32>) ->
         .and_then(NonZeroU64::new);
     settings.tiers = pages.tiers().collect();
     settings.moves = MoveEdge::between(&settings.tiers);
-    settings.tier_policies = PerTier::host(arguments.g2_policy.clone());
+    settings.tier_policies = PerTier::host(arguments.policy());
     settings.sharding = workload.sharding;
     settings.record_decisions = true;
     settings

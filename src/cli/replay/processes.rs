@@ -157,7 +157,7 @@ fn start_up(settings: &UpSettings<'_>, directory: &Path) -> Result<Child, Comman
         .args(["--replicas", &settings.replicas.to_string()])
         .args(["--ratio", &settings.ratio.to_string()])
         .args(["--g2", &settings.g2_bytes.max(1).to_string()])
-        .args(["--g2-policy", &arguments.g2_policy.to_string()])
+        .args(["--g2-policy", &arguments.policy().to_string()])
         .args(["--log", &arguments.log])
         .arg("--record-decisions")
         .arg("--socket-dir")

@@ -306,7 +306,7 @@ impl ReplayReport {
                 replicas: arguments.replicas,
                 engine_page_tokens: workload.unit_tokens,
                 ratio: workload.ratio.pages(),
-                g2_policy: arguments.g2_policy.to_string(),
+                g2_policy: arguments.policy().to_string(),
                 g1_pages: arguments.g1_pages,
                 page_bytes: workload.page_bytes(),
                 g2_pages: (workload.arena_pages < ARENA_PAGES_MAX)

@@ -1,5 +1,7 @@
 //! Compares the answers of a recording with those of its replay.
 
+use std::collections::BTreeMap;
+
 use super::frames::{Failed, Outcome};
 use kvferry_protocol::ErrorCode;
 use kvferry_types::{Answer, LookupAnswer};
@@ -12,11 +14,45 @@ const SHOWN_MAX: usize = 20;
 pub enum Verdict {
     /// All fields that do not depend on time are equal.
     Equal,
-    /// They differ in something that depends on time: a deadline, a hold that expires, a process that was away, the
-    /// tier that a page has reached, the moment of a cancel.
-    Timed(String),
+    /// They differ in something that is not in the recording, for this reason.
+    Incomparable(Reason, String),
     /// They differ.
     Different(String),
+}
+
+/// Why two outcomes cannot be compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reason {
+    /// A deadline, a hold that expires, a process that was away, the tier that a page has reached.
+    Time,
+    /// `cancel_stores` stopped the store at some moment.
+    Cancel,
+    /// A store found room for a different number of pages, here or before.
+    Room,
+    /// An earlier copy or reset ended differently for one of these reasons: other pages are present since.
+    Earlier,
+    /// Pages reach the disk, and leave it, in their own time.
+    Disk,
+    /// The leader was started again.
+    Leaders,
+    /// Other engines of the leader store pages, and cause evictions and resets.
+    Engines,
+}
+
+impl std::fmt::Display for Reason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Time => "depend on time: deadlines, holds, processes that were away",
+            Self::Cancel => "depend on the moment at which cancel_stores came",
+            Self::Room => "depend on pages for which a store found no room at that moment",
+            Self::Earlier => "follow a copy or reset that could not be compared",
+            Self::Disk => "depend on the disk, which pages reach in their own time",
+            Self::Leaders => "depend on a start of the leader, which the replay does not repeat",
+            Self::Engines => {
+                "depend on other engines of the leader, which are not in the recording"
+            }
+        })
+    }
 }
 
 /// Failures that depend on time, or on processes that come and go.
@@ -37,10 +73,16 @@ const TIMED: [ErrorCode; 9] = [
 pub struct Conditions {
     /// `cancel_stores` stopped the request in the recording.
     pub cancelled: bool,
-    /// There is a tier below host memory, in the recording or in the replay: pages reach it in their own time.
+    /// Pages may have left host memory for a tier below it, in the recording or in the replay.
     pub has_disk: bool,
     /// The engine had several leaders.
     pub several_leaders: bool,
+    /// A later one than the first had begun to serve.
+    pub restarted: bool,
+    /// The leader may have served other engines, too.
+    pub other_engines: bool,
+    /// An earlier request that changes which pages are present could not be compared.
+    pub diverged: bool,
     /// A store has found room for a different number of pages: it finds none while all pages are pinned or are being
     /// filled, which depends on the moment. Other pages are then present from there on, so that answers differ in their
     /// numbers of pages.
@@ -73,7 +115,13 @@ pub fn compare(recorded: &Outcome, replayed: &Outcome, conditions: Conditions) -
             };
             match (&strict[..], &timed[..]) {
                 ([], []) => return Verdict::Equal,
-                ([], timed) => return Verdict::Timed(text(timed)),
+                ([], timed) => {
+                    let reason = match conditions.cancelled {
+                        true => Reason::Cancel,
+                        false => Reason::Time,
+                    };
+                    return Verdict::Incomparable(reason, text(timed));
+                }
                 (strict, _) => text(strict),
             }
         }
@@ -84,15 +132,32 @@ pub fn compare(recorded: &Outcome, replayed: &Outcome, conditions: Conditions) -
         (recorded, replayed),
         (Outcome::Answered(_), Outcome::Answered(_))
     );
-    let timed = conditions.cancelled
-        || (conditions.full && both_answer)
-        || (conditions.has_disk && is_lookup && both_answer)
-        || is_timed(recorded, conditions)
-        || (is_timed(replayed, conditions) && !is_silence(replayed));
-    match timed {
-        true => Verdict::Timed(difference),
-        false => Verdict::Different(difference),
+    let timed = is_timed(recorded) || (is_timed(replayed) && !is_silence(replayed));
+    let refused = is_failure(recorded) || (is_failure(replayed) && !is_silence(replayed));
+    let reasons = [
+        (Reason::Cancel, conditions.cancelled),
+        (Reason::Room, conditions.full && both_answer),
+        (Reason::Leaders, conditions.restarted && both_answer),
+        (Reason::Leaders, conditions.several_leaders && refused),
+        (
+            Reason::Engines,
+            conditions.other_engines && (both_answer || timed),
+        ),
+        (
+            Reason::Disk,
+            conditions.has_disk && is_lookup && both_answer,
+        ),
+        (Reason::Earlier, conditions.diverged && both_answer),
+        (Reason::Time, timed),
+    ];
+    match reasons.into_iter().find(|(_, holds)| *holds) {
+        Some((reason, _)) => Verdict::Incomparable(reason, difference),
+        None => Verdict::Different(difference),
     }
+}
+
+fn is_failure(outcome: &Outcome) -> bool {
+    matches!(outcome, Outcome::Failed(_))
 }
 
 /// Whether no answer came by the deadline. Requests have the same time in the replay as in the recording, so a missing
@@ -101,13 +166,11 @@ fn is_silence(outcome: &Outcome) -> bool {
     matches!(outcome, Outcome::Failed(failed) if failed.code == ErrorCode::Deadline.number())
 }
 
-fn is_timed(outcome: &Outcome, conditions: Conditions) -> bool {
+fn is_timed(outcome: &Outcome) -> bool {
     match outcome {
         Outcome::Answered(_) => false,
         Outcome::Failed(failed) => {
-            conditions.several_leaders
-                || !failed.reported
-                || TIMED.iter().any(|code| code.number() == failed.code)
+            !failed.reported || TIMED.iter().any(|code| code.number() == failed.code)
         }
     }
 }
@@ -168,11 +231,13 @@ fn fields(recorded: &Answer, replayed: &Answer) -> Vec<Field> {
             all.push(("pages", a.pages.into(), b.pages.into(), false));
         }
         (Answer::Store(a), Answer::Store(b)) => {
+            // Pages whose copy failed on one side are stored on the other.
+            let failed = a.failed_pages != b.failed_pages;
             all.push((
                 "stored_pages",
                 a.stored_pages.into(),
                 b.stored_pages.into(),
-                false,
+                failed,
             ));
             all.push((
                 "present_pages",
@@ -220,14 +285,17 @@ pub struct CallsReport {
     pub sent: u64,
     /// Requests that the recorded engine could not send, and the replay does not.
     pub unsent: u64,
+    /// Requests that the recorded leader refused because it was not ready, busy or about to end. They had no effect, and
+    /// are not sent: the leader of the replay would carry them out.
+    pub not_served: u64,
     /// Requests without an end in the recording.
     pub unanswered: u64,
     /// Answers that were compared.
     pub compared: u64,
     /// Answers that are equal.
     pub equal: u64,
-    /// Answers that differ because of the time.
-    pub timed: u64,
+    /// Answers that differ and cannot be compared, by reason.
+    pub incomparable: BTreeMap<Reason, u64>,
     /// Answers that differ.
     pub different: u64,
     /// Copies that were let go earlier than in the recording, because others waited for them.
@@ -240,11 +308,16 @@ pub struct CallsReport {
     pub complaint: String,
     /// The first differences.
     pub differences: Vec<String>,
-    /// The first differences because of the time.
-    pub timed_differences: Vec<String>,
+    /// The first differences that cannot be compared.
+    pub incomparable_differences: Vec<String>,
 }
 
 impl CallsReport {
+    /// Answers that cannot be compared, for all reasons.
+    pub fn incomparable_ends(&self) -> u64 {
+        self.incomparable.values().sum()
+    }
+
     /// Counts the verdict on the request `what`.
     pub(super) fn add(&mut self, what: &str, verdict: Verdict) {
         self.compared += 1;
@@ -253,9 +326,9 @@ impl CallsReport {
                 self.equal += 1;
                 return;
             }
-            Verdict::Timed(text) => {
-                self.timed += 1;
-                (&mut self.timed_differences, text)
+            Verdict::Incomparable(reason, text) => {
+                *self.incomparable.entry(reason).or_default() += 1;
+                (&mut self.incomparable_differences, text)
             }
             Verdict::Different(text) => {
                 self.different += 1;
@@ -295,6 +368,9 @@ mod tests {
         cancelled: false,
         has_disk: false,
         several_leaders: false,
+        restarted: false,
+        other_engines: false,
+        diverged: false,
         full: false,
     };
 
@@ -324,24 +400,28 @@ mod tests {
     fn what_depends_on_time_is_a_class_of_its_own() {
         let tier = compare(&lookup(3, 1), &lookup(3, 2), NONE);
         let text = "below_pages: 1 recorded, 2 replayed".to_owned();
-        assert_eq!(tier, Verdict::Timed(text));
+        assert_eq!(tier, Verdict::Incomparable(Reason::Time, text));
         let disk = Conditions {
             has_disk: true,
             ..NONE
         };
         assert!(matches!(
             compare(&lookup(3, 0), &lookup(4, 0), disk),
-            Verdict::Timed(_)
+            Verdict::Incomparable(..)
         ));
         for code in TIMED {
             let verdict = compare(&failed(code, true), &lookup(3, 0), NONE);
-            assert!(matches!(verdict, Verdict::Timed(_)), "{code:?}");
+            assert!(matches!(verdict, Verdict::Incomparable(..)), "{code:?}");
             let verdict = compare(&lookup(3, 0), &failed(code, true), NONE);
             let silent = code == ErrorCode::Deadline;
-            assert_eq!(matches!(verdict, Verdict::Timed(_)), !silent, "{code:?}");
+            assert_eq!(
+                matches!(verdict, Verdict::Incomparable(..)),
+                !silent,
+                "{code:?}"
+            );
         }
         let local = compare(&failed(ErrorCode::Internal, false), &lookup(3, 0), NONE);
-        assert!(matches!(local, Verdict::Timed(_)));
+        assert!(matches!(local, Verdict::Incomparable(..)));
     }
 
     #[test]
@@ -366,7 +446,7 @@ mod tests {
         }
         for (before, now) in [(store(6, 0), store(0, 6)), (lookup(3, 0), lookup(4, 0))] {
             let verdict = compare(&before, &now, full);
-            assert!(matches!(verdict, Verdict::Timed(_)), "{verdict:?}");
+            assert!(matches!(verdict, Verdict::Incomparable(..)), "{verdict:?}");
         }
     }
 
@@ -384,7 +464,52 @@ mod tests {
         };
         assert!(matches!(
             compare(&refused, &lookup(1, 0), leaders),
-            Verdict::Timed(_)
+            Verdict::Incomparable(..)
         ));
+    }
+    #[test]
+    fn each_reason_is_named_and_excuses_no_other_failure() {
+        let with = |change: fn(&mut Conditions)| {
+            let mut conditions = NONE;
+            change(&mut conditions);
+            conditions
+        };
+        let cases = [
+            (Reason::Cancel, with(|all| all.cancelled = true)),
+            (Reason::Room, with(|all| all.full = true)),
+            (Reason::Leaders, with(|all| all.restarted = true)),
+            (Reason::Engines, with(|all| all.other_engines = true)),
+            (Reason::Disk, with(|all| all.has_disk = true)),
+            (Reason::Earlier, with(|all| all.diverged = true)),
+        ];
+        for (reason, conditions) in cases {
+            let text = "hit_pages: 3 recorded, 4 replayed".to_owned();
+            assert_eq!(
+                compare(&lookup(3, 0), &lookup(4, 0), conditions),
+                Verdict::Incomparable(reason, text)
+            );
+            assert_eq!(
+                compare(&lookup(3, 0), &lookup(3, 0), conditions),
+                Verdict::Equal
+            );
+            let refused = compare(
+                &lookup(3, 0),
+                &failed(ErrorCode::UnknownSlot, true),
+                conditions,
+            );
+            let excused = matches!(refused, Verdict::Incomparable(..));
+            assert_eq!(excused, reason == Reason::Cancel, "{reason:?}");
+        }
+    }
+
+    #[test]
+    fn a_report_counts_each_reason() {
+        let mut report = CallsReport::default();
+        for reason in [Reason::Disk, Reason::Engines, Reason::Disk] {
+            report.add("a", Verdict::Incomparable(reason, "why".to_owned()));
+        }
+        assert_eq!(report.incomparable_ends(), 3);
+        assert_eq!(report.incomparable[&Reason::Disk], 2);
+        assert_eq!((report.compared, report.equal, report.different), (3, 0, 0));
     }
 }

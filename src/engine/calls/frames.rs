@@ -5,7 +5,7 @@ use serde::de::IgnoredAny;
 
 use super::file::{CallsError, Frame, FrameKind};
 use kvferry_protocol::{
-    CancelStores, Empty, Finish, Load, Lookup, Message, MessageKind, Reset, Store,
+    CancelStores, Empty, ErrorCode, Finish, Load, Lookup, Message, MessageKind, Reset, Store,
 };
 use kvferry_types::{
     Answer, Attention, CancelStoresAnswer, HASH_BYTES_MAX, HASH_BYTES_MIN, LoadAnswer,
@@ -149,6 +149,12 @@ impl Failed {
     /// Whether the leader never received the request.
     pub fn is_unsent(&self) -> bool {
         self.over && !self.reported
+    }
+
+    /// Whether the leader refused the request without any effect, because of what it served at that time.
+    pub fn is_not_served(&self) -> bool {
+        let codes = [ErrorCode::NotReady, ErrorCode::Busy, ErrorCode::Draining];
+        self.reported && self.over && codes.iter().any(|code| code.number() == self.code)
     }
 }
 

@@ -12,7 +12,7 @@ mod ranks;
 #[cfg(test)]
 mod tests;
 
-pub use compare::{CallsReport, Conditions, Verdict, compare};
+pub use compare::{CallsReport, Conditions, Reason, Verdict, compare};
 pub use file::{CallsError, EndReason, Ending, FORMAT};
 pub use frames::{Failed, Header, HeaderGroup, LeaderFrame, Outcome, RequestKind};
 pub use plan::{Known, Plan, PlannedEnd};

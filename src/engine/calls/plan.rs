@@ -35,6 +35,8 @@ pub enum Known {
     Late,
     /// The leader never received it.
     Unsent,
+    /// The leader refused it because it served nobody, or not so much, at that time.
+    NotServed,
 }
 
 /// The end of a request: the number of its frame.
@@ -119,7 +121,11 @@ impl Plan {
                         let used = read.tiers.iter().map(|(_, _, used)| *used);
                         used_pages = used.fold(0, u64::saturating_add);
                     }
-                    leaders += 1;
+                    leaders += u64::from(
+                        leader
+                            .as_ref()
+                            .is_none_or(|before: &LeaderFrame| before.epoch != read.epoch),
+                    );
                     leader = Some(read);
                 }
                 FrameKind::Request => {
@@ -173,6 +179,7 @@ impl Plan {
                     let known = if frame.kind == FrameKind::Failure {
                         let failed = failure(&frame)?;
                         match (failed.reported, failed.over) {
+                            (true, _) if failed.is_not_served() => Known::NotServed,
                             (true, _) if is_store && cancels > 0 => Known::Cancelled,
                             (true, _) => Known::Refused,
                             (false, true) => Known::Unsent,

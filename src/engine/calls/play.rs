@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::compare::{CallsReport, Conditions, compare, refusals_differ};
+use super::compare::{CallsReport, Conditions, Verdict, compare, refusals_differ};
 use super::file::{CallsError, FrameKind, Frames};
-use super::frames::{Failed, HashWindow, Outcome, RequestKind, Requested, ended_id};
+use super::frames::{Failed, HashWindow, LeaderFrame, Outcome, RequestKind, Requested, ended_id};
 use super::plan::{Known, Plan, PlannedEnd, SlotHashes, answered, outcome};
 use super::ranks::{Ranks, UnknownLayers};
 use crate::error::EngineError;
@@ -25,7 +25,9 @@ use kvferry_protocol::{Hello, Message, Role};
 use kvferry_transport::{
     Address, Client, ClientSettings, Failure, Limits, PendingAnswer, ZmqTransport,
 };
-use kvferry_types::{Answer, EngineId, Fingerprint, GroupId, Part, Request, RequestId, SlotId};
+use kvferry_types::{
+    Answer, EngineId, Fingerprint, GroupId, Part, Request, RequestId, SlotId, TierId,
+};
 use kvferry_workload::scheduler::WorkKind;
 
 /// Id of the first request: above the numbers of all frames, which stand for the work that copies wait for.
@@ -70,6 +72,8 @@ pub struct PlaySettings {
     pub timeout: Duration,
     /// There is a tier below host memory.
     pub has_disk: bool,
+    /// Pages of host memory; `None` if they are not known.
+    pub host_pages: Option<u32>,
 }
 
 /// A request that was sent, and not compared yet.
@@ -98,6 +102,13 @@ pub struct Player<'a> {
     tickets: u64,
     /// A store found room for a different number of pages than in the recording.
     full: bool,
+    /// A request that changes which pages are present could not be compared.
+    diverged: bool,
+    /// Epoch of the last leader whose sizes have been read, and whether it was not the first.
+    epoch: Option<u64>,
+    restarted: bool,
+    /// Pages that stores have added, by the larger of both answers of each.
+    added_pages: u64,
     report: CallsReport,
 }
 
@@ -131,6 +142,10 @@ impl<'a> Player<'a> {
             requests: 0,
             tickets: 0,
             full: false,
+            diverged: false,
+            epoch: None,
+            restarted: false,
+            added_pages: 0,
             report: CallsReport::default(),
         })
     }
@@ -170,7 +185,12 @@ impl<'a> Player<'a> {
                         self.ended(frame.number, id, &recorded).await?;
                     }
                 }
-                FrameKind::Header | FrameKind::Return | FrameKind::Leader => {}
+                FrameKind::Leader => {
+                    let leader: LeaderFrame = frame.read()?;
+                    self.restarted |= self.epoch.is_some_and(|epoch| epoch != leader.epoch);
+                    self.epoch = Some(leader.epoch);
+                }
+                FrameKind::Header | FrameKind::Return => {}
             }
             progress(frame.number);
         }
@@ -187,9 +207,18 @@ impl<'a> Player<'a> {
         let index = self.requests;
         self.requests += 1;
         let end = *self.plan.ends.get(index).ok_or(PlayError::Changed)?;
-        if end.known == Known::Unsent {
-            self.report.unsent += 1;
-            return Ok(());
+        // As the plan has done, also for requests that are not sent.
+        self.slots.note(&request).map_err(|_| PlayError::Changed)?;
+        match end.known {
+            Known::Unsent => {
+                self.report.unsent += 1;
+                return Ok(());
+            }
+            Known::NotServed => {
+                self.report.not_served += 1;
+                return Ok(());
+            }
+            _ => {}
         }
         let kind = RequestKind::of(&request);
         let decided = match end.known {
@@ -197,11 +226,9 @@ impl<'a> Player<'a> {
             _ => number,
         };
         self.advance(decided).await?;
-        // As the plan has done.
-        self.slots.note(&request).map_err(|_| PlayError::Changed)?;
         let ends_at = match end.known {
-            Known::Nothing | Known::Cancelled | Known::Unsent => self.last(),
-            Known::Answered | Known::Refused | Known::Late => u64::from(end.frame),
+            Known::Nothing | Known::Cancelled => self.last(),
+            _ => u64::from(end.frame),
         };
         let (message, pages) = self.prepare(request, ends_at).await?;
         let own = RequestId(FIRST_ID + index as u64);
@@ -397,20 +424,42 @@ impl<'a> Player<'a> {
         let leader = self.plan.leader.as_ref();
         let conditions = Conditions {
             cancelled: sent.end.known == Known::Cancelled,
-            has_disk: self.settings.has_disk
-                || leader.is_some_and(|leader| {
-                    leader
-                        .tiers
-                        .iter()
-                        .any(|(tier, pages, _)| *tier > 2 && *pages > 0)
-                }),
+            has_disk: self.has_disk() && self.may_have_evicted(),
             several_leaders: self.plan.leaders > 1,
+            restarted: self.restarted,
+            other_engines: leader.is_some_and(|leader| leader.replicas > 1),
+            diverged: self.diverged,
             full: self.full,
         };
         let what = format!("frame {number}, {} {id}", sent.kind.name());
         let verdict = compare(recorded, &replayed, conditions);
+        let changes = sent.kind.copies() || sent.kind == RequestKind::Reset;
+        self.diverged |= changes && matches!(verdict, Verdict::Incomparable(..));
+        self.added_pages += stored_pages(recorded).max(stored_pages(&replayed));
         self.report.add(&what, verdict);
         Ok(())
+    }
+
+    /// Whether there is a tier below host memory, in the recording or here.
+    fn has_disk(&self) -> bool {
+        let below = |leader: &LeaderFrame| {
+            let mut tiers = leader.tiers.iter();
+            tiers.any(|(tier, pages, _)| *tier > TierId::Host.number() && *pages > 0)
+        };
+        self.settings.has_disk || self.plan.leader.as_ref().is_some_and(below)
+    }
+
+    /// Whether pages may have left host memory, in the recording or here. None leaves it before it is half full: a run
+    /// has room in one hole then. All pages are in host memory until then, and no lookup depends on a disk.
+    fn may_have_evicted(&self) -> bool {
+        let recorded = self.plan.leader.as_ref().map_or(0, |leader| {
+            let mut tiers = leader.tiers.iter();
+            let host = tiers.find(|(tier, ..)| *tier == TierId::Host.number());
+            host.map_or(0, |(_, pages, _)| *pages)
+        });
+        let here = self.settings.host_pages.map_or(0, u64::from);
+        let most = recorded.min(here) / 2;
+        self.plan.used_pages > 0 || self.added_pages > most
     }
 
     /// Lets everything end that is in flight, and returns the report.
@@ -428,5 +477,13 @@ impl<'a> Player<'a> {
             self.report.complaint,
         ) = ended;
         Ok(self.report)
+    }
+}
+
+/// Pages that a store has added.
+fn stored_pages(outcome: &Outcome) -> u64 {
+    match answered(outcome) {
+        Some(Answer::Store(store)) => u64::from(store.stored_pages),
+        _ => 0,
     }
 }
