@@ -7,8 +7,9 @@ from typing import Protocol
 import msgspec
 
 from kvferry import wire
-from kvferry.client import Client, PendingRequest, Watch
+from kvferry.client import Client, Later, PendingRequest, Watch
 from kvferry.served import Part
+from kvferry.wire import Kind
 
 #: Receives an ended request: on the client's thread, or inside the call if the request is refused.
 Ended = Callable[[PendingRequest], None] | None
@@ -19,7 +20,7 @@ class Sends(Protocol):
 
     def request(
         self,
-        message: msgspec.Struct,
+        message: msgspec.Struct | Later,
         timeout_s: float,
         *,
         grace_s: float = 0.0,
@@ -33,6 +34,7 @@ class Sends(Protocol):
 class EngineRequests:
     """The requests of an engine. Each call sends one request and returns its handle at once.
 
+    Sequences of hashes and pages must not change afterwards: the message is built on the client's thread.
     A load or a store may use its pages again only after an answer, or after a failure with ``over``. See
     :class:`kvferry.client.Failure`.
     """
@@ -53,15 +55,19 @@ class EngineRequests:
         the first one on, that the engine has itself. ``limit_pages``: where a hit ends at the latest; None: with the
         last hash. The answer is a :class:`kvferry.wire.LookupAnswer`.
         """
-        message = wire.Lookup(
-            slot=slot,
-            namespace=namespace,
-            hash_bytes=len(hashes[0]),
-            hashes=b"".join(hashes),
-            device_pages=device_pages,
-            limit_pages=limit_pages,
-        )
-        return self.request(message, timeout_s)
+        width = len(hashes[0])
+
+        def message() -> wire.Lookup:
+            return wire.Lookup(
+                slot=slot,
+                namespace=namespace,
+                hash_bytes=width,
+                hashes=b"".join(hashes),
+                device_pages=device_pages,
+                limit_pages=limit_pages,
+            )
+
+        return self.request(Later(Kind.LOOKUP, message), timeout_s)
 
     def load(
         self: Sends,
@@ -78,8 +84,11 @@ class EngineRequests:
         ``after``: the load starts when every rank has reported this work as written. The answer is a
         :class:`kvferry.wire.LoadAnswer`.
         """
-        message = wire.Load(slot, _parts(parts), after)
-        return self.request(message, timeout_s, grace_s=grace_s, until=until)
+
+        def message() -> wire.Load:
+            return wire.Load(slot, _parts(parts), after)
+
+        return self.request(Later(Kind.LOAD, message), timeout_s, grace_s=grace_s, until=until)
 
     def store(
         self: Sends,
@@ -101,15 +110,19 @@ class EngineRequests:
         ``wake`` the store is sent with the next request, or by ``poke``, so that the stores of a step share a message.
         The answer is a :class:`kvferry.wire.StoreAnswer`.
         """
-        message = wire.Store(
-            slot=slot,
-            parts=_parts(parts),
-            hash_bytes=len(more[0]) if more else 0,
-            more_hashes=b"".join(more),
-            more_from=more_from,
-            after=after,
-        )
-        return self.request(message, timeout_s, grace_s=grace_s, until=until, wake=wake)
+        width = len(more[0]) if more else 0
+
+        def message() -> wire.Store:
+            return wire.Store(
+                slot=slot,
+                parts=_parts(parts),
+                hash_bytes=width,
+                more_hashes=b"".join(more),
+                more_from=more_from,
+                after=after,
+            )
+
+        return self.request(Later(Kind.STORE, message), timeout_s, grace_s=grace_s, until=until, wake=wake)
 
     def finish(self: Sends, slot: int, *, timeout_s: float, until: Ended = None) -> PendingRequest:
         """Ends a running request: frees its slot and its holds."""

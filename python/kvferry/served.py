@@ -105,7 +105,7 @@ class Served:
         for number, group in enumerate(self.groups):
             needed = group.needed(device, end)
             table = tables[group.table]
-            pages = [table[page] for page in needed if page < len(table)]
+            pages = list(table[needed.start : needed.stop])
             if len(pages) < len(needed) or NO_PAGE in pages:
                 return None
             if pages:
@@ -187,6 +187,12 @@ class StoreCursor:
         for part in parts:
             end = part.first_page + len(part.pages)
             self.next_page[part.group] = max(self.next_page[part.group], end)
+
+    def loaded(self, parts: Sequence[Part]) -> None:
+        """Records that a load brought these pages. Pages before them that the engine had itself may not be stored."""
+        for part in parts:
+            if part.first_page <= self.next_page[part.group]:
+                self.stored([part])
 
     def not_stored(self, parts: Sequence[Part]) -> None:
         """Records that a store of these pages failed. States, and pages that the engine gave up since, are lost."""

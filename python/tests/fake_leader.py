@@ -14,7 +14,7 @@ from fake_device import SPOILED, TORN, Device, Group, Wrong
 from fake_requests import Asked, Clock, Copy, Slot, refused
 
 from kvferry import wire
-from kvferry.client import Failure
+from kvferry.client import Failure, Later
 from kvferry.engine_client import EngineRequests
 from kvferry.wire import Code
 
@@ -108,6 +108,8 @@ class Leader(EngineRequests):
         urgent: bool = False,
         wake: bool = True,
     ) -> Asked:
+        if isinstance(message, Later):
+            message = message.build()
         deadline = self.clock.now + timeout_s
         asked = Asked(self, next(self._ids), message, deadline, deadline + grace_s, until)
         if self._fault(0.01):

@@ -10,7 +10,7 @@ import zmq
 from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
-from kvferry.client import Client, Failure, PendingRequest
+from kvferry.client import Client, Failure, Later, PendingRequest
 from kvferry.wire import Code, Kind
 
 ENGINE = b"e" * 16
@@ -135,6 +135,23 @@ def test_a_request_ends_with_an_answer_a_refusal_or_a_failure_for_a_wrong_kind(d
         assert failure is not None
         assert not failure.over, "whatever that was, nobody knows how the request ended"
         assert client.epoch == 7
+
+
+def test_a_message_that_cannot_be_sent_fails_alone(directory: Path) -> None:
+    """Messages are encoded on the client's thread, where an exception must not end the conversation."""
+
+    def fails() -> wire.Lookup:
+        raise ValueError("no message")
+
+    server = Fake(directory)
+    with talking(directory) as client:
+        huge = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=bytes(wire.BODY_BYTES_MAX))
+        for message, why in ((Later(Kind.LOOKUP, fails), "no message"), (huge, "more than the 8388608")):
+            failure = ended(client.request(message, TIMEOUT_S)).failure
+            assert failure is not None and failure.over and why in failure.message
+        good = client.request(Later(Kind.LOOKUP, lambda: LOOKUP), TIMEOUT_S)
+        assert server.receive_bytes(Kind.LOOKUP)[1:] == (good.id, wire.body_of(LOOKUP))
+        assert client.link == 1, "the connection broke"
 
 
 def test_an_error_states_whether_the_request_still_runs(directory: Path) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvferry import wire
-from kvferry.client import Failure
+from kvferry.client import Failure, Later
 from kvferry.engine_client import EngineRequests
 from kvferry.served import Served
 from kvferry.vllm import inflight, scheduler
@@ -95,6 +95,8 @@ class Leader(EngineRequests):
         urgent: bool = False,
         wake: bool = True,
     ) -> Asked:
+        if isinstance(message, Later):
+            message = message.build()
         asked = Asked(next(self._ids), message, until)
         asked.timeout_s = timeout_s
         self.asked.append(asked)
@@ -488,6 +490,46 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
     store.end(wire.StoreAnswer(2, 0))
     engine.step()
     assert engine.pool.held() == [20]
+
+
+@pytest.mark.parametrize(
+    ("device_pages", "loaded", "stored"),
+    [
+        pytest.param(0, 4, (4, [14]), id="whole: only the page behind"),
+        pytest.param(0, 3, (0, [[10, 5]]), id="in part: all, because one of them is computed"),
+        pytest.param(1, 3, (0, [[10, 5]]), id="behind a page of the device, which kvferry may lack: all"),
+    ],
+)
+def test_pages_of_a_load_are_not_stored_again(
+    engine: Engine, device_pages: int, loaded: int, stored: tuple[int, list]
+) -> None:
+    found(engine, 4 - device_pages)
+    asking = request("a", 20)
+    assert engine.side.matched_tokens(asking, 4 * device_pages) == 16 - 4 * device_pages
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16 - 4 * device_pages)
+    engine.step()
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(loaded))
+    engine.step()
+    engine.tables["a"] = [10, 11, 12, 13, 14]
+    engine.step({asking: 20})
+    part = engine.leader.last(wire.Store).message.parts[0]
+    assert (part.first_page, part.pages) == stored
+
+
+def test_pages_of_a_load_are_stored_after_a_preemption(engine: Engine) -> None:
+    """vLLM computes them again then, and kvferry may have evicted them meanwhile."""
+    found(engine, 4)
+    asking = request("a", 20)
+    matched = engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], matched or 0)
+    engine.step()
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    engine.step()
+    engine.step(preempted=["a"])
+    engine.tables["a"] = [20, 21, 22, 23, 24]
+    engine.step({asking: 20})
+    part = engine.leader.last(wire.Store).message.parts[0]
+    assert (part.first_page, part.pages) == (0, [[20, 5]])
 
 
 def test_guessed_tokens_are_not_stored(engine: Engine) -> None:

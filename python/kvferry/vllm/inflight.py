@@ -44,7 +44,7 @@ class Copy:
     blocks: list[Any] = field(default_factory=list)
     #: The request holds the pages until it ends, or loses all of its pages.
     stays: bool = False
-    #: How often the request had lost its pages when the store was requested.
+    #: How often the request had lost its pages when the copy was requested.
     restarts: int = 0
     #: Groups, and pages of them that a load has brought and that do not hold what was stored.
     wrong: list[tuple[int, int]] = field(default_factory=list)
@@ -56,7 +56,8 @@ class Copy:
     abandoned_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.pages = [page for part in self.parts for page in part.pages]
+        one = len(self.parts) == 1
+        self.pages = self.parts[0].pages if one else [page for part in self.parts for page in part.pages]
 
     @property
     def is_held(self) -> bool:

@@ -15,7 +15,7 @@ from kvferry.vllm.tracked import Tracked
 from kvferry.vllm.verify import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
@@ -47,9 +47,9 @@ class Loads:
         self._zeroes = zeroes
         #: Loads that are requested at the end of this step.
         self._waiting: list[Copy] = []
-        #: Pages of the loading requests, until a step reports the end of the load to the ranks; and the requests of
-        #: those whose pages vLLM has reset meanwhile.
-        self._loading: dict[str, list[int]] = {}
+        #: Block tables of the loading requests, until a step reports the end of the load to the ranks; and the requests
+        #: of those whose pages vLLM has reset meanwhile.
+        self._loading: dict[str, Sequence[Sequence[int]]] = {}
         self._spoiled: set[str] = set()
         #: When vLLM allocated pages for each load that was not reported to it yet. No more than requests that load.
         self._unreported: dict[str, float] = {}
@@ -77,14 +77,14 @@ class Loads:
             self.report(tracked, expected)
             return False
         tracked.lookup = None
-        self._loading[tracked.request.request_id] = [page for table in tables for page in table if page != NO_PAGE]
-        tracked.load = Copy(tracked, parts, store=False)
+        self._loading[tracked.request.request_id] = tables
+        tracked.load = Copy(tracked, parts, store=False, restarts=tracked.restarts)
         self._waiting.append(tracked.load)
         if not self._zeroes:
             self.begin_waiting(self._steps.work)
         return True
 
-    def begin_waiting(self, after: int, zeroed: "Collection[int]" = frozenset()) -> None:
+    def begin_waiting(self, after: int, zeroed: frozenset[int] = frozenset()) -> None:
         """Requests the new loads.
 
         Steps that still run on the ranks may write into pages that were freed meanwhile: the loads wait for the work
@@ -92,7 +92,7 @@ class Loads:
         """
         while self._waiting:
             copy = self._waiting[0]
-            behind = self._steps.work if any(page in zeroed for page in copy.pages) else after
+            behind = self._steps.work if zeroed and not zeroed.isdisjoint(copy.pages) else after
             waits = behind > self._steps.over
             self._steps.awaited = max(self._steps.awaited, behind)
             limit_s = self._settings.load_limit_s(self._served.rank_bytes(copy.parts), waits=waits)
@@ -140,6 +140,9 @@ class Loads:
         all_fail = spoiled or (failed and self._served.whole)
         computed = len(copy.pages) if all_fail else len(failed)
         self._counts.load_over(copy, computed, reset=before_reset or spoiled)
+        if not computed and copy.restarts == tracked.restarts:
+            # These pages are in kvferry: a store of the request's other pages need not name them.
+            tracked.stored.loaded(copy.parts)
         self.report(tracked, failed)
 
     def report(self, tracked: Tracked, failed: list[int]) -> None:
@@ -203,7 +206,7 @@ class Loads:
 
     def tables(self) -> list[list[int]]:
         """Pages of these requests, those that the device had before included."""
-        return list(self._loading.values())
+        return [[page for table in tables for page in table if page != NO_PAGE] for tables in self._loading.values()]
 
     def spoil(self) -> None:
         """Reports all pages of the loading requests as failed: vLLM has reset its pages meanwhile."""

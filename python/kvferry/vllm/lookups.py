@@ -101,16 +101,19 @@ class Lookups:
     def _why_not(self, tracked: Tracked) -> str:
         """Returns why a request is computed without a lookup; empty when it is looked up."""
         # vLLM ignores hits of a request that does not read its prefix cache: no pages are held for such a request.
-        reasons = {
-            "mode": self._settings.mode == "store",
-            "off": self._switch.off,
-            "request": not tracked.settings.load,
-            "recomputed": tracked.computes,
-            "adapter": tracked.namespace is None,
-            "vllm": tracked.request.skip_reading_prefix_cache,
-            "disconnected": not self._client.listening,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        if self._settings.mode == "store":
+            return "mode"
+        if self._switch.off:
+            return "off"
+        if not tracked.settings.load:
+            return "request"
+        if tracked.computes:
+            return "recomputed"
+        if tracked.namespace is None:
+            return "adapter"
+        if tracked.request.skip_reading_prefix_cache:
+            return "vllm"
+        return "" if self._client.listening else "disconnected"
 
     def _limit(self, request: "Request") -> int:
         """The longest hit of a request in pages: vLLM must compute at least one token."""
