@@ -73,14 +73,14 @@ pub use leader::{
     CANCELS_MAX, COUNTERS, Counter, FLUSHES_OPEN_MAX, LOAD_RUNS_MAX, LOG_IDLE, LOG_PAGES_MAX,
     LOG_READ_PAGES_MAX, LOG_RECORDS_MAX, Leader, LeaderCounts, LeaderSettings, LogPart, LogRead,
     MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX,
-    RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
+    RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, Refusals, TierKey,
 };
 pub use model::{Model, Sequence};
 pub use policy::{PIECES_MAX, TierPolicy};
 pub use policy_error::ParseTierPolicyError;
 pub use pool::{BlockRun, Pin, Pool, PrefixMatch, ReservationKind, Reserved};
 pub use pool_counts::{PageStates, PoolCounts};
-pub use refusal::Refusal;
+pub use refusal::{Refusal, RefusalReason};
 pub use shard_set::ShardSet;
 pub use view::BlockView;
 pub use worker::{

@@ -276,7 +276,95 @@ pub enum Refusal {
     StaleRequest(RequestId),
 }
 
+/// The reason of a refusal, by which refusals are counted; each is an error code of the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RefusalReason {
+    /// A rank, its memory or the pages of the depots are missing.
+    NotReady,
+    /// The memory of a rank differs from that of another.
+    RankDisagrees,
+    /// A field is invalid.
+    Invalid,
+    /// The deadline passed.
+    Deadline,
+    /// The leader is shutting down.
+    Draining,
+    /// Pages of a reset are held.
+    Leased,
+    /// A reset was not confirmed, or is not complete.
+    ResetUnconfirmed,
+    /// The slot is not open.
+    UnknownSlot,
+    /// The pages are not pinned.
+    NotPinned,
+    /// A limit is reached.
+    Limit,
+    /// Too many requests wait for copies of an older leader.
+    Busy,
+    /// No page was loaded.
+    CopyFailed,
+    /// The answer to the request is no longer kept.
+    StaleRequest,
+}
+
+impl RefusalReason {
+    /// Every reason, in the order of the variants.
+    pub const ALL: [Self; 13] = [
+        Self::NotReady,
+        Self::RankDisagrees,
+        Self::Invalid,
+        Self::Deadline,
+        Self::Draining,
+        Self::Leased,
+        Self::ResetUnconfirmed,
+        Self::UnknownSlot,
+        Self::NotPinned,
+        Self::Limit,
+        Self::Busy,
+        Self::CopyFailed,
+        Self::StaleRequest,
+    ];
+}
+
 impl Refusal {
+    /// The reason, as counters and the wire name it.
+    pub fn reason(&self) -> RefusalReason {
+        match self {
+            Self::NotReady { .. }
+            | Self::AnotherEngine { .. }
+            | Self::EpochUsed { .. }
+            | Self::NotAttached { .. }
+            | Self::OnlyRead
+            | Self::NotOpen
+            | Self::Reading => RefusalReason::NotReady,
+            Self::RankDisagrees { .. } => RefusalReason::RankDisagrees,
+            Self::Groups { .. }
+            | Self::NoSuchWorker { .. }
+            | Self::SettingDiffers { .. }
+            | Self::DepotNotShared { .. }
+            | Self::DepotMissing { .. }
+            | Self::DepotOfTwoShards { .. }
+            | Self::DepotTooSmall { .. }
+            | Self::DepotTooLarge { .. }
+            | Self::NothingLasts
+            | Self::Invalid { .. } => RefusalReason::Invalid,
+            Self::StillRead { .. } | Self::FlushUnfinished | Self::FlushUnconfirmed { .. } => {
+                RefusalReason::Deadline
+            }
+            Self::Draining => RefusalReason::Draining,
+            Self::Leased { .. } => RefusalReason::Leased,
+            Self::ResetUnconfirmed { .. } | Self::ResetUnfinished => {
+                RefusalReason::ResetUnconfirmed
+            }
+            Self::UnknownSlot(_) => RefusalReason::UnknownSlot,
+            Self::NotPinned { .. } => RefusalReason::NotPinned,
+            Self::Limit { .. } => RefusalReason::Limit,
+            Self::Crowded { .. } => RefusalReason::Busy,
+            Self::CopyFailed(_) | Self::NotLoaded => RefusalReason::CopyFailed,
+            Self::StaleRequest(_) => RefusalReason::StaleRequest,
+        }
+    }
+
     /// True when no copy of the refused request is running or will start, so that its engine may reuse its pages. False
     /// for a refusal that the leader gives before it can know that.
     pub fn is_over(&self) -> bool {

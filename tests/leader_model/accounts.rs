@@ -49,6 +49,95 @@ fn counted(world: &World) -> BTreeMap<&'static str, u64> {
     counters.filter(|(_, count)| *count > 0).collect()
 }
 
+/// The counter of a request with its answer: refusals by their reason, others by their end. `None` for requests that are
+/// not counted.
+fn counter_of(request: &Request, answer: &Reply) -> Option<String> {
+    let requests = match request {
+        Request::Lookup { .. } => "lookups",
+        Request::Load { .. } => "loads",
+        Request::Store { .. } => "stores",
+        _ => return None,
+    };
+    let refused = match answer {
+        Ok(Answer::Load(LoadAnswer { pages })) => {
+            let Request::Load { parts, .. } = request else {
+                unreachable!("{request:?} was answered as a load");
+            };
+            let wanted: u64 = parts.iter().map(|part| part.pages.pages()).sum();
+            let whole = wanted == u64::from(*pages);
+            return Some(if whole { "loads_done" } else { "loads_short" }.to_owned());
+        }
+        Ok(Answer::Store(stored)) if stored.failed_pages == 0 => {
+            return Some("stores_done".to_owned());
+        }
+        // Stores that were cancelled are among them.
+        Ok(Answer::Store(_)) => return Some("stores_failed".to_owned()),
+        Ok(_) => return Some(requests.to_owned()),
+        Err(Refusal::CopyFailed(_) | Refusal::NotLoaded) => return Some("loads_failed".to_owned()),
+        Err(Refusal::UnknownSlot(_)) => "unknown_slot",
+        Err(Refusal::NotPinned { .. }) => "not_pinned",
+        Err(Refusal::Limit { .. }) => "limit",
+        Err(Refusal::Crowded { .. }) => "busy",
+        Err(Refusal::Invalid { .. }) => "invalid",
+        Err(Refusal::NotReady { .. } | Refusal::AnotherEngine { .. } | Refusal::Reading) => {
+            "not_ready"
+        }
+        Err(other) => unreachable!("{other:?} in this world"),
+    };
+    Some(format!("refused_{requests}_{refused}"))
+}
+
+/// Counts the answers that the engines received: each request was answered and counted once, or is open, and the pages
+/// and tokens are those of the answers.
+pub fn check_balance(world: &World) {
+    let (mut expected, mut open) = (BTreeMap::<String, u64>::new(), [0_usize; 3]);
+    let mut add = |name: &str, value: u64| *expected.entry(name.to_owned()).or_default() += value;
+    for (request, answer) in world.requests.values() {
+        let Some(answer) = answer else {
+            open[0] += 1;
+            open[1] += usize::from(matches!(request, Request::Load { .. }));
+            open[2] += usize::from(matches!(request, Request::Store { .. }));
+            continue;
+        };
+        if let Some(name) = counter_of(request, answer) {
+            add(&name, 1);
+        }
+        match answer {
+            Ok(Answer::Lookup(found)) => add("hit_tokens", u64::from(found.hit_pages) * 16),
+            Ok(Answer::Store(stored)) => {
+                add("present_pages", stored.present_pages.into());
+                add("failed_pages", stored.failed_pages.into());
+            }
+            _ => {}
+        }
+    }
+    expected.retain(|_, value| *value > 0);
+    let leader = &world.leader;
+    let mut counted = BTreeMap::<String, u64>::new();
+    for (name, value) in leader.counters().filter(|(_, value)| *value > 0) {
+        let of_requests = ["lookups", "hit_tokens", "present_pages", "failed_pages"]
+            .contains(&name)
+            || name.starts_with("loads_")
+            || name.starts_with("stores_")
+            || (name.starts_with("refused_") && name != "refused_pages");
+        let name = if name == "stores_cancelled" {
+            "stores_failed"
+        } else {
+            name
+        };
+        if of_requests {
+            *counted.entry(name.to_owned()).or_default() += value;
+        }
+    }
+    assert_eq!(counted, expected);
+    let parked = leader.parked_requests();
+    assert_eq!(leader.open_requests() + parked, open[0]);
+    assert_eq!(
+        leader.open_loads() + leader.open_stores() + parked,
+        open[1] + open[2]
+    );
+}
+
 #[test]
 fn the_counters_match_the_decisions() {
     let mut world = World::new();
@@ -58,6 +147,7 @@ fn the_counters_match_the_decisions() {
         ("lookups", 1),
         ("lookup_pages", 12),
         ("published_pages", 12),
+        ("stores_done", 1),
         // A block of 8 and one of 4, on three ranks, 64 bytes each.
         ("blocks_stored", 2),
         ("gathered_bytes", 384),
@@ -73,6 +163,8 @@ fn the_counters_match_the_decisions() {
         ("lookups", 2),
         ("lookup_pages", 26),
         ("hit_pages", 12),
+        ("hit_tokens", 12 * 16),
+        ("loads_done", 1),
         ("blocks_loaded", 2),
         ("loaded_pages", 12),
         ("scattered_bytes", 192),
@@ -95,6 +187,8 @@ fn the_counters_match_the_decisions() {
     expected.extend([
         ("blocks_grown", 1),
         ("failed_copies", 1),
+        ("stores_failed", 1),
+        ("failed_pages", 2),
         ("gathered_bytes", 576),
         ("gather_us", 9),
     ]);
@@ -134,6 +228,9 @@ fn the_counters_match_the_decisions() {
         ("blocks_grown", 2),
         ("failed_copies", 2),
         ("late_copies", 1),
+        ("stores_failed", 2),
+        ("failed_pages", 4),
+        ("store_us", 6_000_000),
     ]);
     expected.extend([("gathered_bytes", 768), ("gather_us", 12)]);
     assert_eq!(counted(&world), expected);

@@ -547,8 +547,10 @@ proptest! {
         let mut world = World::new();
         for step in steps {
             world.take(step);
+            accounts::check_balance(&world);
         }
         world.settle();
+        accounts::check_balance(&world);
         for ((engine, id), (request, answer)) in &world.requests {
             prop_assert!(answer.is_some(), "engine {} {}: {:?} was never answered", engine, id, request);
         }

@@ -83,5 +83,7 @@ fn the_answer_of_a_lookup_counts_the_pages_below_host_memory() {
         };
         assert_eq!(tiered.answer(), Some(Ok(Answer::Lookup(answer))));
     }
-    assert_eq!(tiered.leader.counts().below_pages, u64::from(RATIO));
+    let counts = tiered.leader.counts();
+    assert_eq!(counts.below_pages, u64::from(RATIO));
+    assert_eq!(counts.below_tokens, u64::from(RATIO) * 16);
 }

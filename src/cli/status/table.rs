@@ -309,8 +309,7 @@ mod tests {
             counters: counters.map(|(name, n)| (name.to_owned(), n)).into(),
             tiers: Vec::new(),
             moves: None,
-            decisions_digest: String::new(),
-            contradiction: String::new(),
+            ..StatusAnswer::default()
         }
     }
 

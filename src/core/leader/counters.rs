@@ -1,6 +1,8 @@
 //! The counters of a leader.
 
 use crate::pool_counts::PoolCounts;
+use crate::refusal::{Refusal, RefusalReason};
+use kvferry_types::Request;
 
 /// Counters since the leader started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -15,12 +17,38 @@ pub struct LeaderCounts {
     pub hit_pages: u64,
     /// Pages of those that lay below host memory.
     pub below_pages: u64,
+    /// Tokens of the pages that lookups found beyond the engines' own pages.
+    pub hit_tokens: u64,
+    /// Tokens of those that lay below host memory.
+    pub below_tokens: u64,
     /// Tokens of pages below host memory that lookups did not offer, because they are computed sooner than loaded.
     pub declined_tokens: u64,
     /// Arena runs read by loads.
     pub loaded: u64,
     /// Pages read by loads.
     pub loaded_pages: u64,
+    /// Loads that were answered with all of their pages.
+    pub loads_done: u64,
+    /// Loads that were answered with their first pages only.
+    pub loads_short: u64,
+    /// Loads that began and were answered without a page.
+    pub loads_failed: u64,
+    /// Time from the arrival of these loads to their answers, in microseconds.
+    pub load_us: u64,
+    /// Stores that were answered without a failed page.
+    pub stores_done: u64,
+    /// Stores that were answered with failed pages, without a cancel.
+    pub stores_failed: u64,
+    /// Stores that were cancelled before all of their pages were copied.
+    pub stores_cancelled: u64,
+    /// Time from the arrival of these stores to their answers, in microseconds.
+    pub store_us: u64,
+    /// Pages that stores found in host memory, or that another store copied.
+    pub present_pages: u64,
+    /// Pages of stores that were to be copied and did not become ready.
+    pub failed_pages: u64,
+    /// Refused lookups, loads and stores, by reason.
+    pub refusals: Refusals,
     /// Pages that became ready.
     pub published_pages: u64,
     /// Pages that were recovered from the inventories of the depots.
@@ -58,6 +86,41 @@ pub struct LeaderCounts {
     pub largest_reset_slice_pages: u64,
 }
 
+/// The requests whose refusals are counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refusable {
+    Lookup,
+    Load,
+    Store,
+}
+
+impl Refusable {
+    /// The kind of a request; `None` for one whose refusals are not counted.
+    pub(super) fn of(request: &Request) -> Option<Self> {
+        match request {
+            Request::Lookup { .. } => Some(Self::Lookup),
+            Request::Load { .. } => Some(Self::Load),
+            Request::Store { .. } => Some(Self::Store),
+            _ => None,
+        }
+    }
+}
+
+/// Refused lookups, loads and stores, by reason. A load that began and failed is not refused.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Refusals([[u64; RefusalReason::ALL.len()]; 3]);
+
+impl Refusals {
+    /// Notes that a request is refused; a retry that gets the same refusal again is not noted.
+    pub(super) fn note(&mut self, request: Refusable, refusal: &Refusal) {
+        self.0[request as usize][refusal.reason() as usize] += 1;
+    }
+
+    fn of(&self, request: Refusable, reason: RefusalReason) -> u64 {
+        self.0[request as usize][reason as usize]
+    }
+}
+
 /// A counter, as `status` and the reports of replays name it.
 #[derive(Debug, Clone, Copy)]
 pub struct Counter {
@@ -78,6 +141,17 @@ const fn counter(
         meaning,
         value,
     }
+}
+
+/// The counter of the refusals of one kind of request for one reason.
+macro_rules! refused {
+    ($request:ident, $requests:literal, $reason:ident, $code:literal) => {
+        counter(
+            concat!("refused_", $requests, "_", $code),
+            concat!("Refused ", $requests, " with the error `", $code, "`"),
+            |l, _| l.refusals.of(Refusable::$request, RefusalReason::$reason),
+        )
+    };
 }
 
 /// Every counter of a leader. All run since its start.
@@ -104,6 +178,16 @@ pub const COUNTERS: &[Counter] = &[
         |l, _| l.below_pages,
     ),
     counter(
+        "hit_tokens",
+        "Tokens of the pages of `hit_pages`",
+        |l, _| l.hit_tokens,
+    ),
+    counter(
+        "below_tokens",
+        "Tokens of those below G2; the others lay in G2",
+        |l, _| l.below_tokens,
+    ),
+    counter(
         "declined_tokens",
         "Tokens of pages below G2 that lookups did not offer: computing them takes less time than loading",
         |l, _| l.declined_tokens,
@@ -115,6 +199,56 @@ pub const COUNTERS: &[Counter] = &[
         "loaded_pages",
         "Pages of all groups read by loads",
         |l, _| l.loaded_pages,
+    ),
+    counter(
+        "loads_done",
+        "Loads answered with all of their pages",
+        |l, _| l.loads_done,
+    ),
+    counter(
+        "loads_short",
+        "Loads answered with their first pages only: the engine computes the others",
+        |l, _| l.loads_short,
+    ),
+    counter(
+        "loads_failed",
+        "Loads that began and were answered with the error `copy_failed`: no page was loaded",
+        |l, _| l.loads_failed,
+    ),
+    counter(
+        "load_us",
+        "Microseconds from the arrival of these three kinds of loads to their answers",
+        |l, _| l.load_us,
+    ),
+    counter(
+        "stores_done",
+        "Stores answered without a failed page; pages may have found no room",
+        |l, _| l.stores_done,
+    ),
+    counter(
+        "stores_failed",
+        "Stores answered with failed pages that no `cancel_stores` stopped",
+        |l, _| l.stores_failed,
+    ),
+    counter(
+        "stores_cancelled",
+        "Stores that `cancel_stores` stopped before all of their pages were copied",
+        |l, _| l.stores_cancelled,
+    ),
+    counter(
+        "store_us",
+        "Microseconds from the arrival of these three kinds of stores to their answers",
+        |l, _| l.store_us,
+    ),
+    counter(
+        "present_pages",
+        "Pages that stores found in G2 already, or that another store copied",
+        |l, _| l.present_pages,
+    ),
+    counter(
+        "failed_pages",
+        "Pages of stores that did not become ready, because their copy failed, was late or was cancelled",
+        |l, _| l.failed_pages,
     ),
     counter("published_pages", "Pages that became ready", |l, _| {
         l.published_pages
@@ -154,6 +288,27 @@ pub const COUNTERS: &[Counter] = &[
         "Microseconds that these copies to engines took, summed over ranks",
         |l, _| l.scatter_us,
     ),
+    refused!(Lookup, "lookups", NotReady, "not_ready"),
+    refused!(Lookup, "lookups", UnknownSlot, "unknown_slot"),
+    refused!(Lookup, "lookups", Invalid, "invalid"),
+    refused!(Lookup, "lookups", Limit, "limit"),
+    refused!(Lookup, "lookups", StaleRequest, "stale_request"),
+    refused!(Lookup, "lookups", Draining, "draining"),
+    refused!(Load, "loads", NotReady, "not_ready"),
+    refused!(Load, "loads", UnknownSlot, "unknown_slot"),
+    refused!(Load, "loads", Invalid, "invalid"),
+    refused!(Load, "loads", NotPinned, "not_pinned"),
+    refused!(Load, "loads", Limit, "limit"),
+    refused!(Load, "loads", StaleRequest, "stale_request"),
+    refused!(Load, "loads", Draining, "draining"),
+    refused!(Load, "loads", Busy, "busy"),
+    refused!(Store, "stores", NotReady, "not_ready"),
+    refused!(Store, "stores", UnknownSlot, "unknown_slot"),
+    refused!(Store, "stores", Invalid, "invalid"),
+    refused!(Store, "stores", Limit, "limit"),
+    refused!(Store, "stores", StaleRequest, "stale_request"),
+    refused!(Store, "stores", Draining, "draining"),
+    refused!(Store, "stores", Busy, "busy"),
     counter("moves", "Transfers between G2 and slower tiers", |l, _| {
         l.moves
     }),
@@ -237,3 +392,6 @@ pub const COUNTERS: &[Counter] = &[
         |_, p| p.largest_eviction_pages.into(),
     ),
 ];
+
+#[cfg(test)]
+mod tests;

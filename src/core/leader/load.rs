@@ -41,6 +41,11 @@ pub(super) struct Loads {
 }
 
 impl Loads {
+    /// Number of loads that are not answered.
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
     /// Number of pins that loads hold.
     pub(super) fn pins(&self) -> usize {
         let stretches = self.waiting.values().flat_map(OpenLoad::stretches);
@@ -189,7 +194,8 @@ impl Leader {
         }
 
         let sequence = slot.sequence().clone();
-        let load = OpenLoad::new((reply_to, replica), after, sequence, stretches, whole);
+        let mut load = OpenLoad::new((reply_to, replica), after, sequence, stretches, whole);
+        load.wanted_pages = parts.iter().map(|part| part.pages.pages()).sum();
         self.loads.last += 1;
         self.advance_load(self.loads.last, load, effects);
         Ok(())
@@ -231,10 +237,21 @@ impl Leader {
         for index in 0..load.stretches().len() {
             self.end_stretch(&mut load, index, 0);
         }
+        self.counts.load_us += self.us_since_arrival(load.reply_to);
         let answer = match load.complete_pages() {
-            0 if load.failed == 0 => Err(Refusal::NotLoaded),
-            0 => Err(Refusal::CopyFailed(load.failed)),
-            pages => Ok(Answer::Load(LoadAnswer { pages })),
+            0 => {
+                self.counts.loads_failed += 1;
+                match load.failed {
+                    0 => Err(Refusal::NotLoaded),
+                    failed => Err(Refusal::CopyFailed(failed)),
+                }
+            }
+            pages => {
+                let whole = u64::from(pages) == load.wanted_pages;
+                self.counts.loads_done += u64::from(whole);
+                self.counts.loads_short += u64::from(!whole);
+                Ok(Answer::Load(LoadAnswer { pages }))
+            }
         };
         let ReplyTo { engine, id, .. } = load.reply_to;
         self.answer(engine, id, answer, effects);

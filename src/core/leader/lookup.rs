@@ -129,8 +129,10 @@ impl Leader {
         self.counts.device_pages += u64::from(device_pages);
         self.counts.hit_pages += u64::from(hit_pages);
         self.counts.below_pages += u64::from(below_pages);
-        let declined = u64::from(declined_pages) * u64::from(sequence.model().hash_tokens());
-        self.counts.declined_tokens += declined;
+        let tokens = |pages: u32| u64::from(pages) * u64::from(sequence.model().hash_tokens());
+        self.counts.hit_tokens += tokens(hit_pages);
+        self.counts.below_tokens += tokens(below_pages);
+        self.counts.declined_tokens += tokens(declined_pages);
         Ok(Answer::Lookup(LookupAnswer {
             hit_pages,
             pending: found.pending,

@@ -41,12 +41,12 @@ use crate::policy::TierPolicy;
 use crate::pool_counts::PoolCounts;
 use crate::session::{Session, Sessions, Slot};
 use kvferry_types::{
-    EngineId, Epoch, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time, WorkerId,
+    Edge, EngineId, Epoch, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time, WorkerId,
 };
 
 pub use cancel::CANCELS_MAX;
 use cancel::Cancels;
-pub use counters::{COUNTERS, Counter, LeaderCounts};
+pub use counters::{COUNTERS, Counter, LeaderCounts, Refusals};
 pub use flush::FLUSHES_OPEN_MAX;
 use flush::Flushes;
 pub use load::LOAD_RUNS_MAX;
@@ -281,6 +281,7 @@ impl Leader {
                     engine,
                     id,
                     deadline: deadline.min(now + self.settings.deadline_max),
+                    arrived: now,
                 };
                 self.request(now, reply_to, request, effects);
             }
@@ -395,6 +396,26 @@ impl Leader {
         self.sessions.open_requests()
     }
 
+    /// Loads of [`Self::open_requests`].
+    pub fn open_loads(&self) -> usize {
+        self.loads.len()
+    }
+
+    /// Stores of [`Self::open_requests`].
+    pub fn open_stores(&self) -> usize {
+        self.stores.len()
+    }
+
+    /// Loads and stores that wait until no copy of an older leader can run, and are then refused.
+    pub fn parked_requests(&self) -> usize {
+        self.parked.len()
+    }
+
+    /// Pages of the transfers in flight over an edge, those of all groups.
+    pub fn pages_over(&self, edge: Edge) -> u64 {
+        self.transfers.pages_over(edge)
+    }
+
     /// Open requests that cancel stores.
     pub fn open_cancels(&self) -> usize {
         self.cancels.len()
@@ -442,6 +463,12 @@ impl Leader {
         }
         self.loads.check()?;
         self.moves.check(&self.tiers)
+    }
+
+    /// Time in microseconds that a request has been in the leader.
+    fn us_since_arrival(&self, reply_to: ReplyTo) -> u64 {
+        let time = self.step_time - reply_to.arrived;
+        u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
     }
 
     /// Ends a slot: releases its holds and adds its decisions to the digest. An unknown slot has already been finished.
@@ -531,12 +558,13 @@ fn release_holds(
     }
 }
 
-/// The engine and request that wait for an answer, and the deadline of that answer.
+/// The engine and request that wait for an answer, the deadline of that answer, and when the request arrived.
 #[derive(Debug, Clone, Copy)]
 struct ReplyTo {
     engine: EngineId,
     id: RequestId,
     deadline: Time,
+    arrived: Time,
 }
 
 #[cfg(test)]

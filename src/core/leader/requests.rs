@@ -13,6 +13,7 @@ use crate::refusal::Refusal;
 use crate::session::RequestState;
 use kvferry_types::{Answer, EngineId, Replica, Request, RequestId, SlotId, Time};
 
+use super::counters::Refusable;
 use super::lookup::Lookup;
 use super::store::Store;
 use super::{Leader, ReplyTo};
@@ -25,11 +26,17 @@ pub const OPEN_REQUESTS_MAX: usize = 1024;
 /// engine has at most as many of them as it may have open requests, and one connection, with which they are dropped:
 /// the number of connections bounds the sum.
 #[derive(Debug, Default)]
-pub(super) struct Parked(BTreeMap<(EngineId, RequestId), SlotId>);
+pub(super) struct Parked(BTreeMap<(EngineId, RequestId), (Refusable, SlotId)>);
 
 impl Parked {
     /// Adds a request. Returns false when the engine has `max` of them.
-    fn add(&mut self, engine: EngineId, id: RequestId, slot: SlotId, max: usize) -> bool {
+    fn add(
+        &mut self,
+        engine: EngineId,
+        id: RequestId,
+        parked: (Refusable, SlotId),
+        max: usize,
+    ) -> bool {
         if self.0.contains_key(&(engine, id)) {
             return true;
         }
@@ -37,9 +44,13 @@ impl Parked {
         let of_engine = self.0.range((engine, first)..=(engine, last));
         let room = of_engine.count() < max;
         if room {
-            self.0.insert((engine, id), slot);
+            self.0.insert((engine, id), parked);
         }
         room
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
     }
 
     /// The connection of an engine broke: the engine retries unanswered requests over the next connection.
@@ -66,11 +77,12 @@ impl Leader {
         effects: &mut Vec<LeaderEffect>,
     ) {
         let ReplyTo { engine, id, .. } = reply_to;
-        match request {
-            Request::Load { slot, .. } | Request::Store { slot, .. }
+        let kind = Refusable::of(&request);
+        match (&request, kind) {
+            (Request::Load { slot, .. } | Request::Store { slot, .. }, Some(kind))
                 if !self.roster.all_clear() =>
             {
-                return self.park(reply_to, slot, effects);
+                return self.park(reply_to, (kind, *slot), effects);
             }
             _ => {}
         }
@@ -88,21 +100,23 @@ impl Leader {
                 return effects.push(LeaderEffect::Answer { engine, id, answer });
             }
             RequestState::Stale => {
-                let answer = Err(Refusal::StaleRequest(id));
+                let refusal = Refusal::StaleRequest(id);
+                self.count_refusal(kind, &refusal);
+                let answer = Err(refusal);
                 return effects.push(LeaderEffect::Answer { engine, id, answer });
             }
         }
         // A refused request stays refused: an engine that receives the refusal continues without it, so a retry must
         // not carry out the request.
         if self.draining && !finishes {
-            return self.answer(engine, id, Err(Refusal::Draining), effects);
+            return self.refuse(reply_to, kind, Refusal::Draining, effects);
         }
         if full {
-            let refused = Err(Refusal::Limit {
+            let refusal = Refusal::Limit {
                 limit: "requests of an engine under way",
                 max: self.settings.open_requests_max as u64,
-            });
-            return self.answer(engine, id, refused, effects);
+            };
+            return self.refuse(reply_to, kind, refusal, effects);
         }
         let answer = match request {
             Request::Lookup {
@@ -149,8 +163,28 @@ impl Leader {
                 Ok(Some(Answer::Finish))
             }
         };
-        if let Some(answer) = answer.transpose() {
-            self.answer(engine, id, answer, effects);
+        match answer {
+            Ok(None) => {}
+            Ok(Some(answer)) => self.answer(engine, id, Ok(answer), effects),
+            Err(refusal) => self.refuse(reply_to, kind, refusal, effects),
+        }
+    }
+
+    /// Refuses a request that has not begun.
+    fn refuse(
+        &mut self,
+        reply_to: ReplyTo,
+        kind: Option<Refusable>,
+        refusal: Refusal,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        self.count_refusal(kind, &refusal);
+        self.answer(reply_to.engine, reply_to.id, Err(refusal), effects);
+    }
+
+    fn count_refusal(&mut self, kind: Option<Refusable>, refusal: &Refusal) {
+        if let Some(kind) = kind {
+            self.counts.refusals.note(kind, refusal);
         }
     }
 
@@ -168,14 +202,21 @@ impl Leader {
     /// Parks a request that names engine pages until no copy of an older leader touches them. Beyond the limit the
     /// request is refused without being noted, because a copy of it may be running: the engine may retry it with the
     /// same id.
-    fn park(&mut self, reply_to: ReplyTo, slot: SlotId, effects: &mut Vec<LeaderEffect>) {
+    fn park(
+        &mut self,
+        reply_to: ReplyTo,
+        parked: (Refusable, SlotId),
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         let max = self.settings.open_requests_max;
-        if !self.parked.add(reply_to.engine, reply_to.id, slot, max) {
+        if !self.parked.add(reply_to.engine, reply_to.id, parked, max) {
             let max = max as u64;
+            let refusal = Refusal::Crowded { max };
+            self.count_refusal(Some(parked.0), &refusal);
             effects.push(LeaderEffect::Answer {
                 engine: reply_to.engine,
                 id: reply_to.id,
-                answer: Err(Refusal::Crowded { max }),
+                answer: Err(refusal),
             });
         }
     }
@@ -184,11 +225,13 @@ impl Leader {
     /// before.
     pub(super) fn refuse_parked(&mut self, effects: &mut Vec<LeaderEffect>) {
         let parked = std::mem::take(&mut self.parked);
-        for ((engine, id), slot) in parked.0 {
+        for ((engine, id), (kind, slot)) in parked.0 {
             if let Some(session) = self.sessions.get_mut(engine) {
                 session.begin(id);
             }
-            self.answer(engine, id, Err(Refusal::UnknownSlot(slot)), effects);
+            let refusal = Refusal::UnknownSlot(slot);
+            self.count_refusal(Some(kind), &refusal);
+            self.answer(engine, id, Err(refusal), effects);
         }
     }
 }

@@ -562,6 +562,7 @@ mod tests {
             engine,
             id: RequestId(1),
             deadline: Time(100),
+            arrived: Time(0),
         };
         let begun = leader.reset(reply_to, ResetScope::Everything, None);
         assert_eq!(begun, Ok(()));
@@ -582,6 +583,7 @@ mod tests {
             engine: ENGINE,
             id: RequestId(1),
             deadline: Time(100),
+            arrived: Time(0),
         };
         assert_eq!(leader.reset(reply_to, ResetScope::Everything, None), Ok(()));
         let (id, shard) = (leader.resets.last(), Shard(0));

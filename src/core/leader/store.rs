@@ -125,6 +125,11 @@ pub(super) struct Stores {
 }
 
 impl Stores {
+    /// Number of stores that are not answered.
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
     pub(super) fn contains(&self, key: StoreKey) -> bool {
         self.waiting.contains_key(&key)
     }
@@ -379,11 +384,14 @@ impl Leader {
 
         if cancelled {
             let pages = wanted.iter().map(|part| part.pages.end - part.pages.start);
+            let failed_pages: u32 = pages.sum();
+            self.counts.stores_cancelled += 1;
+            self.counts.failed_pages += u64::from(failed_pages);
             return Ok(Some(Answer::Store(StoreAnswer {
                 stored_pages: 0,
                 present_pages: 0,
                 refused_pages: 0,
-                failed_pages: pages.sum(),
+                failed_pages,
             })));
         }
         self.stores
@@ -600,9 +608,24 @@ impl Leader {
         }
     }
 
+    /// Counts a store that is answered now.
+    fn count_store(&mut self, store: &OpenStore) {
+        let us = self.us_since_arrival(store.reply_to);
+        let counts = &mut self.counts;
+        match (store.failed_pages, store.stopped) {
+            (0, _) => counts.stores_done += 1,
+            (_, true) => counts.stores_cancelled += 1,
+            (_, false) => counts.stores_failed += 1,
+        }
+        counts.store_us += us;
+        counts.present_pages += u64::from(store.present_pages);
+        counts.failed_pages += u64::from(store.failed_pages);
+    }
+
     /// Makes the sequence of a store the newest, tail first, and returns the answer. Windows and states come before the
     /// prefix, without which they are of no use, so that they are evicted before it.
     fn end_store(&mut self, store: &OpenStore) -> Answer {
+        self.count_store(store);
         if let Some(pool) = self.tiers.serving_mut(TierId::Host) {
             let model = store.sequence.model();
             let is_prefix = |group: GroupId| model.kind(group) == Some(GroupKind::Prefix);

@@ -151,6 +151,9 @@ pub(super) struct OpenLoad {
     pub(super) replica: Replica,
     pub(super) after: RequestId,
     pub(super) sequence: Sequence,
+    /// Pages that the engine requested. The stretches have fewer where a load is cut to its first runs, or a block was
+    /// forgotten.
+    pub(super) wanted_pages: u64,
     /// Workers on which a transfer of the load failed.
     pub(super) failed: u32,
     /// In ascending order of their ids.
@@ -179,6 +182,10 @@ impl OpenLoad {
             replica,
             after,
             sequence,
+            wanted_pages: stretches
+                .iter()
+                .map(|stretch| u64::from(stretch.pages))
+                .sum(),
             failed: 0,
             first_short: shorts.map(|stretch| stretch.id).next(),
             stretches,

@@ -192,6 +192,20 @@ pub struct StatusAnswer {
     pub pins: u64,
     /// Number of copies that have not ended.
     pub copies_under_way: u64,
+    /// Pages of those that are copied from engines, which the engines keep until then; pages of all groups.
+    pub storing_pages: u64,
+    /// Pages of those that are copied to engines; pages of all groups.
+    pub loading_pages: u64,
+    /// Number of engines that are connected.
+    pub engines: u64,
+    /// Number of requests of all engines that are not answered, except parked ones.
+    pub open_requests: u64,
+    /// Loads of those.
+    pub open_loads: u64,
+    /// Stores of those.
+    pub open_stores: u64,
+    /// Loads and stores that wait until no copy of an older leader can run, and are then refused.
+    pub parked_requests: u64,
     /// Pages of the arena by state: free, reserved, filling, ready, quarantined, out_of_use.
     pub pages: std::collections::BTreeMap<String, u64>,
     /// Number of blocks.

@@ -9,6 +9,7 @@ use kvferry_protocol::{
 };
 use kvferry_types::{Edge, Rank, Replica, TierId, Time, WorkerId};
 
+use super::seats::PeerRole;
 use super::{LeaderHost, LeaderShell};
 
 /// Counter that the shell adds to those of the core: time that the leader spent in lookups, in nanoseconds.
@@ -42,6 +43,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
             let ranks = (0..ranks).map(Rank);
             ranks.map(move |rank| WorkerId { replica, rank })
         })
+    }
+
+    /// Engines with a connection, without admin sessions.
+    fn connected_engines(&self) -> u64 {
+        let roles = self.roles.values();
+        let engines = roles.filter(|role| matches!(role, PeerRole::Engine(_)));
+        engines.count() as u64
     }
 
     fn rank(&self, worker: WorkerId) -> RankStatus {
@@ -141,6 +149,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
             ranks: self.seats().map(|worker| self.rank(worker)).collect(),
             slots: self.core.slots() as u64,
             copies_under_way: self.core.copies_under_way() as u64,
+            storing_pages: self.core.pages_over(Edge::STORE),
+            loading_pages: self.core.pages_over(Edge::LOAD),
+            engines: self.connected_engines(),
+            open_requests: self.core.open_requests() as u64,
+            open_loads: self.core.open_loads() as u64,
+            open_stores: self.core.open_stores() as u64,
+            parked_requests: self.core.parked_requests() as u64,
             decisions_digest: digest.unwrap_or_else(|| NOT_RECORDED.to_owned()),
             counters: self
                 .core
