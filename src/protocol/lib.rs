@@ -26,8 +26,8 @@ pub use body::{
     Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
     FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
     MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness,
-    RecordBody, Register, Registered, Reset, StatedMemory, Status, StatusAnswer, Store,
-    StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody,
+    RecordBody, Register, Registered, RequestsStatus, Reset, StatedMemory, Status, StatusAnswer,
+    Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody,
     TransferOrder, Unregister, Welcome, Written,
 };
 pub use call::Call;

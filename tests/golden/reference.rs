@@ -188,6 +188,11 @@ fn the_page_of_the_status_is_made_of_its_schema_and_the_counters() {
         ["field", "type", "meaning"],
         properties(&schema["$defs"]["MovesStatus"]),
     );
+    text += "\n## Requests\n\nThe fields of `requests`.\n";
+    text += &table(
+        ["field", "type", "meaning"],
+        properties(&schema["$defs"]["RequestsStatus"]),
+    );
     text += "\n## Counters\n\nItems of `counters`. They run since the leader's start.\n\n| counter | meaning |\n| --- | --- |\n";
     for counter in COUNTERS {
         writeln!(text, "| `{}` | {} |", counter.name, counter.meaning)

@@ -21,7 +21,8 @@ pub use inventory::{
 };
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{
-    DiskHealth, DiskStatus, MovesStatus, RankStatus, Status, StatusAnswer, TierStatus,
+    DiskHealth, DiskStatus, MovesStatus, RankStatus, RequestsStatus, Status, StatusAnswer,
+    TierStatus,
 };
 pub(crate) use tier::tier_of;
 pub use worker::{

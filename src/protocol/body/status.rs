@@ -170,6 +170,26 @@ pub struct MovesStatus {
     pub bad_sources: u64,
 }
 
+/// The engines of a leader, their open requests, and the pages of running copies.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct RequestsStatus {
+    /// Pages that running copies read from engines, which engines keep until then; pages of all groups.
+    pub storing_pages: u64,
+    /// Pages that running copies write to engines; pages of all groups.
+    pub loading_pages: u64,
+    /// Number of engines that are connected.
+    pub engines: u64,
+    /// Number of requests of all engines that are not answered, except parked ones.
+    pub open_requests: u64,
+    /// Loads of those.
+    pub open_loads: u64,
+    /// Stores of those.
+    pub open_stores: u64,
+    /// Loads and stores that wait until no copy of an older leader can run, and are then refused.
+    pub parked_requests: u64,
+}
+
 /// Answer to [`Status`]. Counters run since the leader's start; readers skip unknown ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
@@ -192,20 +212,8 @@ pub struct StatusAnswer {
     pub pins: u64,
     /// Number of copies that have not ended.
     pub copies_under_way: u64,
-    /// Pages of those that are copied from engines, which the engines keep until then; pages of all groups.
-    pub storing_pages: u64,
-    /// Pages of those that are copied to engines; pages of all groups.
-    pub loading_pages: u64,
-    /// Number of engines that are connected.
-    pub engines: u64,
-    /// Number of requests of all engines that are not answered, except parked ones.
-    pub open_requests: u64,
-    /// Loads of those.
-    pub open_loads: u64,
-    /// Stores of those.
-    pub open_stores: u64,
-    /// Loads and stores that wait until no copy of an older leader can run, and are then refused.
-    pub parked_requests: u64,
+    /// Engines, their open requests, and the pages of running copies.
+    pub requests: Box<RequestsStatus>,
     /// Pages of the arena by state: free, reserved, filling, ready, quarantined, out_of_use.
     pub pages: std::collections::BTreeMap<String, u64>,
     /// Number of blocks.

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use kvferry_core::{NOT_RECORDED, Pool};
 use kvferry_protocol::{
-    ErrorBody, ErrorCode, MovesStatus, RankStatus, Readiness, StatusAnswer, TierStatus,
+    ErrorBody, ErrorCode, MovesStatus, RankStatus, Readiness, RequestsStatus, StatusAnswer,
+    TierStatus,
 };
 use kvferry_types::{Edge, Rank, Replica, TierId, Time, WorkerId};
 
@@ -149,13 +150,15 @@ impl<P: fmt::Debug> LeaderShell<P> {
             ranks: self.seats().map(|worker| self.rank(worker)).collect(),
             slots: self.core.slots() as u64,
             copies_under_way: self.core.copies_under_way() as u64,
-            storing_pages: self.core.pages_over(Edge::STORE),
-            loading_pages: self.core.pages_over(Edge::LOAD),
-            engines: self.connected_engines(),
-            open_requests: self.core.open_requests() as u64,
-            open_loads: self.core.open_loads() as u64,
-            open_stores: self.core.open_stores() as u64,
-            parked_requests: self.core.parked_requests() as u64,
+            requests: Box::new(RequestsStatus {
+                storing_pages: self.core.pages_over(Edge::STORE),
+                loading_pages: self.core.pages_over(Edge::LOAD),
+                engines: self.connected_engines(),
+                open_requests: self.core.open_requests() as u64,
+                open_loads: self.core.open_loads() as u64,
+                open_stores: self.core.open_stores() as u64,
+                parked_requests: self.core.parked_requests() as u64,
+            }),
             decisions_digest: digest.unwrap_or_else(|| NOT_RECORDED.to_owned()),
             counters: self
                 .core

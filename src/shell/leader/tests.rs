@@ -516,10 +516,21 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
     assert_eq!(answer.version, env!("CARGO_PKG_VERSION"));
     assert_eq!((answer.epoch, answer.ratio, answer.ready), (3, 4, true));
     assert_eq!((answer.slots, answer.copies_under_way), (1, 1));
-    assert_eq!((answer.storing_pages, answer.loading_pages), (2, 0));
-    let open = (answer.open_requests, answer.open_loads, answer.open_stores);
     assert_eq!(
-        (open, answer.engines, answer.parked_requests),
+        (answer.requests.storing_pages, answer.requests.loading_pages),
+        (2, 0)
+    );
+    let open = (
+        answer.requests.open_requests,
+        answer.requests.open_loads,
+        answer.requests.open_stores,
+    );
+    assert_eq!(
+        (
+            open,
+            answer.requests.engines,
+            answer.requests.parked_requests
+        ),
         ((1, 0, 1), 1, 0)
     );
     assert_eq!(answer.engine_page_tokens, 16);
