@@ -148,7 +148,8 @@ def test_a_message_that_cannot_be_sent_fails_alone(directory: Path) -> None:
         huge = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=bytes(wire.BODY_BYTES_MAX))
         for message, why in ((Later(Kind.LOOKUP, fails), "no message"), (huge, "more than the 8388608")):
             failure = ended(client.request(message, TIMEOUT_S)).failure
-            assert failure is not None and failure.over
+            assert failure is not None
+            assert failure.over
             assert why in failure.message
         good = client.request(Later(Kind.LOOKUP, lambda: LOOKUP), TIMEOUT_S)
         assert server.receive_bytes(Kind.LOOKUP)[1:] == (good.id, wire.body_of(LOOKUP))
