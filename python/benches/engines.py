@@ -13,6 +13,7 @@ Weights are random numbers, and answers are compared: loaded pages give the toke
 
 import argparse
 import functools
+import os
 import statistics
 import subprocess
 import tempfile
@@ -69,11 +70,23 @@ def engine(socket_dir: Path | None, **extra: Any) -> Engine:
 
 
 def timed(one: Engine, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-    return one.request("timed", within_s=LIMIT_S, prompts=prompts, max_tokens=max_tokens)
+    before = cpu_s(one)
+    done = one.request("timed", within_s=LIMIT_S, prompts=prompts, max_tokens=max_tokens)
+    return {**done, "cpu_s": cpu_s(one) - before}
+
+
+def cpu_s(one: Engine) -> float:
+    """CPU time of all threads of an engine's process, from the system."""
+    fields = Path(f"/proc/{one.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def spread(values: list[float]) -> str:
-    return f"median {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    text = f"median {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    if len(values) >= 4:
+        quarters = statistics.quantiles(values, n=4)
+        text += f", middle half {quarters[0]:.3f} to {quarters[2]:.3f}"
+    return text
 
 
 def overhead(rounds: int) -> None:
@@ -83,8 +96,7 @@ def overhead(rounds: int) -> None:
         ours, theirs = engine(daemon.socket_dir), engine(None)
         try:
             daemon.pid()
-            fresh: list[float] = []
-            again: list[float] = []
+            ratios: dict[tuple[str, str], list[float]] = {}
             for number in range(rounds + 1):
                 prompts = [tokens(256, seed=1000 * number + each) for each in range(6)]
                 order = (ours, theirs) if number % 2 else (theirs, ours)
@@ -97,16 +109,16 @@ def overhead(rounds: int) -> None:
                     assert warm[id(one)]["answers"] == cold[id(one)]["answers"] == cold[id(ours)]["answers"]
                 if number == 0:
                     continue
-                fresh.append(cold[id(ours)]["all_s"] / cold[id(theirs)]["all_s"])
-                again.append(warm[id(ours)]["all_s"] / warm[id(theirs)]["all_s"])
-                print(
-                    f"round {number}: no reuse {cold[id(ours)]['all_s']:.2f} s / {cold[id(theirs)]['all_s']:.2f} s, "
-                    f"full reuse {warm[id(ours)]['all_s']:.2f} s / {warm[id(theirs)]['all_s']:.2f} s",
-                    flush=True,
-                )
+                line = []
+                for reuse, done in (("no reuse", cold), ("full reuse, copies included", warm)):
+                    for what, field in (("time", "all_s"), ("CPU time of the engine", "cpu_s")):
+                        with_it, without = done[id(ours)][field], done[id(theirs)][field]
+                        ratios.setdefault((reuse, what), []).append(with_it / without)
+                        line.append(f"{reuse}, {what}: {with_it:.2f} s / {without:.2f} s")
+                print(f"round {number}:", "; ".join(line), flush=True)
             print(f"{rounds} rounds of 6 prompts of 256 tokens and 24 steps, kvferry / none")
-            print("no reuse:", spread(fresh))
-            print("full reuse, copies included:", spread(again))
+            for (reuse, what), values in ratios.items():
+                print(f"{reuse}, {what}:", spread(values))
         finally:
             ours.end()
             theirs.end()
