@@ -274,7 +274,8 @@ class Client:
     ) -> PendingRequest:
         """Sends a request; returns at once. An ``urgent`` one overtakes those that wait for credits of the connection.
 
-        The message is encoded on the client's thread, and must not change. A message that cannot be encoded fails.
+        The message is encoded on the client's thread, and must not change; a message that cannot be encoded fails. With
+        a ``watch`` that reads the body it is encoded here.
         The peer must carry the request out within ``timeout_s``, and may answer up to ``grace_s`` later. Over a new
         connection the request is sent again under the same id, unless it is bound to one connection, ``link``.
         ``until`` is called with the ended request, on the client's thread, or by this call if the request is refused.
@@ -649,10 +650,12 @@ def _not_encoded(pending: PendingRequest) -> Failure | None:
         size = len(pending.body)
     except Exception as error:
         logger.exception("kvferry: a request of kind %d could not be encoded", pending.kind)
-        return Failure(Code.INTERNAL, f"the request could not be encoded: {error}", reported=False, over=True)
+        text = f"the request could not be encoded: {error}"
+        # To be retried at intervals, not at once.
+        return Failure(Code.INTERNAL, text, reported=False, retry=True, over=True)
     if size > wire.BODY_BYTES_MAX:
         text = f"the request has {size} bytes, more than the {wire.BODY_BYTES_MAX} of a message"
-        return Failure(Code.INTERNAL, text, reported=False, over=True)
+        return Failure(Code.INTERNAL, text, reported=False, retry=True, over=True)
     return None
 
 

@@ -129,6 +129,8 @@ class StoreCursor:
     served: Served
     #: For each group, the first page for which no store was requested. Not used for states.
     next_page: list[int] = field(default_factory=list)
+    #: The same before the last load, whose pages were not named in a store; None without one.
+    before_load: list[int] | None = None
 
     def __post_init__(self) -> None:
         self.restart()
@@ -136,11 +138,13 @@ class StoreCursor:
     def restart(self) -> None:
         """Begins with the first page of each group."""
         self.next_page = [0] * len(self.served.groups)
+        self.before_load = None
 
     def skip(self, tokens: int) -> None:
         """Skips the pages that end with this token or before it."""
         for number, group in enumerate(self.served.groups):
             self.next_page[number] = max(self.next_page[number], tokens // group.page_tokens)
+        self.before_load = None
 
     def to_store(
         self, tables: Sequence[Sequence[int]], tokens: int, states: Sequence[tuple[int, int, int]]
@@ -190,9 +194,15 @@ class StoreCursor:
 
     def loaded(self, parts: Sequence[Part]) -> None:
         """Records that a load brought these pages. Pages before them that the engine had itself may not be stored."""
+        self.before_load = list(self.next_page)
         for part in parts:
             if part.first_page <= self.next_page[part.group]:
                 self.stored([part])
+
+    def leader_changed(self) -> None:
+        """Names the pages of the last load again: the next leader may not have them."""
+        if self.before_load is not None:
+            self.next_page, self.before_load = self.before_load, None
 
     def not_stored(self, parts: Sequence[Part]) -> None:
         """Records that a store of these pages failed. States, and pages that the engine gave up since, are lost."""

@@ -404,6 +404,7 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     slots: int = 0
     pins: int = 0
     copies_under_way: int = 0
+    requests: dict[str, int] = {}
     pages: dict[str, int] = {}
     blocks: int = 0
     counters: dict[str, int] = {}

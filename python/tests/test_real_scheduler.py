@@ -24,8 +24,8 @@ def test_a_prompt_is_loaded_and_stored_and_all_pages_are_returned() -> None:
     engine.run(asking)
     assert engine.scheduled(asking) == [2 * PAGE_TOKENS, 1, 1, 1], "only the rest of the prompt is computed"
     store = engine.leader.last(wire.Store)
-    assert engine.free_pages() == free - 4
-    store.end(wire.StoreAnswer(4, 0))
+    assert engine.free_pages() == free - 2, "the pages of the load are not stored again"
+    store.end(wire.StoreAnswer(2, 0))
     engine.step()
     assert engine.free_pages() == free
 

@@ -516,6 +516,25 @@ def test_pages_of_a_load_are_not_stored_again(
     assert (part.first_page, part.pages) == stored
 
 
+def test_pages_of_a_load_are_stored_for_a_new_leader(engine: Engine) -> None:
+    """The next leader may not have them, and the pages behind them are found by no lookup then."""
+    found(engine, 4)
+    asking = request("a", 24)
+    matched = engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14, 15], matched or 0)
+    engine.step()
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    engine.step()
+    engine.leader.epoch += 1
+    engine.tables["a"] = [10, 11, 12, 13, 14, 15]
+    stored = []
+    for tokens in (20, 4):
+        engine.step({asking: tokens})
+        part = engine.leader.last(wire.Store).message.parts[0]
+        stored.append((part.first_page, part.pages))
+    assert stored == [(0, [[10, 5]]), (5, [15])]
+
+
 def test_pages_of_a_load_are_stored_after_a_preemption(engine: Engine) -> None:
     """vLLM computes them again then, and kvferry may have evicted them meanwhile."""
     found(engine, 4)

@@ -636,7 +636,8 @@ def test_vllms_scheduler_delivers_each_count_once() -> None:
         engine.run(asking)
         for each in engine.leader.asked:
             if isinstance(each.message, wire.Store) and not each.done:
-                stored.append(sum(count for part in each.message.parts for _, count in part.pages))
+                runs = [run for part in each.message.parts for run in part.pages]
+                stored.append(sum(run[1] if isinstance(run, list) else 1 for run in runs))
                 each.end(wire.StoreAnswer(stored[-1], 0))
         engine.step()
     total = in_all(engine)

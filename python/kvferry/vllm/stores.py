@@ -121,6 +121,8 @@ class Stores:
         if why := self._why_not(tracked):
             self._counts.not_stored(tracked, why)
             return
+        if tracked.epoch != self._client.epoch:
+            tracked.stored.leader_changed()
         tracked.full = full
         found = tables()
         if found is None or full > wire.HASHES_MAX:

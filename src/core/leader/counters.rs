@@ -111,7 +111,8 @@ impl Refusable {
 pub struct Refusals([[u64; RefusalReason::ALL.len()]; 3]);
 
 impl Refusals {
-    /// Notes that a request is refused; a retry that gets the same refusal again is not noted.
+    /// Notes that a request is refused. A retry counts again where the leader keeps no record of the first one: as
+    /// `busy`, and as `stale_request`, of a request that has ended before.
     pub(super) fn note(&mut self, request: Refusable, refusal: &Refusal) {
         self.0[request as usize][refusal.reason() as usize] += 1;
     }

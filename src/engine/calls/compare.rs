@@ -99,6 +99,22 @@ pub fn refusals_differ(recorded: &Outcome, replayed: &Outcome) -> bool {
     }
 }
 
+/// Whether other pages may be present after a request that changes which are, so that later answers cannot be compared.
+/// The recording must show why: a copy that failed in the replay alone excuses nothing, and the answers that follow from
+/// it are differences.
+pub fn excuses_later(recorded: &Outcome, verdict: &Verdict) -> bool {
+    let has_failed = match recorded {
+        Outcome::Failed(_) => true,
+        Outcome::Answered(Answer::Store(store)) => store.failed_pages > 0,
+        Outcome::Answered(_) => false,
+    };
+    match verdict {
+        Verdict::Incomparable(Reason::Time, _) => has_failed,
+        Verdict::Incomparable(..) => true,
+        Verdict::Equal | Verdict::Different(_) => false,
+    }
+}
+
 /// Compares a recorded outcome with the replayed one.
 pub fn compare(recorded: &Outcome, replayed: &Outcome, conditions: Conditions) -> Verdict {
     let difference = match (recorded, replayed) {
@@ -355,6 +371,15 @@ mod tests {
         }))
     }
 
+    fn store(stored_pages: u32, failed_pages: u32) -> Outcome {
+        Outcome::Answered(Answer::Store(StoreAnswer {
+            stored_pages,
+            failed_pages,
+            present_pages: 0,
+            refused_pages: 0,
+        }))
+    }
+
     fn failed(code: ErrorCode, reported: bool) -> Outcome {
         Outcome::Failed(Failed {
             code: code.number(),
@@ -467,6 +492,30 @@ mod tests {
             Verdict::Incomparable(..)
         ));
     }
+
+    #[test]
+    fn copies_that_fail_in_the_replay_alone_excuse_no_later_answer() {
+        let failed_here = (store(6, 0), store(0, 6));
+        let failed_there = (store(0, 6), store(6, 0));
+        for ((recorded, replayed), excuses) in [(failed_here, false), (failed_there, true)] {
+            let verdict = compare(&recorded, &replayed, NONE);
+            assert!(
+                matches!(verdict, Verdict::Incomparable(Reason::Time, _)),
+                "{verdict:?}"
+            );
+            assert_eq!(excuses_later(&recorded, &verdict), excuses);
+        }
+        let copy_failed = failed(ErrorCode::CopyFailed, true);
+        for (recorded, replayed, excuses) in [
+            (store(6, 0), copy_failed.clone(), false),
+            (copy_failed, store(6, 0), true),
+        ] {
+            let verdict = compare(&recorded, &replayed, NONE);
+            assert_eq!(excuses_later(&recorded, &verdict), excuses);
+        }
+        assert!(!excuses_later(&store(6, 6), &Verdict::Equal));
+    }
+
     #[test]
     fn each_reason_is_named_and_excuses_no_other_failure() {
         let with = |change: fn(&mut Conditions)| {

@@ -151,10 +151,12 @@ impl Failed {
         self.over && !self.reported
     }
 
-    /// Whether the leader refused the request without any effect, because of what it served at that time.
+    /// Whether the leader refused the request without carrying it out, because of what it served at that time.
     pub fn is_not_served(&self) -> bool {
         let codes = [ErrorCode::NotReady, ErrorCode::Busy, ErrorCode::Draining];
-        self.reported && self.over && codes.iter().any(|code| code.number() == self.code)
+        // A leader that is busy has done nothing either, and does not say so: it keeps no record of such a request.
+        let over = self.over || self.code == ErrorCode::Busy.number();
+        self.reported && over && codes.iter().any(|code| code.number() == self.code)
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::compare::{CallsReport, Conditions, Verdict, compare, refusals_differ};
+use super::compare::{CallsReport, Conditions, compare, excuses_later, refusals_differ};
 use super::file::{CallsError, FrameKind, Frames};
 use super::frames::{Failed, HashWindow, LeaderFrame, Outcome, RequestKind, Requested, ended_id};
 use super::plan::{Known, Plan, PlannedEnd, SlotHashes, answered, outcome};
@@ -102,8 +102,12 @@ pub struct Player<'a> {
     tickets: u64,
     /// A store found room for a different number of pages than in the recording.
     full: bool,
-    /// A request that changes which pages are present could not be compared.
+    /// A request that changes which pages are present could not be compared, for a reason that the recording shows.
     diverged: bool,
+    /// There is a tier below host memory, in the recording or here.
+    has_disk: bool,
+    /// Pages of the smaller host memory.
+    host_pages: u64,
     /// Epoch of the last leader whose sizes have been read, and whether it was not the first.
     epoch: Option<u64>,
     restarted: bool,
@@ -130,8 +134,11 @@ impl<'a> Player<'a> {
             },
             limits: Limits::default(),
         };
+        let (has_disk, host_pages) = tiers(plan, &settings);
         Ok(Self {
             plan,
+            has_disk,
+            host_pages,
             client: Client::without_incoming(Arc::new(ZmqTransport), client),
             settings,
             ranks,
@@ -424,7 +431,7 @@ impl<'a> Player<'a> {
         let leader = self.plan.leader.as_ref();
         let conditions = Conditions {
             cancelled: sent.end.known == Known::Cancelled,
-            has_disk: self.has_disk() && self.may_have_evicted(),
+            has_disk: self.has_disk && self.may_have_evicted(),
             several_leaders: self.plan.leaders > 1,
             restarted: self.restarted,
             other_engines: leader.is_some_and(|leader| leader.replicas > 1),
@@ -434,32 +441,16 @@ impl<'a> Player<'a> {
         let what = format!("frame {number}, {} {id}", sent.kind.name());
         let verdict = compare(recorded, &replayed, conditions);
         let changes = sent.kind.copies() || sent.kind == RequestKind::Reset;
-        self.diverged |= changes && matches!(verdict, Verdict::Incomparable(..));
+        self.diverged |= changes && excuses_later(recorded, &verdict);
         self.added_pages += stored_pages(recorded).max(stored_pages(&replayed));
         self.report.add(&what, verdict);
         Ok(())
     }
 
-    /// Whether there is a tier below host memory, in the recording or here.
-    fn has_disk(&self) -> bool {
-        let below = |leader: &LeaderFrame| {
-            let mut tiers = leader.tiers.iter();
-            tiers.any(|(tier, pages, _)| *tier > TierId::Host.number() && *pages > 0)
-        };
-        self.settings.has_disk || self.plan.leader.as_ref().is_some_and(below)
-    }
-
     /// Whether pages may have left host memory, in the recording or here. None leaves it before it is half full: a run
     /// has room in one hole then. All pages are in host memory until then, and no lookup depends on a disk.
     fn may_have_evicted(&self) -> bool {
-        let recorded = self.plan.leader.as_ref().map_or(0, |leader| {
-            let mut tiers = leader.tiers.iter();
-            let host = tiers.find(|(tier, ..)| *tier == TierId::Host.number());
-            host.map_or(0, |(_, pages, _)| *pages)
-        });
-        let here = self.settings.host_pages.map_or(0, u64::from);
-        let most = recorded.min(here) / 2;
-        self.plan.used_pages > 0 || self.added_pages > most
+        self.plan.used_pages > 0 || self.added_pages > self.host_pages / 2
     }
 
     /// Lets everything end that is in flight, and returns the report.
@@ -478,6 +469,19 @@ impl<'a> Player<'a> {
         ) = ended;
         Ok(self.report)
     }
+}
+
+/// Whether there is a tier below host memory, and the pages of the smaller host memory, in the recording or here.
+fn tiers(plan: &Plan, settings: &PlaySettings) -> (bool, u64) {
+    let recorded = plan.leader.as_ref().map_or(&[][..], |leader| &leader.tiers);
+    let host = TierId::Host.number();
+    let below = recorded
+        .iter()
+        .any(|(tier, pages, _)| *tier > host && *pages > 0);
+    let pages = recorded.iter().find(|(tier, ..)| *tier == host);
+    let here = settings.host_pages.map_or(0, u64::from);
+    let host_pages = pages.map_or(0, |(_, pages, _)| *pages).min(here);
+    (settings.has_disk || below, host_pages)
 }
 
 /// Pages that a store has added.

@@ -180,7 +180,7 @@ pub struct RequestsStatus {
     pub loading_pages: u64,
     /// Number of engines that are connected.
     pub engines: u64,
-    /// Number of requests of all engines that are not answered, except parked ones.
+    /// Number of requests of engines and of admin sessions that are not answered, except parked ones.
     pub open_requests: u64,
     /// Loads of those.
     pub open_loads: u64,
