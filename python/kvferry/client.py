@@ -80,7 +80,7 @@ class Failure(Exception):
 class Later:
     """A message that is built when it is encoded, on the client's thread, from values that do not change meanwhile.
 
-    A message with thousands of hashes or pages takes a step of the engine less time so.
+    To pack thousands of hashes or pages takes a fraction of a millisecond, for which no step of the engine waits.
     """
 
     __slots__ = ("build", "kind")

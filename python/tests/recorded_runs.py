@@ -52,7 +52,7 @@ class Recorded:
         return path
 
     def wait_recorded(self) -> None:
-        """Whether the sizes of the present leader are recorded."""
+        """Waits until the sizes of the present leader are recorded."""
         self.daemon.wait_ready()
 
         def known() -> bool:

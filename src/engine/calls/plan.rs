@@ -35,7 +35,7 @@ pub enum Known {
     Late,
     /// The leader never received it.
     Unsent,
-    /// The leader refused it because it served nobody, or not so much, at that time.
+    /// The leader refused it because it was not ready, busy or about to end. It is not sent again.
     NotServed,
 }
 
