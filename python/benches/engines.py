@@ -1,10 +1,12 @@
 """Times of a real vLLM on the CPU, with kvferry and without, on a model whose steps take 50 ms and more.
 
-``overhead``: two engines, one with the connector and one without, do the same work in turn.
+``overhead``: an engine with the connector and two without do the same work in turn. The ratio of the two without
+shows how much two engines differ by chance; so that one placement of memory does not decide, they are started again.
 
 * No reuse: prompts that neither engine has seen. What is measured beside the model is the cost of the connector.
 * Full reuse: the same prompts again. The engine with kvferry has no page of its own, and loads all; the other one
-  has them in its own prefix cache.
+  has them in its own prefix cache. The copies' time, and the time of steps in which nothing else runs, are measured
+  apart.
 
 ``gain``: the time to the first token of a prompt of 4,000 tokens, computed, loaded from host memory, and from the disk.
 
@@ -14,11 +16,12 @@ Weights are random numbers, and answers are compared: loaded pages give the toke
 import argparse
 import functools
 import os
+import re
 import statistics
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import make_model
 from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually
@@ -26,6 +29,8 @@ from engine import Engine, config, settled, tokens
 
 #: Deadline of one order of prompts.
 LIMIT_S = 600.0
+#: Tokens of an answer, in overhead.
+ANSWER_TOKENS = 64
 
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +38,7 @@ MODEL: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 14,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 64,
@@ -89,40 +94,109 @@ def spread(values: list[float]) -> str:
     return text
 
 
-def overhead(rounds: int) -> None:
+class CopyLog:
+    """The lines in which a worker says how long each copy took."""
+
+    VARIABLES: ClassVar = {"KVFERRY_LOG": "error,kvferry_actors::transfer=debug"}
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._read = 0
+
+    def loads_s(self) -> float:
+        """Seconds of the loads that ended since the last call."""
+        with self._path.open() as log:
+            log.seek(self._read)
+            lines = log.read()
+            self._read = log.tell()
+        loads = (line for line in lines.splitlines() if "copy ended" in line and "direction=Load" in line)
+        return sum(int(re.findall(r"copy_us=(\d+)", line)[0]) for line in loads) / 1e6
+
+
+#: Ratios and times of a bench, by what they measure.
+Found = dict[str, list[float]]
+
+
+def overhead(rounds: int, starts: int) -> None:
+    found: Found = {}
+    for start in range(starts):
+        overhead_of_start(start, rounds, found)
+    print(f"{starts} starts with {rounds} rounds of 6 prompts of 256 tokens and {ANSWER_TOKENS} steps")
+    for name, values in found.items():
+        print(f"{name}:", spread(values))
+
+
+def overhead_of_start(start: int, rounds: int, found: Found) -> None:
+    """Starts three engines, and lets them do the same work in turn."""
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        daemon = Daemon(Path(folder) / "s", g2="2GiB")
+        log = Path(folder) / "log"
+        copies = CopyLog(log)
+        daemon = Daemon(Path(folder) / "s", g2="2GiB", log=log, variables=CopyLog.VARIABLES)
         daemon.start()
-        ours, theirs = engine(daemon.socket_dir), engine(None)
+        ours, theirs, again = engines = engine(daemon.socket_dir), engine(None), engine(None)
         try:
             daemon.pid()
-            ratios: dict[tuple[str, str], list[float]] = {}
             for number in range(rounds + 1):
-                prompts = [tokens(256, seed=1000 * number + each) for each in range(6)]
-                order = (ours, theirs) if number % 2 else (theirs, ours)
-                cold = {id(one): timed(one, prompts, 24) for one in order}
+                seed = 1000 * (rounds + 1) * start + 1000 * number
+                prompts = [tokens(256, seed=seed + each) for each in range(6)]
+                turn = number % len(engines)
+                order = engines[turn:] + engines[:turn]
+                cold = {id(one): timed(one, prompts, ANSWER_TOKENS) for one in order}
                 settled(ours, daemon)
                 # The engine with kvferry has no page of its own: every full page is loaded.
                 ours.reset()
-                warm = {id(one): timed(one, prompts, 24) for one in order}
-                for one in order:
-                    assert warm[id(one)]["answers"] == cold[id(one)]["answers"] == cold[id(ours)]["answers"]
-                if number == 0:
-                    continue
-                line = []
-                for reuse, done in (("no reuse", cold), ("full reuse, copies included", warm)):
-                    for what, field in (("time", "all_s"), ("CPU time of the engine", "cpu_s")):
-                        with_it, without = done[id(ours)][field], done[id(theirs)][field]
-                        ratios.setdefault((reuse, what), []).append(with_it / without)
-                        line.append(f"{reuse}, {what}: {with_it:.2f} s / {without:.2f} s")
-                print(f"round {number}:", "; ".join(line), flush=True)
-            print(f"{rounds} rounds of 6 prompts of 256 tokens and 24 steps, kvferry / none")
-            for (reuse, what), values in ratios.items():
-                print(f"{reuse}, {what}:", spread(values))
+                warm = {id(one): timed(one, prompts, ANSWER_TOKENS) for one in order}
+                loads_s = copies.loads_s()
+                assert loads_s > 0, "no load was logged"
+                for done in (*cold.values(), *warm.values()):
+                    assert done["answers"] == cold[id(ours)]["answers"]
+                if number:
+                    line = compare(cold, warm, (ours, theirs, again), loads_s, found)
+                    print(f"start {start + 1}, round {number}: {line}", flush=True)
         finally:
-            ours.end()
-            theirs.end()
+            for one in engines:
+                one.end()
             daemon.kill()
+
+
+def compare(
+    cold: dict[int, Any], warm: dict[int, Any], engines: tuple[Engine, ...], loads_s: float, found: Found
+) -> str:
+    """Adds a round to what was found; returns it as a line. kvferry is compared with the mean of the two without."""
+
+    def add(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    line = []
+    for reuse, done in (("no reuse", cold), ("full reuse", warm)):
+        ours, *without = (done[id(one)] for one in engines)
+        for what, of in (("time", all_s), ("CPU time of the engine", cpu_time_s), ("time of a step", step_s)):
+            theirs = [of(each) for each in without]
+            add(f"{reuse}, {what}, kvferry / none", of(ours) / statistics.mean(theirs))
+            add(f"{reuse}, {what}, none / none", theirs[1] / theirs[0])
+        add(f"{reuse}, seconds of a step, none", statistics.mean(map(step_s, without)))
+        times = " and ".join(f"{all_s(each):.2f} s" for each in without)
+        line.append(f"{reuse} {all_s(ours):.2f} s, without {times}")
+    ours, *without = (warm[id(one)] for one in engines)
+    apart = all_s(ours) - ours["waited_s"]
+    add("full reuse, time without the wait for copies, kvferry / none", apart / statistics.mean(map(all_s, without)))
+    add("full reuse, seconds of the wait for copies", ours["waited_s"])
+    add("full reuse, seconds of the copies", loads_s)
+    add("full reuse, steps more than without", ours["steps"] - without[0]["steps"])
+    return "; ".join(line)
+
+
+def all_s(done: dict[str, Any]) -> float:
+    return done["all_s"]
+
+
+def cpu_time_s(done: dict[str, Any]) -> float:
+    return done["cpu_s"]
+
+
+def step_s(done: dict[str, Any]) -> float:
+    """Seconds of a step in which every request generates."""
+    return (all_s(done) - max(done["first_s"])) / (ANSWER_TOKENS - 1)
 
 
 def gain(rounds: int) -> None:
@@ -175,8 +249,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["overhead", "gain"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--starts", type=int, default=2, help="of the engines, for overhead")
     arguments = parser.parse_args()
-    {"overhead": overhead, "gain": gain}[arguments.what](arguments.rounds)
+    if arguments.what == "overhead":
+        overhead(arguments.rounds, arguments.starts)
+    else:
+        gain(arguments.rounds)
 
 
 if __name__ == "__main__":

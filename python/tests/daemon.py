@@ -46,13 +46,18 @@ class Daemon:
     def __init__(self, socket_dir: Path, **settings: Any):
         self.socket_dir = socket_dir
         self._variables: dict[str, str] = settings.pop("variables", {})
+        #: File of the processes' logs; otherwise they go to this process's errors.
+        self._log: Path | None = settings.pop("log", None)
         self._settings = {"g2": "256MiB", **settings}
         self._up: subprocess.Popen | None = None
 
     def start(self) -> None:
         flags = [text for name, value in self._settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = [PROGRAM, "up", *flags, "--socket-dir", str(self.socket_dir)]
-        self._up = up = subprocess.Popen(command, env={**environment(), **self._variables}, stdin=subprocess.DEVNULL)
+        with contextlib.ExitStack() as files:
+            log = files.enter_context(self._log.open("ab")) if self._log is not None else None
+            variables = {**environment(), **self._variables}
+            self._up = up = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stderr=log)
 
         def answers() -> bool:
             assert up.poll() is None, f"kvferry up ended with {up.returncode}"

@@ -131,19 +131,32 @@ class Driver:
 
 
 def timed(engine: Any, prompts: list[list[int]], sampling: Any) -> dict[str, Any]:
-    """Sends prompts at once. Returns seconds to the first token of each and to the last of all, and tokens."""
+    """Sends prompts at once. Returns seconds to the first token of each and to the last of all, and tokens.
+
+    ``steps``: the number of steps that gave tokens. ``waited_s``: the time of the others, in which nothing ran but
+    copies, or a chunk of a prompt.
+    """
     begun = time.monotonic()
     first: dict[str, float] = {}
     answers: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
         engine.add_request(f"timed-{number}", {"prompt_token_ids": prompt}, sampling)
+    steps, waited_s = 0, 0.0
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        step_begun = time.monotonic()
+        outputs = engine.step()
+        if outputs:
+            steps += 1
+        else:
+            waited_s += time.monotonic() - step_begun
+        for output in outputs:
             first.setdefault(output.request_id, time.monotonic() - begun)
             answers[output.request_id] = list(output.outputs[0].token_ids)
     names = [f"timed-{number}" for number in range(len(prompts))]
     return {
         "first_s": [first[name] for name in names],
         "all_s": time.monotonic() - begun,
+        "steps": steps,
+        "waited_s": waited_s,
         "answers": [answers[name] for name in names],
     }
