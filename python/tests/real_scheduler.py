@@ -5,12 +5,14 @@ A step of :class:`Stepped` is a step of an engine with one rank: schedule, run, 
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import make_model
 import torch
+from daemon import TIMEOUT_S
 from engine import PAGE_TOKENS, transfer_config
 from test_scheduler import Leader
 from vllm import SamplingParams
@@ -34,9 +36,6 @@ from kvferry.vllm.scheduler import SchedulerSide
 
 # The first configuration of a process replaces the handlers of vLLM's loggers, including those that pytest installed.
 configure_logging_if_needed(LoggingConfig())
-
-#: Steps after which an unfinished request counts as hanging.
-STEPS_MAX = 300
 
 
 def engine_config(transfer: dict[str, Any] | None = None, **changes: Any) -> VllmConfig:
@@ -164,7 +163,8 @@ class Stepped:
 
     def until_over(self, *requests: Request) -> Iterator[SchedulerOutput]:
         """Runs steps until all of these have ended; the test answers requests to the leader between the steps."""
-        for _ in range(STEPS_MAX):
+        until = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < until:
             if all(RequestStatus.is_finished(request.status) for request in requests):
                 return
             yield self.step()
