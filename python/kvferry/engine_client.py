@@ -185,5 +185,10 @@ class EngineClient(EngineRequests, Client):
         turn: Callable[[], float | None] | None = None,
         watch: Watch | None = None,
     ):
-        hello = wire.Hello(role="engine", engine=engine, replica=replica, name=name)
+        hello = wire.Hello(role="engine", engine=engine, replica=replica, name=name, features=wire.FEATURE_TAILS)
         super().__init__(directory, hello, first_id=first_id, turn=turn, watch=watch)
+
+    @property
+    def finds_tails(self) -> bool:
+        """Whether the leader finds pages where the first hash of a lookup is in the middle of a sequence."""
+        return bool(self.features & wire.FEATURE_TAILS)

@@ -71,6 +71,8 @@ class Kind(IntEnum):
 
 #: A bit of ``features``: a rank's device writes its progress to a timeline word, which the worker reads.
 FEATURE_TIMELINE = 1
+#: A bit of ``features``: the leader finds pages also where the first hash of a lookup is in the middle of a sequence.
+FEATURE_TAILS = 2
 
 
 class Code(IntEnum):

@@ -12,10 +12,11 @@ use rustix::io::Errno;
 
 use crate::cli::shutdown::{DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
+use crate::config::Config;
 use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
-use kvferry_protocol::Role;
+use kvferry_protocol::{FEATURE_TAILS, Role};
 use kvferry_transport::{
     Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
 };
@@ -98,7 +99,7 @@ impl Arguments {
                     epoch,
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
                     roles: vec![Role::Engine, Role::Worker, Role::Admin],
-                    features: 0,
+                    features: features(&config),
                 },
             );
             let supervisor = self
@@ -132,6 +133,12 @@ impl Arguments {
             Ok(())
         })
     }
+}
+
+/// The features of a leader with this configuration.
+fn features(config: &Config) -> u64 {
+    let tails = config.page_index || config.ratio.pages() == 1;
+    if tails { FEATURE_TAILS } else { 0 }
 }
 
 /// Requests the supervisor, over standard output, to end a worker. The leader repeats the request while the worker

@@ -23,12 +23,12 @@ mod transfer;
 
 pub use body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
-    Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
-    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
-    MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness,
-    RecordBody, Register, Registered, RequestsStatus, Reset, StatedMemory, Status, StatusAnswer,
-    Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody,
-    TransferOrder, Unregister, Welcome, Written,
+    Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TAILS, FEATURE_TIMELINE,
+    Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
+    MemoryAnswer, MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory,
+    Readiness, RecordBody, Register, Registered, RequestsStatus, Reset, StatedMemory, Status,
+    StatusAnswer, Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus,
+    TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -32,7 +32,7 @@ pub struct Hello {
     /// Engine instance that a worker or a rank belongs to.
     #[serde(default)]
     pub replica: u16,
-    /// Features beyond the version, one bit each: [`FEATURE_TIMELINE`].
+    /// Features beyond the version, one bit each: [`FEATURE_TIMELINE`], [`FEATURE_TAILS`].
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
 }
@@ -56,6 +56,9 @@ impl Hello {
 /// Feature bit: the rank's device writes its progress into a word of its own memory, and the worker polls that word
 /// ([`Registration::timeline`], [`Written::timeline`]).
 pub const FEATURE_TIMELINE: u64 = 1;
+
+/// Feature bit: the leader finds and stores pages also where the first hash of a lookup is in the middle of a sequence.
+pub const FEATURE_TAILS: u64 = 2;
 
 /// Answer to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

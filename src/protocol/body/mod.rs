@@ -15,7 +15,7 @@ pub use engine::{
     Stores, StoresAnswer,
 };
 pub use events::{EventKind, EventReason, EventRecord, Events, ReadEvents};
-pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
+pub use handshake::{ErrorBody, FEATURE_TAILS, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{
     FlushTier, Invalidate, Invalidated, Inventory, ReadInventory, RecordBody, TierFlushed,
 };
