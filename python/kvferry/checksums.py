@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 #: Words of a row: 128 KiB of a page, and 256 KiB of weights on the device.
 ROW_WORDS = 1 << 15

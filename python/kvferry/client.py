@@ -28,7 +28,7 @@ from kvferry import wire
 from kvferry.batches import StoreBatches
 from kvferry.wire import Code, Hello, Kind
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 #: Most requests without an answer; one more is refused at once. Their bodies take at most 32 GiB, with 8 MiB each, the
 #: longest body of the wire; with the hashes of 4,096 pages each, 512 MiB.

@@ -17,7 +17,7 @@ from kvferry.engine_client import EngineRequests
 from kvferry.held_pages import HeldPages, key_of
 from kvferry.wire import Code
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 #: Most places that all readers know; further pages are left out until a reader begins again. A place takes at most 400
 #: bytes, with its page in :class:`kvferry.held_pages.HeldPages`: 420 MB. While a reader begins again, it has the places

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 #: Longest total wait of one scheduler step for checks. A folder on a disk takes 0.1 ms.
 LOOKS_S = 0.05

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvferry.memory import KvMemory
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 #: Shortest and longest pause between two checks of a pass. In between, the pause is an eighth of the time for which the
 #: pass has been the first: a report comes at most 5 ms or an eighth of the pass late, and never more than 50 ms.

@@ -22,7 +22,7 @@ from kvferry.progress import Progress
 from kvferry.silence import Silence, look_every
 from kvferry.wire import Code
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 #: Deadline of one request to a worker, which is then retried. A registration waits for the leader.
 REQUEST_LIMIT_S = 30.0
@@ -47,7 +47,8 @@ class RankSession:
     #: A permanent failure, after which copies through this rank end by their deadlines alone; empty without one.
     fault = ""
 
-    def __init__(self, directory: Path, engine: bytes, rank: int, replica: int, memory: KvMemory):
+    def __init__(self, directory: Path, engine: bytes, rank: int, replica: int, memory: KvMemory, *, name: str = ""):
+        """Begins the session. ``name``: of the engine's software, which operators see."""
         self._directory = directory
         self._engine = engine
         self._memory = memory
@@ -80,9 +81,9 @@ class RankSession:
         #: Tracks how long the worker has not given abandoned pages back.
         self._silence = Silence()
         features = wire.FEATURE_TIMELINE if memory.has_timeline else 0
-        name = f"vLLM, rank {rank}"
-        hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=name, features=features)
         self._name = f"rank {rank}"
+        shown = f"{name}, {self._name}" if name else self._name
+        hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=shown, features=features)
         self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn)
         self._client.start()
 

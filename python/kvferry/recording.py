@@ -24,7 +24,7 @@ from kvferry import wire
 from kvferry.client import PendingRequest
 from kvferry.wire import Kind
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 MAGIC = b"KVFCALLS"
 #: Version of the format, in the first bytes of the file.

@@ -4,7 +4,7 @@ import logging
 import time
 from pathlib import Path
 
-logger = logging.getLogger("vllm.kvferry")
+logger = logging.getLogger("kvferry")
 
 #: Name of the file. While it exists, the cache is off.
 NAME = "off"

@@ -278,7 +278,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             self._checksums = RankChecksums(PageChecksums(memory.tensors()), rank=rank, shard=place.shard)
         replica = replica_of(config, self._settings)
         directory = self._settings.socket_dir / f"worker-{replica}-{rank}"
-        self._rank = RankSession(directory, start_of(config), rank, replica, memory)
+        self._rank = RankSession(directory, start_of(config), rank, replica, memory, name="vLLM")
 
     def _begin_step(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
