@@ -13,7 +13,7 @@ from kvferry import wire
 from kvferry.switch import Switch
 from kvferry.vllm import lookups
 from kvferry.vllm.per_request import PerRequest
-from kvferry.vllm.settings import Settings
+from kvferry.vllm.settings import NUMBERS, WORDS, Settings
 from kvferry.vllm.stores import GENERATED_EVERY, Stores
 
 
@@ -332,6 +332,24 @@ def test_wrong_words_are_refused(extra: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
         Settings.read(extra)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), NUMBERS)
+def test_numbers_have_the_documented_limits(name: str, least: int, most: int) -> None:
+    for value in (least, most):
+        assert getattr(Settings.read({name: value}), name) == value
+    for value in (least - 1, most + 1):
+        with pytest.raises(ValueError, match=f"{name} is {value}: give a whole number from {least} to {most}"):
+            Settings.read({name: value})
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    assert f"| `{name}` | {least:,} to {most:,} | {getattr(Settings, name):,} |" in page
+
+
+@pytest.mark.parametrize(("name", "words"), WORDS)
+def test_words_are_documented(name: str, words: tuple[str, ...]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    assert f"| `{name}` | {', '.join(f'`{word}`' for word in words)} | `{words[0]}` |" in page
+    assert getattr(Settings, name) == words[0]
 
 
 def test_a_step_that_fills_no_page_to_store_costs_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
             eventually("lookups are served", lambda: rank.registered and admin.status().ready)
             status = admin.status(check=True)
             assert (status.contradiction, status.ranks[0].attached) == ("", True)
+            assert status.requests["engines"] == 1
 
             found = answer_of(engine.lookup(1, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
             assert found == wire.LookupAnswer(0)
@@ -73,7 +74,11 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
             assert answer_of(other).records == []
             reads = engine.read_events(begun.epoch, begun.next, wait_s=20, timeout_s=TIMEOUT_S)
 
-            assert admin.status().counters["hit_pages"] == 3
+            status = admin.status()
+            assert (status.counters["hit_pages"], status.counters["hit_tokens"]) == (3, 24)
+            assert (status.counters["loads_done"], status.counters["stores_done"]) == (1, 1)
+            # The other engine's requests have ended: only this one's long poll is open, and its own.
+            assert status.requests["open_requests"] >= 1, "a read of events waits"
             assert admin.reset(b"another namespace") == 0
             assert admin.reset(b"n") == 3
             gone = answer_of(reads)

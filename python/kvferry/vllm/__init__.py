@@ -17,6 +17,7 @@ class _ToVllm(logging.Handler):
 
 
 _ours = logging.getLogger("kvferry")
-_ours.setLevel(logging.getLogger("vllm.kvferry").getEffectiveLevel())
+# vLLM's level decides.
+_ours.setLevel(logging.DEBUG)
 _ours.propagate = False
 _ours.addHandler(_ToVllm())

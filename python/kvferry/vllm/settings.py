@@ -11,12 +11,30 @@ SOCKET_DIR_BYTES_MAX = 80
 #: Longest deadline of a request; the leader cuts longer ones to this.
 DEADLINE_MS_MAX = 120_000
 #: Settings that are one of several words, the default first.
-_WORDS = (
+WORDS = (
     ("mode", ("both", "load", "store")),
     ("store", ("all", "prompt")),
     ("layout", ("auto", "engine", "BLHNC", "BLNHC")),
     ("kv_memory", ("auto", "engine")),
     ("events", ("off", "engine", "publish")),
+)
+
+#: Settings that are whole numbers: the least and the largest value.
+NUMBERS = (
+    ("replica", 0, 63),
+    ("lookup_budget_ms", 0, 1000),
+    ("lookup_timeout_ms", 1, 60_000),
+    ("load_timeout_ms", 10, DEADLINE_MS_MAX),
+    ("step_timeout_ms", 0, 100_000),
+    ("load_mb_per_s", 1, 1_000_000),
+    ("store_timeout_ms", 10, DEADLINE_MS_MAX),
+    ("store_run_pages", 1, 65_536),
+    ("store_pages_percent", 1, 100),
+    ("store_mb_max", 1, 1_000_000),
+    ("events_buffer_steps", 1, 1_000_000),
+    ("events_hwm", 1, 1_000_000),
+    ("verify", 0, 100),
+    ("record_mb_max", 1, 1_000_000),
 )
 
 
@@ -126,27 +144,12 @@ class Settings:
             raise ValueError(
                 f"kv_connector_extra_config: record is {record!r}: give an absolute path, with which file names begin"
             )
-        for name, words in _WORDS:
+        for name, words in WORDS:
             if values.get(name, words[0]) not in words:
                 raise ValueError(
                     f"kv_connector_extra_config: {name} is {values[name]!r}: give one of {', '.join(words)}"
                 )
-        for name, least, most in (
-            ("replica", 0, 63),
-            ("lookup_budget_ms", 0, 1000),
-            ("lookup_timeout_ms", 1, 60_000),
-            ("load_timeout_ms", 10, DEADLINE_MS_MAX),
-            ("step_timeout_ms", 0, 100_000),
-            ("load_mb_per_s", 1, 1_000_000),
-            ("store_timeout_ms", 10, DEADLINE_MS_MAX),
-            ("store_run_pages", 1, 65_536),
-            ("store_pages_percent", 1, 100),
-            ("store_mb_max", 1, 1_000_000),
-            ("events_buffer_steps", 1, 1_000_000),
-            ("events_hwm", 1, 1_000_000),
-            ("verify", 0, 100),
-            ("record_mb_max", 1, 1_000_000),
-        ):
+        for name, least, most in NUMBERS:
             value = values.get(name, getattr(cls, name))
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise ValueError(
