@@ -37,6 +37,9 @@ from kvferry.vllm.scheduler import SchedulerSide
 # The first configuration of a process replaces the handlers of vLLM's loggers, including those that pytest installed.
 configure_logging_if_needed(LoggingConfig())
 
+#: Pause of vLLM's engine after a step that ran no model, in which other threads get Python's lock.
+IDLE_PAUSE_S = 0.001
+
 
 def engine_config(transfer: dict[str, Any] | None = None, **changes: Any) -> VllmConfig:
     """The configuration of an engine with the tiny model."""
@@ -115,6 +118,7 @@ class Stepped:
         init_none_hash(hashing)
         self._hasher = get_request_block_hasher(page_tokens, hashing)
         self._names = itertools.count()
+        #: Of steps that computed tokens.
         self._outputs: list[SchedulerOutput] = []
         #: The statistics of all steps.
         self.stats: list[SchedulerStats] = []
@@ -133,7 +137,8 @@ class Stepped:
 
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
-        self._outputs.append(output)
+        if output.num_scheduled_tokens:
+            self._outputs.append(output)
         results = self.scheduler.update_from_output(output, self._run(output))
         self.stats += [each.scheduler_stats for each in results.values() if each.scheduler_stats is not None]
         return output
@@ -171,8 +176,10 @@ class Stepped:
         raise AssertionError([request.status.name for request in requests])
 
     def run(self, *requests: Request) -> None:
-        for _ in self.until_over(*requests):
-            pass
+        """Runs steps until all of these have ended, as vLLM's engine does: with a pause after one that ran nothing."""
+        for output in self.until_over(*requests):
+            if not output.num_scheduled_tokens:
+                time.sleep(IDLE_PAUSE_S)
 
     def scheduled(self, request: Request) -> list[int]:
         """Returns the number of tokens of a request that each step computed."""
