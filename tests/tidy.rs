@@ -93,6 +93,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("hub", &["files"], &[]),
     ("client", &["batches", "wire"], &["zmq"]),
     ("admin", &["client", "wire"], &[]),
+    ("present_namespace", &[], &[]),
     ("engine_client", &["client", "served", "wire"], &[]),
     ("memory", &["client", "cuda", "proofs"], &["torch"]),
     ("recording", &["client", "wire"], &[]),

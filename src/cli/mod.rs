@@ -3,6 +3,7 @@
 
 pub mod bench;
 mod engine_rank;
+mod events;
 mod flush;
 mod fsck;
 mod leader;
@@ -61,6 +62,8 @@ enum Command {
     Reset(reset::Arguments),
     /// Move what is stored to the disk, and wait until it is durable there.
     Flush(flush::Arguments),
+    /// Merge the KV events of an engine with the pages in kvferry, for routers.
+    Events(Box<events::Arguments>),
     /// Check the files of a disk tier that no process uses, and repair them.
     ///
     /// A check changes nothing. Exit code 1 if something is wrong, and after a repair if something is left.
@@ -153,6 +156,7 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Status(arguments) => arguments.run(),
         Command::Reset(arguments) => arguments.run(),
         Command::Flush(arguments) => arguments.run(),
+        Command::Events(arguments) => arguments.run(),
         Command::Fsck(arguments) => arguments.run(),
         Command::Replay(arguments) => arguments.run(),
         Command::Bench(command) => command.run(),

@@ -1,0 +1,420 @@
+//! `kvferry events`
+
+mod streams;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::time::{Instant, sleep_until};
+
+use crate::cli::signals::Signals;
+use crate::cli::{ClientArguments, block_on, print_line, status};
+use crate::error::CommandError;
+use kvferry_client::AdminClient;
+use kvferry_events::{
+    Batch, Event, Feed, GONE_MAX, Join, JoinSettings, Kept, Mode, Numbers, PAGES_MAX, Shape, Step,
+};
+use kvferry_protocol::Events;
+use kvferry_transport::{Clock, Failure};
+use streams::{EngineStream, Frame, Publisher};
+
+/// Longest time that a read of the leader's changes waits for one, and time beyond that after which it fails.
+const WAIT: Duration = Duration::from_secs(10);
+const READ_LIMIT: Duration = Duration::from_secs(5);
+/// Pause after a failed read.
+const RETRY: Duration = Duration::from_secs(1);
+/// Time without an answer of the leader after which no page counts as held. A restart of the leader takes less.
+const ABSENT: Duration = Duration::from_secs(30);
+/// How often the file with the engine's namespace is read.
+const LOOK: Duration = Duration::from_millis(500);
+/// Events in a published batch, at most.
+const BATCH_EVENTS_MAX: usize = 128;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum ModeName {
+    Tiers,
+    Blind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum ShapeName {
+    Map,
+    Array,
+}
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    client: ClientArguments,
+    /// Where the engine publishes its KV events, such as tcp://127.0.0.1:5557.
+    #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
+    engine: String,
+    /// Where the engine answers requests for earlier batches. Without it, a gap in the engine's stream removes every page
+    /// that the engine has announced.
+    #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
+    engine_replay: Option<String>,
+    /// Topic of the engine's batches; empty for all.
+    #[arg(long, default_value = "", value_name = "TOPIC")]
+    engine_topic: String,
+    /// Where the merged events are published, such as tcp://0.0.0.0:5657.
+    #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
+    publish: String,
+    /// Where requests for earlier batches are answered.
+    #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
+    replay: Option<String>,
+    /// Topic of the merged batches, such as kv@POD@MODEL.
+    #[arg(long, default_value = "", value_name = "TOPIC")]
+    topic: String,
+    /// tiers: the engine's events pass through, and pages in kvferry are announced with the media CPU and STORAGE; blind,
+    /// for routers that know no tiers: a page is announced when the first tier has it, and removed when the last one has
+    /// lost it.
+    #[arg(long, value_enum, default_value = "tiers")]
+    mode: ModeName,
+    /// map: events are maps, as vLLM 0.32 and SGLang write them; array: as earlier versions of vLLM did.
+    #[arg(long, value_enum, default_value = "map")]
+    shape: ShapeName,
+    /// Number of the engine beside the leader: its connector leaves the namespace of its pages in the socket directory.
+    #[arg(long, default_value = "0", conflicts_with = "namespace")]
+    replica: u16,
+    /// Namespace of the engine's pages in kvferry, in hexadecimal digits, for connectors that leave none.
+    #[arg(long, value_name = "HEX", value_parser = hex)]
+    namespace: Option<Namespace>,
+}
+
+/// The bytes of a namespace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Namespace(Vec<u8>);
+
+fn endpoint(text: &str) -> Result<String, String> {
+    let known = ["tcp://", "ipc://"]
+        .iter()
+        .any(|scheme| text.starts_with(scheme));
+    if known && !text.contains('*') {
+        Ok(text.to_owned())
+    } else {
+        Err("give tcp://HOST:PORT or ipc://PATH; tcp://0.0.0.0:PORT for every address".to_owned())
+    }
+}
+
+fn hex(text: &str) -> Result<Namespace, String> {
+    let wrong = || "give an even number of hexadecimal digits, at most 2,048".to_owned();
+    if !text.len().is_multiple_of(2) || text.len() > 2048 || !text.is_ascii() {
+        return Err(wrong());
+    }
+    let pairs = text.as_bytes().chunks_exact(2);
+    let bytes = pairs.map(|pair| {
+        let digits = std::str::from_utf8(pair).map_err(|_| wrong())?;
+        u8::from_str_radix(digits, 16).map_err(|_| wrong())
+    });
+    bytes.collect::<Result<_, _>>().map(Namespace)
+}
+
+/// The file in which the connector of an engine leaves the namespace of its pages, in hexadecimal digits.
+fn namespace_file(root: &Path, replica: u16) -> PathBuf {
+    root.join(format!("namespace-{replica}"))
+}
+
+impl Arguments {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        let socket_paths = self.client.clone().load()?;
+        block_on(2, async move {
+            let mut signals = Signals::listen()?;
+            let file = namespace_file(socket_paths.root(), self.replica);
+            let follows = match self.namespace.clone() {
+                Some(Namespace(namespace)) => Follows::Always(namespace),
+                None => Follows::File(file),
+            };
+            let leader = status::admin(&socket_paths, "events");
+            let mut events = Merged::start(&self, leader, follows).await?;
+            print_line(&format!("publishing at {}", self.publish));
+            tokio::select! {
+                result = events.run() => result,
+                () = signals.any() => Ok(()),
+            }
+        })
+    }
+}
+
+/// Where the namespace of the engine's pages comes from.
+enum Follows {
+    Always(Vec<u8>),
+    File(PathBuf),
+}
+
+impl Follows {
+    /// The present namespace; `None` while the engine has none, so that no page is found.
+    fn look(&self) -> Option<Vec<u8>> {
+        match self {
+            Self::Always(namespace) => Some(namespace.clone()),
+            Self::File(path) => {
+                let text = std::fs::read_to_string(path).ok()?;
+                match hex(text.trim()) {
+                    Ok(Namespace(namespace)) if !text.trim().is_empty() => Some(namespace),
+                    Ok(_) => None,
+                    Err(why) => {
+                        tracing::warn!("{}: {why}", path.display());
+                        None
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The state of the command.
+struct Merged {
+    engine: EngineStream,
+    publisher: Publisher,
+    leader: AdminClient,
+    follows: Follows,
+    shape: Shape,
+    clock: Clock,
+    numbers: Numbers,
+    feed: Feed,
+    join: Join,
+    kept: Kept,
+    /// Of the engine's last batch.
+    rank: Option<u64>,
+    signed: bool,
+}
+
+impl Merged {
+    async fn start(
+        arguments: &Arguments,
+        leader: AdminClient,
+        follows: Follows,
+    ) -> Result<Self, CommandError> {
+        let publisher = Publisher::bind(
+            &arguments.publish,
+            arguments.replay.as_deref(),
+            &arguments.topic,
+        )
+        .await?;
+        let engine = EngineStream::connect(
+            &arguments.engine,
+            arguments.engine_replay.as_deref(),
+            &arguments.engine_topic,
+        )
+        .await?;
+        Ok(Self {
+            engine,
+            publisher,
+            leader,
+            follows,
+            shape: match arguments.shape {
+                ShapeName::Map => Shape::Map,
+                ShapeName::Array => Shape::Array,
+            },
+            clock: Clock::start(),
+            numbers: Numbers::default(),
+            feed: Feed::default(),
+            join: Join::new(JoinSettings {
+                mode: match arguments.mode {
+                    ModeName::Tiers => Mode::Tiers,
+                    ModeName::Blind => Mode::Blind,
+                },
+                pages_max: PAGES_MAX,
+                gone_max: GONE_MAX,
+            }),
+            kept: Kept::new(micros_since_1970()),
+            rank: None,
+            signed: false,
+        })
+    }
+
+    async fn run(&mut self) -> Result<(), CommandError> {
+        let mut read = self.read(Duration::ZERO);
+        let mut answered_at = Instant::now();
+        let mut look_at = Instant::now();
+        loop {
+            let turn_at = self.feed.next_turn().and_then(|at| self.clock.instant(at));
+            let next = [look_at]
+                .into_iter()
+                .chain(turn_at)
+                .min()
+                .unwrap_or(look_at);
+            tokio::select! {
+                frame = self.engine.receive() => self.engine_frame(&frame?).await,
+                answer = &mut read => {
+                    if let Some(events) = answer {
+                        answered_at = Instant::now();
+                        let changes = self.feed.answered(self.clock.now(), &events);
+                        self.kvferry(&changes).await;
+                        read = self.read(Duration::ZERO);
+                    } else {
+                        read = self.read(RETRY);
+                    }
+                }
+                request = self.publisher.request() => self.publisher.replay(request, &self.kept).await,
+                () = sleep_until(next) => {}
+            }
+            if Instant::now() >= look_at {
+                look_at = Instant::now() + LOOK;
+                if self.follow().await {
+                    read = self.read(Duration::ZERO);
+                }
+            }
+            if answered_at.elapsed() > ABSENT {
+                answered_at = Instant::now();
+                let changes = self.feed.forget();
+                if !changes.is_empty() {
+                    tracing::warn!(
+                        "no leader answers for {ABSENT:?}: every page in kvferry is removed"
+                    );
+                    self.kvferry(&changes).await;
+                    read = self.read(Duration::ZERO);
+                }
+            }
+            let changes = self.feed.turn(self.clock.now());
+            self.kvferry(&changes).await;
+        }
+    }
+
+    /// Follows the present namespace of the engine; returns whether it has changed.
+    async fn follow(&mut self) -> bool {
+        let namespace = self.follows.look();
+        if self.feed.follows(namespace.as_deref()) {
+            return false;
+        }
+        let changes = self.feed.follow(namespace);
+        self.kvferry(&changes).await;
+        true
+    }
+
+    /// The next read of the leader's changes, after a pause. `None`: none was answered.
+    fn read(
+        &self,
+        pause: Duration,
+    ) -> std::pin::Pin<Box<dyn Future<Output = Option<Events>> + Send>> {
+        let leader = self.leader.clone();
+        let request = self.feed.read(WAIT);
+        Box::pin(async move {
+            tokio::time::sleep(pause).await;
+            let Some(request) = request else {
+                return std::future::pending().await;
+            };
+            let limit = Duration::from_millis(request.wait_ms.into()) + READ_LIMIT;
+            match leader.read_events(request, limit).await {
+                Ok(events) => Some(events),
+                Err(failure) => {
+                    tell(&failure);
+                    None
+                }
+            }
+        })
+    }
+
+    async fn engine_frame(&mut self, frame: &Frame) {
+        let mut step = self.numbers.live(frame.number, &frame.payload);
+        if step == Step::Restarted {
+            self.engine_lost("the engine has started again").await;
+            step = self.numbers.live(frame.number, &frame.payload);
+        }
+        match step {
+            Step::Apply => self.engine_batch(&frame.payload).await,
+            Step::Skip => {}
+            Step::Replay(from) => self.heal(from, frame).await,
+            // A second one in a row is impossible: the numbers begin with the first.
+            Step::Restarted => {}
+        }
+    }
+
+    /// Requests the batches before `frame`, and applies them and `frame`.
+    async fn heal(&mut self, mut from: u64, frame: &Frame) {
+        loop {
+            let frames = self.engine.replay(from).await;
+            let mut again = false;
+            for each in frames {
+                match self.numbers.replayed(each.number, &each.payload) {
+                    Step::Apply => self.engine_batch(&each.payload).await,
+                    Step::Restarted => {
+                        self.engine_lost("the engine has started again").await;
+                        again = from != 0;
+                        break;
+                    }
+                    Step::Skip | Step::Replay(_) => {}
+                }
+            }
+            if !again {
+                break;
+            }
+            from = 0;
+        }
+        let (step, lost) = self.numbers.after_replay(frame.number, &frame.payload);
+        if lost {
+            self.engine_lost("batches of the engine are missing").await;
+        }
+        if step == Step::Apply {
+            self.engine_batch(&frame.payload).await;
+        }
+    }
+
+    async fn engine_lost(&mut self, why: &str) {
+        let events = self.join.engine_lost();
+        if !events.is_empty() {
+            tracing::warn!("{why}: the pages that it had announced are removed");
+        }
+        self.publish(now(), events).await;
+    }
+
+    async fn engine_batch(&mut self, payload: &[u8]) {
+        match Batch::read(payload) {
+            Ok(batch) => {
+                self.rank = batch.rank;
+                self.signed |= batch.signed;
+                let events = self.join.engine(batch.events);
+                self.publish(batch.time, events).await;
+            }
+            Err(error) => {
+                // Which pages it names is unknown.
+                tracing::warn!(%error, "a batch of the engine cannot be read");
+                self.engine_lost("a batch of the engine cannot be read")
+                    .await;
+            }
+        }
+    }
+
+    async fn kvferry(&mut self, changes: &[kvferry_events::Change]) {
+        if !changes.is_empty() {
+            let events = self.join.kvferry(changes);
+            self.publish(now(), events).await;
+        }
+    }
+
+    async fn publish(&mut self, time: f64, events: Vec<Event>) {
+        let mut events = events.into_iter().peekable();
+        while events.peek().is_some() {
+            let batch = Batch {
+                time,
+                events: events.by_ref().take(BATCH_EVENTS_MAX).collect(),
+                rank: self.rank,
+                signed: self.signed,
+            };
+            let payload = batch.write(self.shape);
+            let number = self.kept.add(payload.clone());
+            self.publisher.publish(number, payload).await;
+        }
+    }
+}
+
+fn tell(failure: &Failure) {
+    tracing::warn!(%failure, "the leader's changes cannot be read");
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "subscribers compare numbers and times over restarts, which no monotonic clock does"
+)]
+fn since_1970() -> Duration {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+}
+
+fn micros_since_1970() -> u64 {
+    u64::try_from(since_1970().as_micros()).unwrap_or(1)
+}
+
+fn now() -> f64 {
+    since_1970().as_secs_f64()
+}

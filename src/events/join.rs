@@ -1,0 +1,465 @@
+//! One record for each page: where the engine and kvferry have it, and what subscribers were sent.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+use rmpv::Value;
+
+use crate::batch::{Event, Fields, Removed, Stored, group_of};
+use crate::feed::Change;
+use crate::page::{PageKey, Tier};
+
+/// Pages that are known, at most. A page takes 160 bytes and 5 for each of its tokens: 320 bytes with 32 tokens, 320 MiB
+/// in all. Pages beyond that are announced as the engine announces them, and not when kvferry has them.
+pub const PAGES_MAX: usize = 1 << 20;
+/// Pages that are nowhere, at most, of which the tokens are kept: the leader reports a stored page up to a moment after the
+/// engine may have given it up. They count towards [`PAGES_MAX`].
+pub const GONE_MAX: usize = 1 << 16;
+/// Pages in an event, at most.
+const EVENT_PAGES_MAX: usize = 128;
+/// Media of an engine that are told apart; pages in others pass through.
+const MEDIA_MAX: usize = 8;
+/// Fields with an element for each page of an event.
+const BY_PAGE: [&str; 3] = ["extra_keys", "mm_keys", "block_mm_infos"];
+
+/// What subscribers can read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Media: the engine's events pass through, and kvferry's pages are announced beside them.
+    Tiers,
+    /// No media: a page is announced when the first tier has it, and removed when the last one has lost it.
+    Blind,
+}
+
+/// Settings of a [`Join`].
+#[derive(Debug, Clone, Copy)]
+pub struct JoinSettings {
+    /// What subscribers can read.
+    pub mode: Mode,
+    /// Pages that are known, at most.
+    pub pages_max: usize,
+    /// Those of them that are nowhere, at most.
+    pub gone_max: usize,
+}
+
+/// What the engine's event says of a page.
+#[derive(Debug)]
+struct About {
+    parent: Option<PageKey>,
+    /// The page's tokens, of which [`Shared::page_tokens`] tells the number.
+    tokens: Box<[Value]>,
+    /// The page's elements of the fields [`BY_PAGE`].
+    by_page: Vec<(usize, Value)>,
+    shared: Arc<Shared>,
+}
+
+/// Fields that all pages of an event have in common.
+#[derive(Debug, PartialEq)]
+struct Shared {
+    page_tokens: u64,
+    others: Fields,
+}
+
+#[derive(Debug, Default)]
+struct Page {
+    /// A bit for each medium of the engine that has the page.
+    engine: u8,
+    /// Places of kvferry that hold it, in each tier.
+    places: [u32; 2],
+    /// Tiers for which the page was announced, by mode [`Mode::Tiers`]; in [`Mode::Blind`] the first one stands for all.
+    announced: [bool; 2],
+    about: Option<Box<About>>,
+}
+
+impl Page {
+    fn is_held(&self) -> bool {
+        self.engine != 0 || self.places != [0; 2]
+    }
+
+    fn is_empty(&self) -> bool {
+        !self.is_held() && self.announced == [false; 2]
+    }
+}
+
+/// Merges the events of one engine with the pages that kvferry holds for it.
+#[derive(Debug)]
+pub struct Join {
+    settings: JoinSettings,
+    pages: HashMap<PageKey, Page>,
+    /// Pages that went nowhere, the oldest first. Some may be somewhere again.
+    gone: VecDeque<PageKey>,
+    /// Names of the engine's media, by their bits.
+    media: Vec<Option<String>>,
+    left_out: u64,
+}
+
+impl Join {
+    /// Knows no page.
+    pub fn new(settings: JoinSettings) -> Self {
+        Self {
+            settings,
+            pages: HashMap::new(),
+            gone: VecDeque::new(),
+            media: Vec::new(),
+            left_out: 0,
+        }
+    }
+
+    /// Pages that were not noted, because of [`JoinSettings::pages_max`].
+    pub const fn left_out(&self) -> u64 {
+        self.left_out
+    }
+
+    /// Pages that are known.
+    pub fn len(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// Whether no page is known.
+    pub fn is_empty(&self) -> bool {
+        self.pages.is_empty()
+    }
+
+    /// Takes the events of a batch of the engine; returns those to publish.
+    pub fn engine(&mut self, events: Vec<Event>) -> Vec<Event> {
+        let mut out = Vec::with_capacity(events.len());
+        for event in events {
+            match event {
+                Event::Stored(stored) if group_of(&stored.others) == 0 => {
+                    self.engine_stored(stored, &mut out);
+                }
+                Event::Removed(removed) if group_of(&removed.others) == 0 => {
+                    self.engine_removed(removed, &mut out);
+                }
+                Event::Cleared => out.extend(self.engine_lost()),
+                other => out.push(other),
+            }
+        }
+        out
+    }
+
+    /// Takes back all pages that the engine has, one by one: subscribers apply `AllBlocksCleared` to the pages in kvferry as
+    /// well.
+    pub fn engine_lost(&mut self) -> Vec<Event> {
+        let mut out = Vec::new();
+        for bit in 0..self.media.len() {
+            let mask = 1_u8 << bit;
+            let mut pages = Vec::new();
+            for (key, page) in &mut self.pages {
+                if page.engine & mask != 0 {
+                    page.engine &= !mask;
+                    pages.push(*key);
+                }
+            }
+            pages.sort_unstable();
+            if self.settings.mode == Mode::Tiers {
+                removed(&pages, self.media[bit].as_deref(), &mut out);
+            } else {
+                self.diff(&pages, &mut out);
+            }
+            self.drop_empty(&pages);
+        }
+        out
+    }
+
+    /// Takes changes of the pages in kvferry; returns the events to publish: stored pages first, in the order of the
+    /// changes, then removed ones, the last one first.
+    pub fn kvferry(&mut self, changes: &[Change]) -> Vec<Event> {
+        let mut touched = Vec::with_capacity(changes.len());
+        for change in changes {
+            let known = self.pages.contains_key(&change.page);
+            if !known && (!change.held || self.is_full()) {
+                self.left_out += u64::from(change.held);
+                continue;
+            }
+            let page = self.pages.entry(change.page).or_default();
+            let places = &mut page.places[change.tier.index()];
+            *places = if change.held {
+                places.saturating_add(1)
+            } else {
+                places.saturating_sub(1)
+            };
+            touched.push(change.page);
+        }
+        let mut out = Vec::new();
+        self.diff(&touched, &mut out);
+        self.drop_empty(&touched);
+        out
+    }
+
+    /// Whether no further page can be noted. Forgets pages that are nowhere to make room.
+    fn is_full(&mut self) -> bool {
+        while self.pages.len() >= self.settings.pages_max {
+            if !self.forget_oldest() {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn forget_oldest(&mut self) -> bool {
+        let Some(key) = self.gone.pop_front() else {
+            return false;
+        };
+        if self.pages.get(&key).is_some_and(Page::is_empty) {
+            self.pages.remove(&key);
+        }
+        true
+    }
+
+    /// The bit of a medium, 0 if there are too many.
+    fn medium(&mut self, medium: Option<&str>) -> u8 {
+        let known = self
+            .media
+            .iter()
+            .position(|known| known.as_deref() == medium);
+        let at = known.or_else(|| {
+            (self.media.len() < MEDIA_MAX).then(|| {
+                self.media.push(medium.map(str::to_owned));
+                self.media.len() - 1
+            })
+        });
+        at.map_or(0, |at| 1 << at)
+    }
+
+    fn engine_stored(&mut self, stored: Stored, out: &mut Vec<Event>) {
+        let bit = self.medium(stored.medium.as_deref());
+        let about = if stored.is_described() {
+            about(&stored)
+        } else {
+            Vec::new()
+        };
+        let mut about = about.into_iter();
+        let mut unnoted = Vec::new();
+        for key in &stored.pages {
+            let about = about.next();
+            if !self.pages.contains_key(key) && (self.is_full() || bit == 0) {
+                self.left_out += u64::from(bit != 0);
+                unnoted.push(*key);
+                continue;
+            }
+            let page = self.pages.entry(*key).or_default();
+            page.engine |= bit;
+            if page.about.is_none() {
+                page.about = about.map(Box::new);
+            }
+        }
+        let pages = stored.pages.clone();
+        match self.settings.mode {
+            Mode::Tiers => out.push(Event::Stored(stored)),
+            // Without a record of its pages, an event can only pass through as a whole.
+            Mode::Blind if unnoted.len() == pages.len() => out.push(Event::Stored(Stored {
+                medium: None,
+                ..stored
+            })),
+            Mode::Blind => {}
+        }
+        // Pages that kvferry has had since before they were described.
+        self.diff(&pages, out);
+    }
+
+    fn engine_removed(&mut self, of_engine: Removed, out: &mut Vec<Event>) {
+        let bit = self.medium(of_engine.medium.as_deref());
+        let mut unnoted = Vec::new();
+        for key in &of_engine.pages {
+            match self.pages.get_mut(key) {
+                Some(page) => page.engine &= !bit,
+                None => unnoted.push(*key),
+            }
+        }
+        let pages = of_engine.pages.clone();
+        match self.settings.mode {
+            Mode::Tiers => out.push(Event::Removed(of_engine)),
+            // Subscribers may have them only if some were announced without a record.
+            Mode::Blind if self.left_out > 0 => removed(&unnoted, None, out),
+            Mode::Blind => {}
+        }
+        self.diff(&pages, out);
+        self.drop_empty(&pages);
+    }
+
+    fn drop_empty(&mut self, keys: &[PageKey]) {
+        for key in keys {
+            match self.pages.get(key) {
+                Some(page) if !page.is_empty() => {}
+                Some(page) if page.about.is_some() => self.gone.push_back(*key),
+                // Nothing is known of it.
+                Some(_) => drop(self.pages.remove(key)),
+                None => {}
+            }
+        }
+        while self.gone.len() > self.settings.gone_max {
+            self.forget_oldest();
+        }
+    }
+
+    /// Publishes the differences between where these pages are and what was announced.
+    fn diff(&mut self, keys: &[PageKey], out: &mut Vec<Event>) {
+        let places: &[(usize, Option<&str>)] = match self.settings.mode {
+            Mode::Tiers => &[
+                (0, Some(Tier::Host.medium())),
+                (1, Some(Tier::Disk.medium())),
+            ],
+            Mode::Blind => &[(0, None)],
+        };
+        let blind = self.settings.mode == Mode::Blind;
+        // A page that moves is announced in its new tier first.
+        for (at, medium) in places.iter().rev() {
+            let mut run: Option<Run> = None;
+            for key in keys {
+                let Some(page) = self.pages.get_mut(key) else {
+                    continue;
+                };
+                let held = if blind {
+                    page.is_held()
+                } else {
+                    page.places[*at] > 0
+                };
+                let Some(about) = page
+                    .about
+                    .as_deref()
+                    .filter(|_| held && !page.announced[*at])
+                else {
+                    continue;
+                };
+                page.announced[*at] = true;
+                match &mut run {
+                    Some(run) if run.takes(about) => run.add(*key, about),
+                    _ => {
+                        out.extend(run.take().map(|run| run.event(*medium)));
+                        run = Some(Run::of(*key, about));
+                    }
+                }
+            }
+            out.extend(run.map(|run| run.event(*medium)));
+        }
+        for (at, medium) in places.iter().rev() {
+            let mut gone = Vec::new();
+            for key in keys.iter().rev() {
+                let Some(page) = self.pages.get_mut(key) else {
+                    continue;
+                };
+                let held = if blind {
+                    page.is_held()
+                } else {
+                    page.places[*at] > 0
+                };
+                if !held && page.announced[*at] {
+                    page.announced[*at] = false;
+                    gone.push(*key);
+                }
+            }
+            removed(&gone, *medium, out);
+        }
+    }
+}
+
+/// Consecutive pages of a sequence, which one event announces.
+struct Run {
+    pages: Vec<PageKey>,
+    parent: Option<PageKey>,
+    tokens: Vec<Value>,
+    by_page: Vec<(usize, Vec<Value>)>,
+    shared: Arc<Shared>,
+}
+
+impl Run {
+    fn of(key: PageKey, about: &About) -> Self {
+        let mut run = Self {
+            pages: Vec::new(),
+            parent: about.parent,
+            tokens: Vec::new(),
+            by_page: about
+                .by_page
+                .iter()
+                .map(|(name, _)| (*name, Vec::new()))
+                .collect(),
+            shared: Arc::clone(&about.shared),
+        };
+        run.add(key, about);
+        run
+    }
+
+    fn takes(&self, about: &About) -> bool {
+        self.pages.last() == about.parent.as_ref()
+            && self.pages.len() < EVENT_PAGES_MAX
+            && (Arc::ptr_eq(&self.shared, &about.shared) || self.shared == about.shared)
+            && self.by_page.len() == about.by_page.len()
+            && self
+                .by_page
+                .iter()
+                .zip(&about.by_page)
+                .all(|(ours, theirs)| ours.0 == theirs.0)
+    }
+
+    fn add(&mut self, key: PageKey, about: &About) {
+        self.pages.push(key);
+        self.tokens.extend_from_slice(&about.tokens);
+        for ((_, values), (_, value)) in self.by_page.iter_mut().zip(&about.by_page) {
+            values.push(value.clone());
+        }
+    }
+
+    fn event(self, medium: Option<&str>) -> Event {
+        let mut others = self.shared.others.clone();
+        for (name, values) in self.by_page {
+            others.push((BY_PAGE[name].to_owned(), Value::Array(values)));
+        }
+        Event::Stored(Stored {
+            pages: self.pages,
+            parent: self.parent,
+            tokens: self.tokens,
+            page_tokens: self.shared.page_tokens,
+            medium: medium.map(str::to_owned),
+            others,
+        })
+    }
+}
+
+/// What a described event says of each of its pages.
+fn about(stored: &Stored) -> Vec<About> {
+    let mut others = Fields::new();
+    let mut by_page: Vec<(usize, &[Value])> = Vec::new();
+    for (name, value) in &stored.others {
+        let number = BY_PAGE.iter().position(|by_page| by_page == name);
+        match (number, value) {
+            (Some(number), Value::Array(values)) if values.len() == stored.pages.len() => {
+                by_page.push((number, values));
+            }
+            _ => others.push((name.clone(), value.clone())),
+        }
+    }
+    let shared = Arc::new(Shared {
+        page_tokens: stored.page_tokens,
+        others,
+    });
+    let size = usize::try_from(stored.page_tokens).unwrap_or(usize::MAX);
+    let mut parent = stored.parent;
+    let pages = stored
+        .pages
+        .iter()
+        .zip(stored.tokens.chunks_exact(size))
+        .enumerate();
+    pages
+        .map(|(at, (key, tokens))| About {
+            parent: parent.replace(*key),
+            tokens: tokens.into(),
+            by_page: by_page
+                .iter()
+                .map(|(name, values)| (*name, values[at].clone()))
+                .collect(),
+            shared: Arc::clone(&shared),
+        })
+        .collect()
+}
+
+fn removed(pages: &[PageKey], medium: Option<&str>, out: &mut Vec<Event>) {
+    for pages in pages.chunks(EVENT_PAGES_MAX) {
+        out.push(Event::Removed(Removed {
+            pages: pages.to_vec(),
+            medium: medium.map(str::to_owned),
+            others: Fields::new(),
+        }));
+    }
+}
