@@ -5,7 +5,7 @@ store has ended.
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,15 +24,15 @@ BATCH_BYTES_MAX = 64 << 10
 class StoreBatches:
     """The messages with several stores that wait for their answer. For the client's thread alone.
 
-    With ``alone`` there are none: each store has a message of its own.
+    While ``alone`` returns true there are none: each store has a message of its own.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
+    def __init__(self, *, alone: "Callable[[], bool] | None" = None) -> None:
         #: At most as many as the connection has request credits.
         self._open: dict[int, list[PendingRequest]] = {}
-        self._alone = alone
+        self._alone = alone or (lambda: False)
         #: The peer knows messages with several stores.
-        self._known = not alone
+        self._known = True
         #: Stores without an answer beyond the first of each message.
         self.more = 0
 
@@ -40,13 +40,13 @@ class StoreBatches:
         """Forgets the messages of a connection that broke. Their stores are sent again over the next one."""
         self._open.clear()
         self.more = 0
-        self._known = not self._alone
+        self._known = True
 
     def take(self, queue: "collections.deque[PendingRequest]", bytes_max: int) -> "list[PendingRequest]":
         """Takes the stores at the start of a queue that fit into one message; a single one is left in the queue."""
         taken: list[PendingRequest] = []
         room = min(bytes_max, BATCH_BYTES_MAX)
-        while self._known and queue and len(taken) < wire.STORES_MAX:
+        while self._known and not self._alone() and queue and len(taken) < wire.STORES_MAX:
             store = queue[0]
             size = len(store.body)
             if store.kind != Kind.STORE or store.alone or size > min(STORE_BYTES_MAX, room):

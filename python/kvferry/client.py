@@ -30,8 +30,8 @@ from kvferry.wire import Code, Hello, Kind
 
 logger = logging.getLogger("kvferry")
 
-#: Most requests without an answer; one more is refused at once. Their bodies take at most 32 GiB, with 8 MiB each, the
-#: longest body of the wire; with the hashes of 4,096 pages each, 512 MiB.
+#: Most requests without an answer; one more is refused at once. With the hashes of 4,096 pages each, their bodies take
+#: 512 MiB. A body has at most 8 MiB.
 OPEN_MAX = 4096
 #: Longest path of a Unix socket, in bytes.
 SOCKET_PATH_BYTES_MAX = 107
@@ -80,7 +80,8 @@ class Failure(Exception):
 class Later:
     """A message that is built when it is encoded, on the client's thread, from values that do not change meanwhile.
 
-    To pack thousands of hashes or pages takes a fraction of a millisecond, for which no step of the engine waits.
+    To pack thousands of hashes or pages takes a fraction of a millisecond. The scheduler's thread does not do it, and
+    waits only if both threads need Python's lock at once.
     """
 
     __slots__ = ("build", "kind")
@@ -186,6 +187,10 @@ class PendingRequest:
 class Watch(Protocol):
     """Sees every request of a client in the order of their ids. Its methods neither wait nor raise."""
 
+    @property
+    def recording(self) -> bool:
+        """Whether requests are recorded still. Once false, it stays false."""
+
     def requested(self, pending: PendingRequest) -> None:
         """A request was made, and cannot have been answered yet."""
 
@@ -245,7 +250,7 @@ class Client:
         self._in_flight: dict[int, int] = {}
         self._in_flight_bytes = 0
         # A recording needs the answers in the order of the leader's decisions; that of a shared message comes late.
-        self._batches = StoreBatches(alone=watch is not None)
+        self._batches = StoreBatches(alone=(lambda: watch.recording) if watch is not None else None)
         #: When the last message was sent over the present connection.
         self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
@@ -295,7 +300,7 @@ class Client:
                 self._count += 1
                 self._new.append(pending)
         if full:
-            text = f"{OPEN_MAX} requests wait for an answer"
+            text = "the client closes" if self._closing else f"{OPEN_MAX} requests wait for an answer"
             pending._end(None, Failure(Code.BUSY, text, reported=False, retry=True, over=True))
         elif wake and threading.get_ident() != self._thread.ident:
             # The client's own thread sends what ``turn`` has requested before it waits again.

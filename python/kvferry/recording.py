@@ -194,7 +194,13 @@ class Recorder:
         """Records a request to the leader, before it can be answered."""
         if self._end is None and pending.kind in RECORDED:
             limit_ms = max(int((pending.deadline - time.monotonic()) * 1000), 0)
-            self._add(Frame.REQUEST, (pending.id, int(pending.kind), limit_ms, pending.body), len(pending.body))
+            try:
+                body = pending.body
+            except Exception as error:
+                # The client reports it to the caller.
+                self.fault(f"a request of kind {pending.kind}: {error!r}")
+                return
+            self._add(Frame.REQUEST, (pending.id, int(pending.kind), limit_ms, body), len(body))
 
     def ended(self, pending: PendingRequest) -> None:
         """Records the answer or failure of a request, before any caller can see it."""

@@ -48,6 +48,11 @@ class ServedGroup:
                 first = 0
         return range(min(max(first, device // self.page_tokens), last), last)
 
+    def full(self, tokens: int) -> int:
+        """Number of pages that are complete with ``tokens`` tokens, from the first one on."""
+        # The drafter writes its part of the last page only when the page behind is computed.
+        return max(tokens // self.page_tokens - self.eagle, 0)
+
     def serves(self, page: int, hit_tokens: int) -> bool:
         """Whether a hit can need a page of a window or a chunk. Hits end at multiples of ``hit_tokens``.
 
@@ -124,12 +129,12 @@ class Served:
 
 @dataclass
 class StoreCursor:
-    """What of one request's pages was named in stores."""
+    """The pages of one request that stores have named."""
 
     served: Served
     #: For each group, the first page for which no store was requested. Not used for states.
     next_page: list[int] = field(default_factory=list)
-    #: The same before the last load, whose pages were not named in a store; None without one.
+    #: ``next_page`` before the last load, whose pages no store has named; None without a load.
     before_load: list[int] | None = None
 
     def __post_init__(self) -> None:
@@ -146,6 +151,13 @@ class StoreCursor:
             self.next_page[number] = max(self.next_page[number], tokens // group.page_tokens)
         self.before_load = None
 
+    def is_behind(self, tokens: int) -> bool:
+        """Whether :meth:`to_store` can yield a page that is complete with ``tokens`` tokens, other than a state."""
+        return any(
+            group.attention != "state" and self.next_page[number] < group.full(tokens)
+            for number, group in enumerate(self.served.groups)
+        )
+
     def to_store(
         self, tables: Sequence[Sequence[int]], tokens: int, states: Sequence[tuple[int, int, int]]
     ) -> Iterator[Part]:
@@ -158,10 +170,8 @@ class StoreCursor:
             if group.attention == "state":
                 yield from self._states(number, group, states, tokens)
                 continue
-            # The drafter writes its part of the last page only when the page behind is computed.
-            full = tokens // group.page_tokens - group.eagle
             table = tables[group.table]
-            yield from self._runs(number, group, table, self.next_page[number], min(full, len(table)))
+            yield from self._runs(number, group, table, self.next_page[number], min(group.full(tokens), len(table)))
 
     def _states(
         self, number: int, group: ServedGroup, states: Sequence[tuple[int, int, int]], tokens: int
@@ -193,7 +203,7 @@ class StoreCursor:
             self.next_page[part.group] = max(self.next_page[part.group], end)
 
     def loaded(self, parts: Sequence[Part]) -> None:
-        """Records that a load brought these pages. Pages before them that the engine had itself may not be stored."""
+        """Records that a load brought these pages. kvferry may lack pages before them, which the engine had itself."""
         self.before_load = list(self.next_page)
         for part in parts:
             if part.first_page <= self.next_page[part.group]:

@@ -57,6 +57,8 @@ class Leader(EngineRequests):
         self.spoiled_pages = 0
         #: Checks a new copy.
         self.on_copy: Callable[[Copy], None] = lambda copy: None
+        #: Requests of which the client would build the message only now.
+        self._unbuilt: list[tuple[Asked, Later]] = []
         #: Chooses pages of a load that it brings with wrong contents; False for a load without such pages.
         self.spoils: Callable[[Copy], bool] = lambda copy: False
 
@@ -108,10 +110,13 @@ class Leader(EngineRequests):
         urgent: bool = False,
         wake: bool = True,
     ) -> Asked:
-        if isinstance(message, Later):
-            message = message.build()
+        later = message
+        if isinstance(later, Later):
+            message = later.build()
         deadline = self.clock.now + timeout_s
         asked = Asked(self, next(self._ids), message, deadline, deadline + grace_s, until)
+        if isinstance(later, Later):
+            self._unbuilt.append((asked, later))
         if self._fault(0.01):
             self._count("refused by the client")
             if isinstance(message, wire.Lookup):
@@ -157,6 +162,9 @@ class Leader(EngineRequests):
     # What happens meanwhile.
 
     def turn(self) -> None:
+        for asked, later in self._unbuilt:
+            assert later.build() == asked.message, "what a request was given has changed before the client built it"
+        self._unbuilt.clear()
         for asked in [each for each in self.open.values() if each.expires <= self.clock.now]:
             self._count("expired")
             self._end(asked, Failure(Code.DEADLINE, "no answer came in time", reported=False, retry=True))

@@ -58,6 +58,8 @@ def test_each_store_of_a_message_has_its_own_end(directory: Path) -> None:
 
 
 class Watching:
+    recording = True
+
     def requested(self, pending: PendingRequest) -> None: ...
 
     def ended(self, pending: PendingRequest) -> None: ...
@@ -66,10 +68,15 @@ class Watching:
 def test_stores_of_a_recorded_client_have_messages_of_their_own(directory: Path) -> None:
     """The replay needs the answers in the order of the leader's decisions."""
     server = Fake(directory)
-    with talking(directory, watch=Watching()) as client:
+    watch = Watching()
+    with talking(directory, watch=watch) as client:
         server.greet(client)
         stores = send(client, 3)
         assert [server.receive_bytes(Kind.STORE)[1] for _ in stores] == [store.id for store in stores]
+        # The recording has ended, by its size for example.
+        watch.recording = False
+        stores = send(client, 3)
+        assert receive(server)[2] == [store.id for store in stores]
 
 
 def test_other_requests_and_single_stores_have_messages_of_their_own(directory: Path) -> None:

@@ -24,7 +24,7 @@ from test_guard import HOOKS, answer_loads
 from test_scheduler import found
 
 from kvferry import recording, wire
-from kvferry.client import Client, Failure, PendingRequest
+from kvferry.client import Client, Failure, Later, PendingRequest
 from kvferry.recording import HASH_WINDOW, HashWindow, LeaderSizes, Recorder
 from kvferry.vllm.calls import ARGUMENTS
 from kvferry.vllm.settings import Settings
@@ -207,6 +207,18 @@ def test_a_slow_disk_holds_no_caller_up_and_leaves_no_gap(
     assert calls_file.ended(path) == calls_file.SLOW
     assert caplog.text.count("the recording") == 1
     assert "100000 bytes wait to be written" in caplog.text
+
+
+def test_a_request_that_cannot_be_encoded_ends_the_recording_and_no_call(tmp_path: Path) -> None:
+    def fails() -> wire.Lookup:
+        raise ValueError("no message")
+
+    path = tmp_path / "calls"
+    made = recorder(path)
+    made.requested(pending(7, Later(wire.Kind.LOOKUP, fails)))
+    assert not made.recording
+    made.close(TIMEOUT_S)
+    assert calls_file.ended(path) == calls_file.FAULT
 
 
 def test_what_is_being_written_counts_towards_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

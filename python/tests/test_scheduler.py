@@ -32,7 +32,7 @@ class Asked:
     """A request that is answered by the test."""
 
     def __init__(self, number: int, message: Any, until: Callable | None):
-        self.id, self.message, self.until = number, message, until
+        self.id, self._message, self.until = number, message, until
         self.answer: Any = None
         self.failure: Failure | None = None
         self.done = False
@@ -40,6 +40,13 @@ class Asked:
         self.waited = False
         self.queued_s: float | None = 0.003
         self.took_s: float | None = None
+
+    @property
+    def message(self) -> Any:
+        """The message. Like the client, a step after the request was made builds it from what the caller gave."""
+        if isinstance(self._message, Later):
+            self._message = self._message.build()
+        return self._message
 
     def wait(self, timeout_s: float) -> bool:
         self.waited = True
@@ -95,8 +102,6 @@ class Leader(EngineRequests):
         urgent: bool = False,
         wake: bool = True,
     ) -> Asked:
-        if isinstance(message, Later):
-            message = message.build()
         asked = Asked(next(self._ids), message, until)
         asked.timeout_s = timeout_s
         self.asked.append(asked)
@@ -105,8 +110,10 @@ class Leader(EngineRequests):
             for store in [each for each in self.asked if isinstance(each.message, wire.Store) and not each.done]:
                 store.end(wire.StoreAnswer(0, 0, failed_pages=1))
             asked.end(wire.CancelStoresAnswer(1))
-        if type(message) in self.answers:
-            asked.end(self.answers[type(message)])
+        kind = message.kind if isinstance(message, Later) else wire.KINDS[type(message)]
+        for answered in self.answers:
+            if wire.KINDS[answered] == kind:
+                asked.end(self.answers[answered])
         return asked
 
     def last(self, kind: type) -> Asked:

@@ -373,3 +373,34 @@ def test_a_step_that_fills_no_page_to_store_costs_no_decision(monkeypatch: pytes
     assert stored == [2, run_pages, run_pages], "pages are stored as without the shortcut"
     # One for each store, and one behind each that finds the next place.
     assert len(decided) <= 2 * len(stored) + 1
+
+
+def test_a_store_that_cannot_be_requested_holds_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    found(engine, 0)
+    asking = request("a", 2 * PAGE_TOKENS)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+
+    def fails(*_given: Any, **_named: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(type(engine.leader), "store", fails)
+    with pytest.raises(MemoryError):
+        engine.step({asking: 2 * PAGE_TOKENS})
+    assert engine.pool.held() == []
+
+
+def test_no_table_is_built_for_a_load_that_brought_every_page() -> None:
+    engine = Engine()
+    found(engine, 4)
+    asking = request("a", 4 * PAGE_TOKENS + 1)
+    matched = engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], matched or 0)
+    engine.step()
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    engine.step()
+    # The request has no table here: a step that asks for it fails.
+    engine.tables.pop("a", None)
+    engine.step({asking: 1})
+    assert engine.leader.count(wire.Store) == 0

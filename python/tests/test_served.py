@@ -94,7 +94,10 @@ def test_pages_are_named_once_and_again_after_a_failure() -> None:
     table = [[1, 2, 3, 4], [0, 0, 7, 8]]
     parts = list(stored.to_store(table, 48, []))
     assert parts == [Part(0, 0, [1, 2, 3]), Part(1, 2, [7])]
+    assert stored.is_behind(16)
     stored.stored(parts)
+    assert not stored.is_behind(63)
+    assert stored.is_behind(64)
     assert list(stored.to_store(table, 48, [])) == []
     assert list(stored.to_store(table, 64, [])) == [Part(0, 3, [4]), Part(1, 3, [8])]
     stored.not_stored(parts)
@@ -131,6 +134,18 @@ def test_a_page_of_draft_layers_is_stored_when_the_next_one_is_full() -> None:
     stored = cursor(ServedGroup(0, 16, 100, eagle=True))
     assert list(stored.to_store([[1, 2, 3]], 47, [])) == [Part(0, 0, [1])]
     assert list(stored.to_store([[1, 2, 3]], 48, [])) == [Part(0, 0, [1, 2])]
+
+
+@pytest.mark.parametrize("eagle", [False, True])
+@pytest.mark.parametrize("attention", ["full", "sliding_window"])
+def test_no_page_of_a_longer_table_is_stored_before_it_is_full(attention: str, eagle: bool) -> None:
+    """vLLM allocates pages ahead of the computed tokens."""
+    for tokens in range(0, 64, 4):
+        stored = cursor(ServedGroup(0, 16, 100, attention, 33, eagle=eagle))
+        parts = list(stored.to_store([[1, 2, 3, 4, 5, 6]], tokens, []))
+        full = max(tokens // 16 - eagle, 0)
+        assert [page for part in parts for page in part.pages] == list(range(1, 1 + full))
+        assert stored.is_behind(tokens) == (full > 0)
 
 
 @pytest.mark.parametrize("table", [[1, 2], [1, 2, 0]])

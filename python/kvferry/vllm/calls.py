@@ -1,4 +1,4 @@
-"""What is recorded of vLLM's calls: for each hook of the scheduler's side, its arguments and its answer.
+"""Records vLLM's calls: for each hook of the scheduler's side, its arguments and its answer.
 
 Block tables are recorded where vLLM allocates them, and by their changes in each step, as vLLM itself sends them to its
 ranks. No token is recorded. ``docs/recording.md`` lists the fields.

@@ -46,7 +46,15 @@ from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.pool import KvPool
 from kvferry.rank import RankSession
 from kvferry.vllm.calls import record
-from kvferry.vllm.content import adapters_of, content_of, namespace_of, start_of, tell_unknown_weights, weights_of
+from kvferry.vllm.content import (
+    adapters_of,
+    content_of,
+    namespace_of,
+    start_of,
+    tell_identity,
+    tell_unknown_weights,
+    weights_of,
+)
 from kvferry.vllm.guard import Faults, guarded
 from kvferry.vllm.metadata import RankReport, StepMetadata
 from kvferry.vllm.reports import Reports
@@ -122,6 +130,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             tell_unknown_weights(vllm_config, weights)
             engine, replica = start_of(vllm_config), replica_of(vllm_config, self._settings)
             namespace, served = namespace_of(vllm_config, self._settings, weights), kv_groups.served(kv_cache_config)
+            tell_identity(vllm_config, self._settings, namespace)
             ranks, calls = parallel.world_size, None
             if self._settings.record:
                 calls = record(

@@ -235,6 +235,15 @@ def tell_unknown_weights(config: "VllmConfig", weights: Weights) -> None:
         )
 
 
+def tell_identity(config: "VllmConfig", settings: "Settings", namespace: str) -> None:
+    """Logs what other engines must have in common with this one, so that operators can compare engines that miss."""
+    texts = (namespace, content_of(config, settings))
+    logger.info(
+        "kvferry: engines share pages if they log the same namespace and content: namespace %s, content %s",
+        *(hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts),
+    )
+
+
 def sorted_json(value: Any) -> str:
     """Returns JSON that does not depend on the order of keys, which may be of several types."""
     return json.dumps(_with_text_keys(value), default=described, sort_keys=True)

@@ -1,4 +1,4 @@
-"""What the scheduler's side counts of lookups, loads and stores. :mod:`kvferry.vllm.meters` defines the metrics."""
+"""Counts of lookups, loads and stores of the scheduler's side. :mod:`kvferry.vllm.meters` defines the metrics."""
 
 from kvferry import wire
 from kvferry.client import Failure, PendingRequest

@@ -129,9 +129,8 @@ class CopiesInFlight:
         copy.blocks = [self._pool.blocks[page] for page in copy.pages]
         self._pool.touch(copy.blocks)
         self._unsent = self._unsent or after == 0
-        return self._opened(
-            copy,
-            self._client.store(
+        try:
+            pending = self._client.store(
                 slot,
                 copy.parts,
                 more=more,
@@ -141,8 +140,11 @@ class CopiesInFlight:
                 grace_s=FENCE_S,
                 until=self._request_ended,
                 wake=after != 0,
-            ),
-        )
+            )
+        except Exception:
+            self._pool.free_blocks(reversed(copy.blocks))
+            raise
+        return self._opened(copy, pending)
 
     def send(self) -> None:
         """Sends the stores of a step."""

@@ -121,19 +121,22 @@ class Stores:
         if why := self._why_not(tracked):
             self._counts.not_stored(tracked, why)
             return
-        if tracked.epoch != self._client.epoch:
+        # The client's thread changes the epoch: both uses below need the same one.
+        epoch = self._client.epoch
+        if tracked.epoch != epoch:
             tracked.stored.leader_changed()
         tracked.full = full
-        found = tables()
-        if found is None or full > wire.HASHES_MAX:
+        # A load has brought all of them: the tables of a long request need not be built.
+        nothing = not states and not tracked.stored.is_behind(full * self._page_tokens)
+        if nothing or full > wire.HASHES_MAX or (found := tables()) is None:
             return
         parts = [*tracked.stored.to_store(found, full * self._page_tokens, states)][: wire.PARTS_MAX]
-        if not parts:
+        if not parts or full == 0:
             return
         if not self.backpressure.admits(sum(len(part.pages) for part in parts)):
             self._counts.held_back()
             return
-        if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
+        if tracked.epoch != epoch or tracked.opened is None or tracked.opened.failure is not None:
             self._lookups.open(tracked, full, full, self._settings.store_timeout_ms)
         sides = [parts]
         if self._verification is not None:

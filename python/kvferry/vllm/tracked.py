@@ -1,4 +1,4 @@
-"""What the scheduler's side knows about each request of the engine.
+"""Record of a request of the engine, on the scheduler's side.
 
 Pages of a sequence are counted in units of the hashes (:attr:`kvferry.served.Served.hash_tokens`), which are the pages
 of an engine with one group.
@@ -67,9 +67,9 @@ class Tracked:
     given_tokens: int = 0
     #: Pages that were full at the last check.
     full: int = 0
-    #: Computed tokens below which no store is due, whatever the step; 0: unknown. And whether only generated pages are
-    #: left to be stored.
+    #: Computed tokens below which no store is due, whatever the step; 0: unknown.
     store_at: int = 0
+    #: Whether stores have named every page of the prompt, so that only generated pages are left.
     generates: bool = False
     #: Pages whose tokens were passed on for KV events.
     described: int = 0

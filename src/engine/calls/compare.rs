@@ -68,7 +68,7 @@ const TIMED: [ErrorCode; 9] = [
     ErrorCode::Leased,
 ];
 
-/// What else may make answers depend on time.
+/// Further conditions that make answers depend on time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Conditions {
     /// `cancel_stores` stopped the request in the recording.
@@ -294,7 +294,7 @@ fn fields(recorded: &Answer, replayed: &Answer) -> Vec<Field> {
         .collect()
 }
 
-/// What a replay of calls found.
+/// Result of a replay of calls.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CallsReport {
     /// Requests that were sent.

@@ -20,7 +20,7 @@ const OPEN_PAGES_MAX: u64 = 8 << 20;
 /// Most bytes of page hashes of all open slots.
 pub(super) const SLOT_BYTES_MAX: usize = 1 << 30;
 
-/// What a recording says about the end of a request.
+/// The end of a request, as the recording has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Known {
     /// The recording ends before it.
