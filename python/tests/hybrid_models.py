@@ -220,8 +220,8 @@ class Hybrid:
     """A model, and what an engine needs to compute it right on the CPU."""
 
     make: Callable[[], Path]
-    #: Hits end at multiples of this.
-    hit_tokens: int
+    #: A multiple of the unit at which hits end.
+    chunk_tokens: int
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -229,11 +229,11 @@ class Hybrid:
     def exact(self) -> dict[str, Any]:
         """Arguments with which prompts of any length have the same results with a hit as without, to the last bit.
 
-        The engine then prefills in chunks of ``hit_tokens``, with and without a hit, while it runs one request. Other
+        The engine then prefills in chunks of ``chunk_tokens``, with and without a hit, while it runs one request. Other
         chunks round differently: from 250 tokens on with ``gemma4``, from 650 on with the others. The states of
         ``mamba2`` after generated tokens differ by rounding in any case: another kernel computes them.
         """
-        return {**self.arguments, "max_num_batched_tokens": self.hit_tokens, "max_num_seqs": 8}
+        return {**self.arguments, "max_num_batched_tokens": self.chunk_tokens, "max_num_seqs": 8}
 
 
 #: The models by name.

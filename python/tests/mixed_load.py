@@ -20,6 +20,8 @@ LIMIT_S = 15.0 * COUNT
 #: Largest difference of log-probabilities that chunks of other lengths make in float32. A page that is not loaded makes
 #: larger ones, and seldom another token.
 LOGPROB_MAX = 1e-3
+#: Answers of which one may have another token, with coarser numbers than float32.
+ANSWERS_PER_FLIP = 20
 #: Longest time in which no request of an engine may go on: the deadline of a load that no worker ends, the fence behind
 #: it, and 2 s.
 PAUSE_MAX_S = 2.0 + 12.0 + 2.0
@@ -62,13 +64,24 @@ def serves_from_every_tier(engine: Engine, daemon: Daemon, *, count: int = COUNT
 
 
 def says_the_same(ours: dict[str, Any], theirs: dict[str, Any], *, within: float = LOGPROB_MAX) -> None:
-    """Checks tokens, and log-probabilities up to rounding: the arithmetic of a batch depends on its size."""
-    assert ours["answers"] == theirs["answers"]
-    differences = {
-        name: max(abs(our - their) for our, their in zip(ours["logprobs"][name], theirs["logprobs"][name], strict=True))
-        for name in ours["answers"]
-    }
+    """Checks tokens, and log-probabilities up to rounding: the arithmetic of a batch depends on its size.
+
+    Of two tokens that are about equally likely, coarse rounding chooses either; what follows cannot be compared. That
+    may happen in one of :data:`ANSWERS_PER_FLIP` answers, and in a single one.
+    """
+    assert ours["answers"].keys() == theirs["answers"].keys()
+    differences, flipped = {}, []
+    for name, answer in ours["answers"].items():
+        steps = list(zip(answer, theirs["answers"][name], strict=True))
+        same = next((at for at, (our, their) in enumerate(steps) if our != their), len(steps))
+        if same < len(steps):
+            flipped.append(name)
+        compared = slice(0, same + 1)
+        both = zip(ours["logprobs"][name][compared], theirs["logprobs"][name][compared], strict=True)
+        differences[name] = max(abs(our - their) for our, their in both)
     assert max(differences.values()) < within, differences
+    allowed = max(len(differences) // ANSWERS_PER_FLIP, 1) if within > LOGPROB_MAX else 0
+    assert len(flipped) <= allowed, flipped
 
 
 def leaks_nothing(engine: Engine, daemon: Daemon, done: dict[str, Any]) -> None:
