@@ -215,3 +215,253 @@ fn lost(places: &mut Places) -> Vec<Change> {
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const HASH_BYTES: u8 = 16;
+
+    /// A leader with a log of its last records, and the present pages in slices.
+    struct FakeLeader {
+        epoch: u64,
+        first: u64,
+        records: Vec<EventRecord>,
+        present: BTreeMap<(u8, u32), u64>,
+    }
+
+    impl FakeLeader {
+        fn new(epoch: u64) -> Self {
+            Self {
+                epoch,
+                first: 1,
+                records: Vec::new(),
+                present: BTreeMap::new(),
+            }
+        }
+
+        fn end(&self) -> u64 {
+            self.first + self.records.len() as u64
+        }
+
+        fn store(&mut self, tier: u8, place: u32, page: u64) {
+            self.present.insert((tier, place), page);
+            self.records
+                .push(record(EventKind::Stored, tier, place, page));
+        }
+
+        fn evict(&mut self, tier: u8, place: u32) {
+            if let Some(page) = self.present.remove(&(tier, place)) {
+                self.records
+                    .push(record(EventKind::Gone, tier, place, page));
+            }
+        }
+
+        fn clear(&mut self, tier: u8) {
+            self.present.retain(|(of, _), _| *of != tier);
+            self.records.push(EventRecord {
+                event: EventKind::Cleared,
+                tier,
+                ..EventRecord::default()
+            });
+        }
+
+        fn drop_records(&mut self) {
+            self.first = self.end() + 1;
+            self.records.clear();
+        }
+
+        /// Answers with one record at a time, and with two present pages in a slice.
+        fn answer(&self, read: &ReadEvents) -> Events {
+            let known = read.epoch == self.epoch && (self.first..=self.end()).contains(&read.from);
+            let mut events = Events {
+                epoch: self.epoch,
+                next: if known { read.from } else { self.end() },
+                lost: !known,
+                hash_bytes: HASH_BYTES,
+                ..Events::default()
+            };
+            if known && read.from < self.end() {
+                events
+                    .records
+                    .push(self.records[(read.from - self.first) as usize].clone());
+                events.next += 1;
+            }
+            let cursor = read.cursor.map(|cursor| if known { cursor } else { 0 });
+            events.cursor = match cursor {
+                Some(cursor) if events.next == self.end() => {
+                    let at = |(tier, place): &(u8, u32)| u64::from(*tier) << 32 | u64::from(*place);
+                    let mut left = self.present.iter().filter(|(key, _)| at(key) >= cursor);
+                    for ((tier, place), page) in left.by_ref().take(2) {
+                        events
+                            .records
+                            .push(record(EventKind::Stored, *tier, *place, *page));
+                    }
+                    left.next().map(|(key, _)| at(key))
+                }
+                cursor => cursor,
+            };
+            events
+        }
+    }
+
+    fn record(event: EventKind, tier: u8, place: u32, page: u64) -> EventRecord {
+        let mut hashes = vec![0; 8];
+        hashes.extend(page.to_be_bytes());
+        EventRecord {
+            event,
+            tier,
+            place,
+            hashes,
+            ..EventRecord::default()
+        }
+    }
+
+    /// What a reader of the changes has: the number of places for each page.
+    #[derive(Default)]
+    struct Held(BTreeMap<(Tier, PageKey), u32>);
+
+    impl Held {
+        fn apply(&mut self, changes: Vec<Change>) {
+            for change in changes {
+                let key = (change.tier, change.page);
+                if change.held {
+                    *self.0.entry(key).or_default() += 1;
+                } else {
+                    let places = self
+                        .0
+                        .get_mut(&key)
+                        .expect("a page in no place cannot leave one");
+                    *places -= 1;
+                    if *places == 0 {
+                        self.0.remove(&key);
+                    }
+                }
+            }
+        }
+    }
+
+    fn truth(leader: &FakeLeader) -> BTreeMap<(Tier, PageKey), u32> {
+        let mut held = BTreeMap::new();
+        for ((tier, _), page) in &leader.present {
+            let tier = Tier::of_number(*tier).expect("the tiers of the test are known");
+            *held.entry((tier, PageKey(*page))).or_default() += 1;
+        }
+        held
+    }
+
+    #[derive(Debug, Clone)]
+    enum Act {
+        Store(u8, u32, u64),
+        Evict(u8, u32),
+        Clear(u8),
+        DropRecords,
+        Restart { keeps: bool },
+        Forget,
+        Read,
+    }
+
+    fn act() -> impl Strategy<Value = Act> {
+        let tier = || 2..4_u8;
+        prop_oneof![
+            8 => (tier(), 0..8_u32, 0..6_u64).prop_map(|(tier, place, page)| Act::Store(tier, place, page)),
+            5 => (tier(), 0..8_u32).prop_map(|(tier, place)| Act::Evict(tier, place)),
+            1 => tier().prop_map(Act::Clear),
+            1 => Just(Act::DropRecords),
+            1 => any::<bool>().prop_map(|keeps| Act::Restart { keeps }),
+            1 => Just(Act::Forget),
+            10 => Just(Act::Read),
+        ]
+    }
+
+    proptest! {
+        /// Whatever happens between its reads, a feed that has read everything has exactly the pages that are present.
+        #[test]
+        fn a_feed_has_what_the_leader_has(acts in proptest::collection::vec(act(), 1..80)) {
+            let mut leader = FakeLeader::new(1);
+            let (mut feed, mut held) = (Feed::default(), Held::default());
+            prop_assert!(feed.read(Duration::ZERO).is_none(), "no namespace is followed");
+            held.apply(feed.follow(Some(b"n".to_vec())));
+            let mut now = Time(0);
+            for act in acts {
+                match act {
+                    Act::Store(tier, place, page) => leader.store(tier, place, page),
+                    Act::Evict(tier, place) => leader.evict(tier, place),
+                    Act::Clear(tier) => leader.clear(tier),
+                    Act::DropRecords => leader.drop_records(),
+                    Act::Restart { keeps } => {
+                        let present = std::mem::take(&mut leader.present);
+                        leader = FakeLeader::new(leader.epoch + 1);
+                        if keeps {
+                            leader.present = present;
+                        }
+                    }
+                    Act::Forget => held.apply(feed.forget()),
+                    Act::Read => {
+                        let read = feed.read(Duration::ZERO).expect("a namespace is followed");
+                        held.apply(feed.answered(now, &leader.answer(&read)));
+                    }
+                }
+            }
+            for _ in 0..300 {
+                let read = feed.read(Duration::ZERO).expect("a namespace is followed");
+                held.apply(feed.answered(now, &leader.answer(&read)));
+            }
+            now = now + RECOVERY;
+            held.apply(feed.turn(now));
+            prop_assert_eq!(&held.0, &truth(&leader));
+            held.apply(feed.follow(None));
+            prop_assert!(held.0.is_empty());
+        }
+    }
+
+    #[test]
+    fn pages_stay_held_while_a_new_leader_reads_the_inventories() {
+        let mut leader = FakeLeader::new(1);
+        leader.store(2, 0, 7);
+        let (mut feed, mut held) = (Feed::default(), Held::default());
+        held.apply(feed.follow(Some(b"n".to_vec())));
+        let read = |feed: &mut Feed, leader: &FakeLeader, held: &mut Held, now| {
+            let request = feed.read(Duration::ZERO).expect("a namespace is followed");
+            held.apply(feed.answered(now, &leader.answer(&request)));
+        };
+        for _ in 0..4 {
+            read(&mut feed, &leader, &mut held, Time(0));
+        }
+        let page = (Tier::Host, PageKey(7));
+        assert!(held.0.contains_key(&page));
+        let mut leader = FakeLeader::new(2);
+        for _ in 0..4 {
+            read(&mut feed, &leader, &mut held, Time(0));
+        }
+        assert!(
+            held.0.contains_key(&page),
+            "the leader has not listed it yet"
+        );
+        assert_eq!(feed.next_turn(), Some(Time(0) + RECOVERY));
+        leader.store(2, 3, 7);
+        read(&mut feed, &leader, &mut held, Time(1));
+        assert_eq!(held.0.get(&page), Some(&2));
+        held.apply(feed.turn(Time(0) + RECOVERY));
+        assert_eq!(held.0.get(&page), Some(&1));
+    }
+
+    #[test]
+    fn a_later_kind_of_record_begins_again() {
+        let mut leader = FakeLeader::new(1);
+        leader.store(2, 0, 7);
+        let (mut feed, mut held) = (Feed::default(), Held::default());
+        held.apply(feed.follow(Some(b"n".to_vec())));
+        let mut events =
+            leader.answer(&feed.read(Duration::ZERO).expect("a namespace is followed"));
+        events.records.push(record(EventKind::Unknown, 2, 0, 1));
+        held.apply(feed.answered(Time(0), &events));
+        assert!(held.0.is_empty());
+        let read = feed.read(Duration::ZERO).expect("a namespace is followed");
+        assert_eq!((read.epoch, read.from, read.cursor), (0, 0, Some(0)));
+    }
+}
