@@ -11,6 +11,8 @@ from kvferry import files
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+#: Variables with which engines read from ModelScope.
+_MODELSCOPE = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 #: Names of the files that vLLM reads of an adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
@@ -70,7 +72,7 @@ def _snapshot(repository: str, revision: str | None, cache: str | None, *, whole
 
     ``whole``: only a snapshot with all files of the repository. Of a model, vLLM fetches only files that it reads.
     """
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+    if any(os.environ.get(name, "").lower() in ("1", "true") for name in _MODELSCOPE):
         # ModelScope is another hub, where the same name may be another model.
         return None
     try:

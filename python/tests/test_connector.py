@@ -26,10 +26,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvferry.options import default_socket_dir
 from kvferry.served import Served, ServedGroup
 from kvferry.vllm import compat, connector, kv_groups
 from kvferry.vllm.metadata import StepMetadata
-from kvferry.vllm.settings import Settings, default_socket_dir
+from kvferry.vllm.settings import Settings
 
 KNOWN = (
     KVConnectorBase_V1,

@@ -8,14 +8,12 @@ engine and with no later start, instead of being confused with those of other we
 """
 
 import hashlib
-import json
 import logging
-import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvferry import files, hub
 from kvferry.vllm import compat
+from kvferry.weights import Weights, cut, described, identify, models_elsewhere, sorted_json, without_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +24,6 @@ logger = logging.getLogger("vllm.kvferry")
 
 #: Longest content, in bytes. Longer names in it are cut; the digest is always whole.
 CONTENT_BYTES_MAX = 512
-_NAME_CHARACTERS_MAX = 200
 #: Load formats with which vLLM reads only files at the model's path. Others keep a copy elsewhere, on disk or in
 #: memory, or belong to plugins.
 READ_FROM_PATH = frozenset(
@@ -67,7 +64,7 @@ def namespace_of(config: "VllmConfig", settings: "Settings", weights: "Weights")
         "load_format": load.load_format,
         "ignored": getattr(load, "ignore_patterns", None),
         "draft": _draft(config, settings),
-        "config": sorted_json(_without_path(model.hf_config.to_dict())),
+        "config": sorted_json(without_path(model.hf_config.to_dict())),
         "code_revision": getattr(model, "code_revision", None),
         "config_path": model.hf_config_path,
         "overrides": model.hf_overrides,
@@ -103,15 +100,10 @@ def content_of(config: "VllmConfig", settings: "Settings") -> str:
         ("KV ", described(config.cache_config.cache_dtype)),
         *((("verify ", str(settings.verify)),) if settings.verify else ()),
     )
-    text = ", ".join(label + _cut(name) for label, name in shown)
+    text = ", ".join(label + cut(name) for label, name in shown)
     # A character takes up to 4 bytes.
     room = CONTENT_BYTES_MAX - len(digest) - 2
     return f"{text.encode()[:room].decode(errors='ignore')}, {digest}"
-
-
-def _cut(text: str) -> str:
-    one_line = " ".join(text.split())
-    return one_line if len(one_line) <= _NAME_CHARACTERS_MAX else f"...{one_line[-_NAME_CHARACTERS_MAX:]}"
 
 
 def adapters_of(config: "VllmConfig") -> str:
@@ -163,65 +155,24 @@ def _draft(config: "VllmConfig", settings: "Settings") -> str | None:
     return f"{repository} at commit {commit}"
 
 
-def _without_path(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns a configuration without the path that it was read from, which differs in offline mode of the Hub."""
-    return {name: value for name, value in values.items() if name != "_name_or_path"}
-
-
 def _path(config: "VllmConfig") -> str:
     # `model` is a new folder with each start if the weights come from object storage: `model_weights` is set then.
     return config.model_config.model_weights or config.model_config.model
 
 
-class Weights(NamedTuple):
-    """Texts that name the weights of an engine."""
-
-    #: For namespaces.
-    name: str
-    #: For :func:`content_of`.
-    content: str
-    #: Whether every engine with these weights has this name; otherwise the name holds for this start alone.
-    shared: bool
-    #: Path or name of the model, and its revision, for display.
-    model: str
-    revision: str | None
-
-
 def weights_of(config: "VllmConfig", settings: "Settings") -> Weights:
     """Names the weights by the files at their path. Called after they were loaded."""
-    path, model, load = _path(config), config.model_config, config.load_config
-    revision = str(model.revision) if model.revision is not None else None
-    snapshot = hub.snapshot_at(path)
-    local = files.look(path) if snapshot is None else None
-    there = local.text(declared=True) if local else path
-    if load.load_format == "dummy":
-        return Weights(there, there, True, path, revision)
-    from_path = load.load_format in READ_FROM_PATH and not any(_models_elsewhere(model.hf_config.to_dict()))
-    if snapshot is None and local is None and from_path:
-        commit = hub.commit_of(path, model.revision, load.download_dir)
-        # The configuration was read before the weights: if the branch moved in between, the weights' commit is unknown.
-        if commit is not None and getattr(model.hf_config, "_commit_hash", None) in (None, commit):
-            snapshot = path, commit
-    if snapshot is not None and from_path:
-        repository, commit = snapshot
-        # The name does not depend on the branch, or on whether the snapshot came from the cache alone.
-        named = f"{repository} at commit {commit}"
-        return Weights(named, named, True, repository, commit)
-    if settings.weights:
-        named = f"{there} declared as {settings.weights!r}"
-        return Weights(named, there if local else named, True, path, revision)
-    # Files that changed since the process began may not be those that were loaded.
-    if from_path and local is not None and local.changed_at <= files.began_at():
-        return Weights(local.text(), there, True, path, revision)
-    return Weights(f"{path} of start {start_of(config).hex()}", there, False, path, revision)
-
-
-def _models_elsewhere(values: Any) -> Iterator[str]:
-    """Yields other models in a configuration, whose weights are a part of this model's."""
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, str) and isinstance(name, str) and name.endswith("_model_id"):
-            yield value
-        yield from _models_elsewhere(value)
+    model, load = config.model_config, config.load_config
+    return identify(
+        _path(config),
+        model.revision,
+        dummy=load.load_format == "dummy",
+        from_path=load.load_format in READ_FROM_PATH and not any(models_elsewhere(model.hf_config.to_dict())),
+        cache=load.download_dir,
+        config_commit=getattr(model.hf_config, "_commit_hash", None),
+        declared=settings.weights,
+        start=start_of(config).hex(),
+    )
 
 
 def tell_unknown_weights(config: "VllmConfig", weights: Weights) -> None:
@@ -242,23 +193,3 @@ def tell_identity(config: "VllmConfig", settings: "Settings", namespace: str) ->
         "kvferry: engines share pages if they log the same namespace and content: namespace %s, content %s",
         *(hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts),
     )
-
-
-def sorted_json(value: Any) -> str:
-    """Returns JSON that does not depend on the order of keys, which may be of several types."""
-    return json.dumps(_with_text_keys(value), default=described, sort_keys=True)
-
-
-def _with_text_keys(value: Any) -> Any:
-    """Returns the value with sortable text keys; a number and a text of the same digits stay distinct."""
-    if isinstance(value, dict):
-        return {
-            key if isinstance(key, str) else f"{type(key).__name__} {key}": _with_text_keys(each)
-            for key, each in value.items()
-        }
-    return [_with_text_keys(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def described(value: Any) -> str:
-    """Returns a text that is equal in every process: without addresses of objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

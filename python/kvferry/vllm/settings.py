@@ -1,15 +1,11 @@
 """The settings in ``kv_connector_extra_config``."""
 
-import difflib
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-#: Longest ``socket_dir``, in bytes: leaves room for the names of the sockets below it.
-SOCKET_DIR_BYTES_MAX = 80
-#: Longest deadline of a request; the leader cuts longer ones to this.
-DEADLINE_MS_MAX = 120_000
+from kvferry.options import DEADLINE_MS_MAX, Options
+
 #: Settings that are one of several words, the default first.
 WORDS = (
     ("mode", ("both", "load", "store")),
@@ -36,12 +32,6 @@ NUMBERS = (
     ("verify", 0, 100),
     ("record_mb_max", 1, 1_000_000),
 )
-
-
-def default_socket_dir() -> Path:
-    """Returns the default ``socket_dir`` of ``kvferry up``."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "kvferry" if runtime else Path(f"/tmp/kvferry-{os.geteuid()}")
 
 
 @dataclass(frozen=True)
@@ -124,38 +114,19 @@ class Settings:
         Raises:
             ValueError: naming the key, the value and the remedy.
         """
-        names = [field.name for field in fields(cls)]
-        for key in extra:
-            if key not in names:
-                near = difflib.get_close_matches(key, names, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-                raise ValueError(f"kv_connector_extra_config: unknown key {key!r}: {hint}")
-        values = dict(extra)
-        values["socket_dir"] = _socket_dir(values.get("socket_dir", default_socket_dir()))
-        for name in ("namespace", "weights", "events_endpoint", "events_replay_endpoint", "events_topic"):
-            if not isinstance(values.get(name, ""), str):
-                raise ValueError(f"kv_connector_extra_config: {name} is {values[name]!r}: give a text")
-        if not isinstance(values.get("shared_after_reset", False), bool):
-            raise ValueError(
-                f"kv_connector_extra_config: shared_after_reset is {values['shared_after_reset']!r}: give true or false"
-            )
-        record = values.get("record", "")
+        options = Options("kv_connector_extra_config", extra, [field.name for field in fields(cls)])
+        options.socket_dir()
+        options.texts("namespace", "weights", "events_endpoint", "events_replay_endpoint", "events_topic")
+        options.flags("shared_after_reset")
+        record = extra.get("record", "")
         if not isinstance(record, str) or (record and not Path(record).is_absolute()) or record.endswith("/"):
             raise ValueError(
                 f"kv_connector_extra_config: record is {record!r}: give an absolute path, with which file names begin"
             )
         for name, words in WORDS:
-            if values.get(name, words[0]) not in words:
-                raise ValueError(
-                    f"kv_connector_extra_config: {name} is {values[name]!r}: give one of {', '.join(words)}"
-                )
-        for name, least, most in NUMBERS:
-            value = values.get(name, getattr(cls, name))
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ValueError(
-                    f"kv_connector_extra_config: {name} is {value!r}: give a whole number from {least} to {most}"
-                )
-        settings = cls(**values)
+            options.word(name, words)
+        options.numbers(NUMBERS)
+        settings = cls(**options.values)
         if settings.events == "publish" and not settings.events_endpoint:
             raise ValueError(
                 "kv_connector_extra_config: events is 'publish', and events_endpoint is '': give an endpoint such as "
@@ -171,14 +142,3 @@ class Settings:
         """Deadline of a load of ``rank_bytes`` on each rank. ``waits``: the load waits for running steps first."""
         limit_ms = self.load_timeout_ms + (self.step_timeout_ms if waits else 0)
         return min(limit_ms + rank_bytes / (self.load_mb_per_s * 1_000), DEADLINE_MS_MAX) / 1000
-
-
-def _socket_dir(value: Any) -> Path:
-    if not isinstance(value, (str, Path)) or not Path(value).is_absolute():
-        raise ValueError(f"kv_connector_extra_config: socket_dir is {value!r}: give an absolute path")
-    if len(os.fsencode(value)) > SOCKET_DIR_BYTES_MAX:
-        raise ValueError(
-            f"kv_connector_extra_config: socket_dir is {value!r}, {len(os.fsencode(value))} bytes long: "
-            f"give a path of at most {SOCKET_DIR_BYTES_MAX}"
-        )
-    return Path(value)
