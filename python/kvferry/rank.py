@@ -55,6 +55,8 @@ class RankSession:
         self._lock = threading.Lock()
         self._outbox = outbox.Outbox()
         self._over: list[int] = []
+        #: Set when there is a request in ``_over``.
+        self._any_over = threading.Event()
         self._announced = 0
         self._needed = 0
         #: The session's thread wakes by itself when reports that nothing waits for are due.
@@ -152,9 +154,15 @@ class RankSession:
         """Returns abandoned requests for which nothing is copied any longer, each once."""
         with self._lock:
             over, self._over = self._over, []
+            self._any_over.clear()
             for request in over:
                 self._abandoned_at.pop(request, None)
         return over
+
+    def wait_over(self, timeout_s: float) -> list[int]:
+        """Returns like :meth:`over`; waits for a request at most ``timeout_s``."""
+        self._any_over.wait(timeout_s)
+        return self.over()
 
     @property
     def registered(self) -> bool:
@@ -319,10 +327,16 @@ class RankSession:
                     self._outbox.memory_dropped()
                 self._not_before = time.monotonic() + self._pause_s
                 self._pause_s = min(self._pause_s * 2, _PAUSE_MAX_S)
-            self._over.extend(self._outbox.answered(rank_request, failure is None))
+            self._are_over(self._outbox.answered(rank_request, failure is None))
         if isinstance(rank_request, outbox.Register):
             not_served = answer.not_served if isinstance(answer, wire.Registered) else ""
             self._tell(failure, not_served)
+
+    def _are_over(self, requests: list[int]) -> None:
+        """Records that nothing is copied for abandoned requests. The lock is held."""
+        self._over.extend(requests)
+        if self._over:
+            self._any_over.set()
 
     def _tell(self, failure: Failure | None, not_served: str) -> None:
         """Logs the result of a registration, each result once."""
@@ -367,9 +381,9 @@ class RankSession:
         given_up = self._silence.look(now, KILL_AFTER_S, self._link)
         if self._process_fd is None:
             if self._process == 0:
-                self._over.extend(self._outbox.dead())
+                self._are_over(self._outbox.dead())
         elif self._process_is_dead():
-            self._over.extend(self._outbox.dead())
+            self._are_over(self._outbox.dead())
         elif given_up and not self._process_killed:
             self._process_killed = True
             waited_s = now - min(self._abandoned_at[request] for request in self._outbox.abandoned)
