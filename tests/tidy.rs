@@ -4,10 +4,13 @@
 
 mod tidy {
     mod circles;
+    pub(crate) mod python_arrows;
 }
 
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use tidy::python_arrows::PYTHON_ARROWS;
 
 /// Allowed dependencies between the modules of the product: each may use the modules that are listed after it. Those
 /// between packages are the dependency lists of their manifests.
@@ -70,238 +73,6 @@ const WITHOUT_IO: &[(&str, &[&str])] = &[
             "tracing",
         ],
     ),
-];
-
-/// Modules of the Python package, and the modules that each may use. The third list: external packages that only these
-/// modules import when they are loaded.
-const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
-    ("__init__", &[], &[]),
-    ("wire", &[], &[]),
-    ("checksum_table", &[], &[]),
-    ("checksums", &[], &["torch"]),
-    ("cuda", &[], &[]),
-    ("served", &[], &[]),
-    ("held_pages", &[], &[]),
-    ("files", &[], &[]),
-    ("looks", &[], &[]),
-    ("outbox", &[], &[]),
-    ("silence", &[], &[]),
-    ("switch", &[], &[]),
-    ("batches", &["wire"], &[]),
-    ("pool", &["cuda"], &["torch"]),
-    ("proofs", &["cuda"], &["torch"]),
-    ("hub", &["files"], &[]),
-    ("client", &["batches", "wire"], &["zmq"]),
-    ("admin", &["client", "wire"], &[]),
-    ("present_namespace", &[], &[]),
-    ("engine_client", &["client", "served", "wire"], &[]),
-    ("memory", &["client", "cuda", "proofs"], &["torch"]),
-    ("recording", &["client", "wire"], &[]),
-    (
-        "event_feed",
-        &["client", "engine_client", "held_pages", "wire"],
-        &[],
-    ),
-    ("finishes", &["client", "engine_client", "wire"], &[]),
-    ("removals", &["client", "engine_client"], &[]),
-    ("resets", &["client", "engine_client"], &[]),
-    ("progress", &["memory"], &[]),
-    (
-        "rank",
-        &["client", "memory", "outbox", "progress", "silence", "wire"],
-        &[],
-    ),
-    ("vllm/settings", &[], &[]),
-    ("vllm/metadata", &[], &["vllm"]),
-    ("vllm/compat", &[], &[]),
-    ("vllm/page_tokens", &[], &["vllm"]),
-    ("vllm/kv_memory", &[], &["vllm"]),
-    ("vllm/layouts", &[], &["vllm"]),
-    ("vllm/steps", &[], &[]),
-    ("vllm/per_request", &[], &[]),
-    ("vllm/poolreset", &[], &[]),
-    ("vllm/meters", &["wire"], &[]),
-    ("vllm/event_publisher", &["vllm/settings"], &["vllm", "zmq"]),
-    ("vllm/reports", &["vllm/metadata"], &[]),
-    (
-        "vllm/event_batches",
-        &["held_pages", "vllm/page_tokens"],
-        &["vllm"],
-    ),
-    ("vllm/guard", &["vllm/meters"], &[]),
-    ("vllm/stats", &["vllm/meters"], &["vllm"]),
-    ("vllm/content", &["files", "hub", "vllm/compat"], &[]),
-    ("vllm/namespaces", &["files", "hub", "looks"], &[]),
-    ("vllm/inflight", &["client", "engine_client", "served"], &[]),
-    (
-        "vllm/kv_groups",
-        &["memory", "served", "vllm/event_batches"],
-        &["vllm"],
-    ),
-    ("vllm/calls", &["recording", "vllm/metadata"], &[]),
-    (
-        "vllm/events",
-        &[
-            "engine_client",
-            "event_feed",
-            "held_pages",
-            "vllm/event_batches",
-            "vllm/page_tokens",
-        ],
-        &["vllm"],
-    ),
-    (
-        "vllm/backpressure",
-        &["vllm/inflight", "vllm/settings"],
-        &[],
-    ),
-    (
-        "vllm/tracked",
-        &[
-            "client",
-            "served",
-            "vllm/inflight",
-            "vllm/per_request",
-            "wire",
-        ],
-        &[],
-    ),
-    (
-        "vllm/verify",
-        &[
-            "checksum_table",
-            "engine_client",
-            "removals",
-            "served",
-            "vllm/inflight",
-            "vllm/metadata",
-            "vllm/settings",
-            "wire",
-        ],
-        &[],
-    ),
-    (
-        "vllm/counts",
-        &[
-            "client",
-            "served",
-            "vllm/inflight",
-            "vllm/meters",
-            "vllm/tracked",
-            "wire",
-        ],
-        &[],
-    ),
-    (
-        "vllm/loads",
-        &[
-            "served",
-            "vllm/counts",
-            "vllm/inflight",
-            "vllm/metadata",
-            "vllm/settings",
-            "vllm/steps",
-            "vllm/tracked",
-            "vllm/verify",
-            "wire",
-        ],
-        &[],
-    ),
-    (
-        "vllm/lookups",
-        &[
-            "client",
-            "engine_client",
-            "served",
-            "switch",
-            "vllm/counts",
-            "vllm/settings",
-            "vllm/tracked",
-            "wire",
-        ],
-        &[],
-    ),
-    (
-        "vllm/invalidation",
-        &[
-            "resets",
-            "vllm/loads",
-            "vllm/lookups",
-            "vllm/namespaces",
-            "vllm/settings",
-            "vllm/tracked",
-        ],
-        &[],
-    ),
-    (
-        "vllm/stores",
-        &[
-            "engine_client",
-            "served",
-            "switch",
-            "vllm/backpressure",
-            "vllm/counts",
-            "vllm/inflight",
-            "vllm/invalidation",
-            "vllm/lookups",
-            "vllm/namespaces",
-            "vllm/settings",
-            "vllm/steps",
-            "vllm/tracked",
-            "vllm/verify",
-            "wire",
-        ],
-        &[],
-    ),
-    (
-        "vllm/scheduler",
-        &[
-            "client",
-            "engine_client",
-            "finishes",
-            "recording",
-            "resets",
-            "served",
-            "switch",
-            "vllm/calls",
-            "vllm/counts",
-            "vllm/events",
-            "vllm/inflight",
-            "vllm/invalidation",
-            "vllm/loads",
-            "vllm/lookups",
-            "vllm/metadata",
-            "vllm/meters",
-            "vllm/namespaces",
-            "vllm/per_request",
-            "vllm/poolreset",
-            "vllm/settings",
-            "vllm/steps",
-            "vllm/stores",
-            "vllm/tracked",
-            "vllm/verify",
-        ],
-        &[],
-    ),
-    (
-        "vllm/connector",
-        &[
-            "checksums",
-            "memory",
-            "pool",
-            "rank",
-            "vllm/calls",
-            "vllm/compat",
-            "vllm/content",
-            "vllm/guard",
-            "vllm/metadata",
-            "vllm/reports",
-            "vllm/scheduler",
-            "vllm/settings",
-        ],
-        &[],
-    ),
-    ("vllm/__init__", &["vllm/connector"], &[]),
 ];
 
 /// The only files with `unsafe` in the packages that do not forbid it.
@@ -546,22 +317,32 @@ fn python_modules_use_only_modules_below_them() {
         let (from, allowed, packages) =
             arrows.unwrap_or_else(|| panic_at(&name, 0, "belongs to no known module"));
         // Indented imports are skipped: they are only for type checkers, or they handle a missing package.
-        let below = |module: &str| match module {
+        let below = |engine: &str, module: &str| match module {
             "" => String::new(),
-            _ => format!("vllm/{module}"),
+            _ => format!("{engine}/{module}"),
         };
         for (line, text) in text.lines().enumerate() {
             let words: Vec<&str> = text.split([' ', '.', ',']).collect();
             let used: Vec<String> = match words[..] {
-                ["from", "kvferry", "vllm", "import", ref modules @ ..] => {
-                    modules.iter().map(|module| below(module)).collect()
+                [
+                    "from",
+                    "kvferry",
+                    engine @ ("sglang" | "vllm"),
+                    "import",
+                    ref modules @ ..,
+                ] => modules.iter().map(|module| below(engine, module)).collect(),
+                ["from", "kvferry", engine @ ("sglang" | "vllm"), module, ..] => {
+                    vec![below(engine, module)]
                 }
-                ["from", "kvferry", "vllm", module, ..] => vec![below(module)],
                 ["from", "kvferry", "import", ref modules @ ..] => {
                     modules.iter().map(ToString::to_string).collect()
                 }
                 ["from", "kvferry", module, ..] => vec![module.to_owned()],
-                ["from" | "import", package @ ("zmq" | "torch" | "vllm"), ..] => {
+                [
+                    "from" | "import",
+                    package @ ("sglang" | "torch" | "vllm" | "zmq"),
+                    ..,
+                ] => {
                     if !packages.contains(&package) {
                         panic_at(&name, line + 1, &format!("{from} must not use {package}"));
                     }
@@ -584,7 +365,7 @@ fn python_modules_use_only_modules_below_them() {
 fn the_page_of_the_structure_names_every_python_module() {
     let page = fs::read_to_string(root().join("docs/architecture.md")).expect("a page");
     for (module, _, _) in PYTHON_ARROWS {
-        let module = module.strip_prefix("vllm/").unwrap_or(module);
+        let module = module.rsplit('/').next().unwrap_or(module);
         let named = page.contains(&format!("`{module}`"));
         assert!(
             named || module == "__init__",

@@ -1,0 +1,151 @@
+"""Names everything that the bytes of a page depend on, in addition to the tokens and salts that SGLang hashes.
+
+The *namespace* of an engine separates its pages from all that were computed differently. The *content* is a readable
+summary in one line, and is part of each registration of KV memory.
+"""
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from kvferry.sglang import interface
+from kvferry.weights import Weights, cut, described, identify, models_elsewhere, sorted_json, without_path
+
+if TYPE_CHECKING:
+    from kvferry.sglang.settings import Settings
+
+logger = logging.getLogger("kvferry")
+
+#: Longest content, in bytes. Longer names in it are cut; the digest is always whole.
+CONTENT_BYTES_MAX = 512
+#: Load formats with which SGLang reads only files at the model's path.
+READ_FROM_PATH = frozenset(
+    (
+        "auto",
+        "fastsafetensors",
+        "gguf",
+        "instanttensor",
+        "mistral",
+        "pt",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    )
+)
+#: Arguments of SGLang on which the weights in memory depend, beside their files.
+_OF_WEIGHTS = (
+    "dtype",
+    "quantization",
+    "quantization_param_path",
+    "kv_cache_dtype",
+    "modelopt_quant",
+    "modelopt_checkpoint_restore_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
+    "torchao_config",
+    "model_loader_extra_config",
+)
+#: Further arguments on which the bytes of pages depend: which computations are carried out, and how.
+_OF_COMPUTATION = (
+    "load_format",
+    "json_model_override_args",
+    "decrypted_config_file",
+    "model_impl",
+    "model_config_parser",
+    "context_length",
+    "trust_remote_code",
+    "device",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "disable_chunked_prefix_cache",
+    "enable_torch_compile",
+    "enable_deterministic_inference",
+    "enable_tf32_matmul",
+    "fp8_gemm_runner_backend",
+    "fp4_gemm_runner_backend",
+    "moe_runner_backend",
+    "moe_a2a_backend",
+    "ep_size",
+    "is_embedding",
+)
+
+
+def of_weights(arguments: dict[str, Any], hf_config: Any, settings: "Settings", start: str) -> Weights:
+    """Names the weights by the files at their path. Called after they were loaded.
+
+    ``arguments`` are SGLang's, with the values that it uses.
+    """
+    load_format = getattr(arguments.get("load_format"), "value", arguments.get("load_format"))
+    weight_cache = arguments.get("weight_cache_mode") or "off"
+    here = load_format in READ_FROM_PATH and weight_cache == "off" and not any(models_elsewhere(hf_config.to_dict()))
+    return identify(
+        arguments["model_path"],
+        arguments.get("revision"),
+        dummy=load_format == "dummy",
+        from_path=here,
+        cache=arguments.get("download_dir"),
+        config_commit=getattr(hf_config, "_commit_hash", None),
+        declared=settings.weights,
+        start=start,
+    )
+
+
+def namespace_of(
+    arguments: dict[str, Any], hf_config: Any, settings: "Settings", weights: Weights, *, ranks: int, pool: Any
+) -> str:
+    """Returns a text of everything that page bytes depend on, except for the tokens and the memory's shape."""
+    import torch
+
+    device = next(iter(getattr(pool, "kv_buffer", None) or pool.k_buffer)).device
+    parts = {
+        "sglang": interface.version(),
+        **_weights_parts(arguments, weights.name, weights.revision, ranks, pool),
+        **{name: arguments.get(name) for name in _OF_COMPUTATION},
+        "config": sorted_json(without_path(hf_config.to_dict())),
+        "page_size": pool.page_size,
+        "platform": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "namespace": settings.namespace,
+    }
+    return "\n".join(f"{name}={described(value)}" for name, value in parts.items())
+
+
+def content_of(arguments: dict[str, Any], weights: Weights, *, ranks: int, pool: Any) -> str:
+    """Returns one line of at most :data:`CONTENT_BYTES_MAX` bytes, which ends with a digest of all parts."""
+    parts = _weights_parts(arguments, weights.content, weights.revision, ranks, pool)
+    digest = hashlib.blake2b(described(parts).encode(), digest_size=16).hexdigest()
+    shown = (
+        ("SGLang, ", weights.model),
+        ("revision ", weights.revision or "default"),
+        ("dtype ", described(arguments.get("dtype"))),
+        ("quantization ", described(arguments.get("quantization"))),
+        ("KV ", described(pool.dtype)),
+    )
+    text = ", ".join(label + cut(name) for label, name in shown)
+    # A character takes up to 4 bytes.
+    room = CONTENT_BYTES_MAX - len(digest) - 2
+    return f"{text.encode()[:room].decode(errors='ignore')}, {digest}"
+
+
+def _weights_parts(
+    arguments: dict[str, Any], weights: str, revision: str | None, ranks: int, pool: Any
+) -> dict[str, Any]:
+    return {
+        "engine": "sglang",
+        "model": weights,
+        "revision": revision,
+        "ranks": ranks,
+        "pool": (type(pool).__name__, str(pool.dtype), str(pool.store_dtype)),
+        **{name: sorted_json(arguments.get(name)) for name in _OF_WEIGHTS},
+    }
+
+
+def tell_unknown_weights(weights: Weights) -> None:
+    """Logs a warning if pages will not be shared, with the reason."""
+    if not weights.shared:
+        logger.warning(
+            "kvferry: the weights of %s cannot be identified, or their files changed while the engine started: pages "
+            "are shared with no other engine and with no later start; give a commit as the revision, or name the "
+            'weights in linker_extra_config: "weights"',
+            weights.model,
+        )

@@ -1,0 +1,205 @@
+"""The side of rank 0, which sends lookups, loads and stores to the leader. The other ranks follow its results."""
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvferry.engine_client import EngineClient
+from kvferry.finishes import Finishes
+from kvferry.resets import Forgetting
+from kvferry.sglang import loads
+from kvferry.sglang.breaker import Breaker
+from kvferry.sglang.loads import Ended
+from kvferry.sglang.lookups import Lookups
+from kvferry.sglang.offloads import Offloads
+from kvferry.switch import Switch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvferry.sglang.abandoned import Abandoned
+    from kvferry.sglang.namespaces import Namespaces
+    from kvferry.sglang.settings import Settings
+
+logger = logging.getLogger("kvferry")
+
+#: Time without a connection to the leader after which a warning is logged.
+ABSENT_S = 1.0
+
+
+class LeaderSide:
+    """The connection of one engine to its leader. For the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        settings: "Settings",
+        *,
+        engine: bytes,
+        namespaces: "Namespaces",
+        abandoned: "Abandoned",
+        weight_changes: "Callable[[], int]",
+        connect: type[EngineClient] = EngineClient,
+    ):
+        """Begins the connection. ``weight_changes`` counts how often the engine's weights may have changed."""
+        self._settings = settings
+        self._namespaces = namespaces
+        self._weight_changes = weight_changes
+        self._known_changes = weight_changes()
+        #: The weights have changed without a flush of SGLang's cache: new pages may follow pages of old weights.
+        self._mixed = False
+        self._switch = Switch(settings.socket_dir)
+        self._logged_absent = False
+        self._tails_known_of = 0
+        #: Id of the last load; 0 if the last call of :meth:`load` has sent none.
+        self.loading = 0
+        self.breaker = Breaker()
+        self._client = connect(
+            settings.socket_dir / "leader",
+            engine,
+            # Ids also grow over a restart of an engine.
+            first_id=time.time_ns() // 1000,
+            replica=settings.replica,
+            name="SGLang",
+            turn=self._watch,
+        )
+        self._finishes = Finishes(self._client)
+        self._forgetting = Forgetting(self._client)
+        self._lookups = Lookups(self._client, settings, self._finishes, self.breaker)
+        self._offloads = Offloads(self._client, settings, self._finishes, abandoned)
+        self._client.start()
+
+    # The client's thread.
+
+    def _watch(self) -> float | None:
+        times = [self._switch.look(), self._tell_away()]
+        self._tell_tails()
+        return min(at for at in times if at is not None)
+
+    def _tell_away(self) -> float | None:
+        """Logs once that the leader is away, and that it is back; returns when that is due."""
+        lost_at = self._client.lost_at
+        if lost_at is None:
+            if self._logged_absent:
+                logger.info("kvferry: the leader in %s is connected", self._client.directory)
+            self._logged_absent = False
+        elif not self._logged_absent:
+            if time.monotonic() - lost_at < ABSENT_S:
+                return lost_at + ABSENT_S
+            self._logged_absent = True
+            logger.warning(
+                "kvferry: no leader answers in %s (%s): requests run without the cache until one does",
+                self._client.directory,
+                self._client.problem,
+            )
+        return None
+
+    def _tell_tails(self) -> None:
+        """Logs once for each leader that it does not find what SGLang looks up most of the time."""
+        if not self._client.listening or self._client.epoch == self._tails_known_of:
+            return
+        self._tails_known_of = self._client.epoch
+        if not self._client.finds_tails:
+            logger.warning(
+                "kvferry: the leader finds no pages where a lookup begins in the middle of a sequence, as it does when "
+                "SGLang has the pages before: such lookups miss, and their pages are stored a second time. Start "
+                "kvferry up with --page-index true, or with --ratio 1"
+            )
+
+    # The scheduler's thread.
+
+    def namespace(self) -> bytes:
+        """Returns the namespace of requests; another one after the weights may have changed."""
+        if self._weights_changed():
+            self._mixed = True
+            self.leave_pages("the weights of the engine may have changed")
+        return self._namespaces.present
+
+    def _weights_changed(self) -> bool:
+        known, self._known_changes = self._known_changes, self._weight_changes()
+        return self._known_changes != known
+
+    def leave_pages(self, why: str) -> None:
+        """Begins a private namespace: what was stored before is not found any more."""
+        logger.info("kvferry: %s: pages that were stored before are not used any more", why)
+        self._forgetting.add(self._namespaces.leave())
+
+    def next_step(self) -> None:
+        """Does what is due once in each step. Does not wait."""
+        self._finishes.turn()
+        self._forgetting.turn()
+        self._lookups.next_step()
+
+    def find(self, request: str, hashes: bytes) -> int:
+        """Returns how many pages can be loaded, from the first hash on."""
+        if self._settings.mode == "store" or self._switch.off or not self._client.listening or self.breaker.pauses:
+            return 0
+        return self._lookups.find(request, hashes, self.namespace())
+
+    def load(self, request: str, hashes: bytes, pages: list[int], after: int) -> tuple[Ended, int, str]:
+        """Loads pages that a lookup of the request has found.
+
+        Returns how the load ended, its id, and why it failed; no reason if nothing was tried.
+        """
+        self.loading = 0
+        if self.breaker.pauses:
+            # A request of the same step may have failed: each would wait as long.
+            self._lookups.drop(request)
+            return Ended.FAILED, 0, ""
+        lookup = self._lookups.take(request, hashes, self.namespace())
+        if lookup is None:
+            return Ended.FAILED, 0, ""
+        pending = loads.begin(self._client, self._settings, lookup, pages, after)
+        self.loading = pending.id
+        ended, why = loads.end(self._client, self._settings, pending, len(pages))
+        self._finishes.finish(lookup.slot, lookup.epoch)
+        return ended, pending.id, why
+
+    def loaded(self, request: str, pages: int, why: str) -> None:
+        """Records the end of a load that was tried, once its pages are quiet. ``why``: empty for one that is whole."""
+        if not why:
+            self.breaker.worked()
+            return
+        pause_s = self.breaker.failed()
+        logger.warning(
+            "kvferry: %d pages of request %s were not loaded and are computed: %s. No lookups for %.0f s",
+            pages,
+            request,
+            why,
+            pause_s,
+        )
+
+    def offload(self, hashes: bytes, pages: list[int], after: int) -> None:
+        """Stores the pages of a node."""
+        if self._settings.mode == "load" or self._switch.off:
+            self._offloads.fail()
+            return
+        self._offloads.begin(self._lookups.slot(), hashes, pages, self.namespace(), after)
+
+    def fail_offloads(self, count: int) -> None:
+        """Adds offloads that have failed, until there are ``count``."""
+        while len(self._offloads) < count:
+            self._offloads.fail()
+
+    def ended_offloads(self) -> int:
+        """Returns how many results can be taken."""
+        return self._offloads.turn()
+
+    def take_offload(self) -> tuple[bool, int]:
+        """Returns the oldest result, and the id of a store that the other ranks must abandon."""
+        return self._offloads.take()
+
+    def reset(self) -> list[int]:
+        """Ends all transfers; returns the requests that every rank must abandon."""
+        self._lookups.drop_all()
+        requests = self._offloads.end_all()
+        if self._weights_changed() or self._mixed or not self._settings.keep_on_flush:
+            self.leave_pages("SGLang's cache was flushed")
+        self._mixed = False
+        return requests
+
+    def close(self) -> list[int]:
+        """Ends all transfers, and closes the connection."""
+        self._lookups.drop_all()
+        requests = self._offloads.end_all()
+        self._client.close()
+        return requests

@@ -1,0 +1,27 @@
+"""The namespace of an engine's pages, which changes when its weights may have changed."""
+
+import hashlib
+import secrets
+
+
+class Namespaces:
+    """The present namespace: shared with engines of the same description, or private to this engine."""
+
+    def __init__(self, base: str, *, private: bool):
+        self._base = base
+        self._shared = not private
+        #: The namespace of requests, 32 bytes.
+        self.present = _digest(base)
+        if private:
+            self.leave()
+
+    def leave(self) -> list[bytes]:
+        """Begins a new private namespace; returns the one that was left if no other engine can use it."""
+        left = [] if self._shared else [self.present]
+        self._shared = False
+        self.present = _digest(f"{self._base}\nprivate={secrets.token_hex(16)}")
+        return left
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=32).digest()

@@ -1,0 +1,459 @@
+"""Tests of SGLang's transfers without SGLang: one rank with real memory, a real leader and a real worker."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from daemon import Daemon, eventually, running
+from signals import stop
+
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
+from kvferry.sglang import abandoned as abandoned_module
+from kvferry.sglang import loads, lookups, offloads
+from kvferry.sglang.abandoned import Abandoned, Unconfirmed
+from kvferry.sglang.breaker import PAUSE_FIRST_S, PAUSE_MAX_S, Breaker
+from kvferry.sglang.leader import LeaderSide
+from kvferry.sglang.namespaces import Namespaces
+from kvferry.sglang.ranks import Ranks
+from kvferry.sglang.settings import Settings
+from kvferry.sglang.transfers import Transfers, packed
+
+PAGES = 32
+PATIENT = {"lookup_budget_ms": 1000, "step_budget_ms": 10_000, "lookup_timeout_ms": 30_000}
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process; it goes on afterwards if it is still there."""
+    stop(pid)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def hashes(name: str, count: int) -> list[str]:
+    """Returns chained hashes in SGLang's form."""
+    found, last = [], name.encode()
+    for _ in range(count):
+        last = hashlib.sha256(last).digest()
+        found.append(last.hex())
+    return found
+
+
+class OneRank:
+    """One rank of an engine, as the linker makes it."""
+
+    def __init__(self, daemon: Daemon, *, weights: str = "weights", **settings: Any):
+        self.changes = 0
+        self.tensor = torch.zeros(PAGES, 16, 8)
+        memory = KvMemory([Group({"layer": self.tensor}, 16, PAGES)], Place(0, 1, 0, b"test"))
+        engine = os.urandom(16)
+        self.session = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, memory, name="test")
+        self.settings = Settings.read({"socket_dir": str(daemon.socket_dir), **PATIENT, **settings})
+        abandoned = Abandoned(self.session)
+        self.leader = LeaderSide(
+            self.settings,
+            engine=engine,
+            namespaces=Namespaces(weights, private=False),
+            abandoned=abandoned,
+            weight_changes=lambda: self.changes,
+        )
+        self.transfers = Transfers(
+            Ranks(),
+            self.session,
+            abandoned,
+            self.leader,
+            offloads_max=self.settings.offloads_max,
+            written=self.session.wrote,
+        )
+
+    def fill(self, pages: list[int], seed: int) -> torch.Tensor:
+        """Writes random numbers to pages, and returns them."""
+        content = torch.randn(len(pages), 16, 8, generator=torch.Generator().manual_seed(seed))
+        self.tensor[pages] = content
+        return content
+
+    def wait_offloads(self, count: int, within_s: float = 60.0) -> list[bool]:
+        eventually("offloads end", lambda: self.transfers.ended_offloads() >= count, within_s)
+        return [self.transfers.take_offload() for _ in range(count)]
+
+    def store(self, name: str, pages: list[int], seed: int) -> torch.Tensor:
+        content = self.fill(pages, seed)
+        assert self.transfers.offload(hashes(name, len(pages)), pages)
+        assert self.wait_offloads(1) == [True]
+        return content
+
+    def find(self, request: str, wanted: list[str]) -> int:
+        self.transfers.ended_offloads()
+        return len(self.transfers.find(request, wanted))
+
+    def close(self) -> None:
+        self.transfers.close()
+
+
+@contextlib.contextmanager
+def one_rank(**settings: Any) -> Iterator[tuple[Daemon, OneRank]]:
+    with running(ranks=1, ratio=1) as daemon:
+        engine = OneRank(daemon, **settings)
+        try:
+            ready(daemon, engine)
+            yield daemon, engine
+        finally:
+            engine.close()
+
+
+def ready(daemon: Daemon, engine: OneRank) -> None:
+    eventually("the rank is registered", lambda: engine.session.registered)
+    daemon.wait_ready()
+    eventually("the leader is connected", lambda: engine.leader._client.listening)
+
+
+def test_stored_pages_are_found_loaded_and_equal() -> None:
+    with one_rank() as (daemon, engine):
+        content = engine.store("a", [3, 4, 9], 1)
+        names = hashes("a", 5)
+        assert engine.transfers.find("r", names) == [1, 2, 3]
+        assert engine.transfers.start_batch() == -1
+        assert engine.transfers.load("r", names[:2], [20, 7])
+        assert torch.equal(engine.tensor[[20, 7]], content[:2])
+        assert engine.transfers.start_batch() == 0
+        assert engine.transfers.start_batch() == -1
+        assert not engine.transfers.load("r", names[:2], [20, 7]), "a lookup serves one load"
+        engine.transfers.ended_offloads()
+        daemon.wait_idle()
+        # A tail, as SGLang names it where it has the pages before.
+        assert engine.find("tail", names[1:3]) == 2
+        assert engine.transfers.load("tail", names[1:3], [1, 2])
+        assert torch.equal(engine.tensor[[1, 2]], content[1:])
+
+
+def test_a_load_needs_the_pages_that_its_lookup_found() -> None:
+    with one_rank() as (_, engine):
+        engine.store("a", [3, 4], 1)
+        names = hashes("a", 3)
+        assert not engine.transfers.load("unknown", names[:2], [8, 9])
+        assert engine.find("r", names) == 2
+        assert not engine.transfers.load("r", names, [8, 9, 10]), "more pages than were found"
+        assert engine.find("r", names) == 2
+        assert not engine.transfers.load("r", hashes("b", 2), [8, 9]), "other pages"
+        assert engine.find("r", names) == 2
+        assert not engine.transfers.load("r", names[:2], None), "slots that form no pages"
+        assert not engine.leader.breaker.pauses, "nothing was tried"
+        assert not engine.tensor[[8, 9, 10]].any()
+
+
+def test_an_answer_is_remembered_and_a_miss_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank() as (daemon, engine):
+        names = hashes("a", 2)
+        assert engine.find("r", names) == 0
+        engine.store("a", [3, 4], 1)
+        assert engine.find("r", names) == 0, "the miss is remembered"
+        monkeypatch.setattr(lookups, "MISS_S", 0.0)
+        assert engine.find("r", names) == 2
+        before = daemon.status()["requests"]
+        for _ in range(20):
+            assert engine.find("r", names) == 2
+        assert daemon.status()["requests"].get("lookup") == before.get("lookup")
+        # A lookup that no load uses gives its pages back.
+        monkeypatch.setattr(lookups, "DROP_S", 0.0)
+        engine.transfers.ended_offloads()
+        daemon.wait_idle()
+        monkeypatch.setattr(lookups, "LOOKUPS_MAX", 2)
+        for number in range(5):
+            engine.transfers.find(f"r{number}", names)
+        assert len(engine.leader._lookups._lookups) == 2
+
+
+def test_a_flush_leaves_the_pages_and_the_setting_keeps_them() -> None:
+    for keep in (False, True):
+        with one_rank(keep_on_flush=keep) as (_, engine):
+            engine.store("a", [3, 4], 1)
+            engine.transfers.reset()
+            assert engine.find("r", hashes("a", 2)) == (2 if keep else 0)
+            engine.store("b", [3, 4], 2)
+            assert engine.find("s", hashes("b", 2)) == 2
+
+
+def test_changed_weights_leave_the_pages_whatever_the_settings_keep() -> None:
+    with one_rank(keep_on_flush=True) as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        assert engine.find("r", hashes("a", 2)) == 2
+        engine.changes += 1
+        assert engine.find("r", hashes("a", 2)) == 0
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+        engine.store("b", [3, 4], 2)
+        assert engine.find("b", hashes("b", 2)) == 2
+        # The pages may follow pages of the old weights, which SGLang has until it flushes.
+        engine.transfers.reset()
+        assert engine.find("s", hashes("b", 2)) == 0
+        engine.store("c", [3, 4], 2)
+        engine.transfers.reset()
+        assert engine.find("t", hashes("c", 2)) == 2
+        engine.changes += 1
+        engine.transfers.reset()
+        assert engine.find("u", hashes("c", 2)) == 0
+        # Private pages that were left are removed.
+        eventually("they are removed", lambda: (engine.transfers.ended_offloads(), daemon.status()["blocks"])[1] == 2)
+        engine.close()
+        other = OneRank(daemon, keep_on_flush=True)
+        try:
+            ready(daemon, other)
+            assert other.find("r", hashes("a", 2)) == 2, "another engine with the weights of before"
+            assert other.find("s", hashes("b", 2)) == 0
+        finally:
+            other.close()
+
+
+def test_engines_with_other_weights_share_nothing() -> None:
+    with one_rank() as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        engine.close()
+        other = OneRank(daemon, weights="others")
+        try:
+            ready(daemon, other)
+            assert other.find("r", hashes("a", 2)) == 0
+        finally:
+            other.close()
+
+
+def test_without_a_leader_nothing_waits_and_offloads_fail_in_order() -> None:
+    with one_rank() as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        assert engine.find("r", hashes("a", 2)) == 2
+        daemon.kill()
+        eventually("the connection is lost", lambda: not engine.leader._client.listening)
+        begun = time.monotonic()
+        assert engine.find("r", hashes("a", 2)) == 0
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+        for _ in range(3):
+            assert engine.transfers.offload(hashes("b", 2), [3, 4])
+        assert engine.transfers.ended_offloads() == 3
+        assert [engine.transfers.take_offload() for _ in range(3)] == [False] * 3
+        engine.transfers.reset()
+        assert time.monotonic() - begun < 2.0
+        daemon.start()
+        ready(daemon, engine)
+        content = engine.store("c", [5, 6], 3)
+        assert engine.find("s", hashes("c", 2)) == 2
+        assert engine.transfers.load("s", hashes("c", 2), [8, 9])
+        assert torch.equal(engine.tensor[[8, 9]], content)
+
+
+def test_a_load_of_a_stopped_worker_is_abandoned_and_its_pages_are_quiet_afterwards() -> None:
+    with one_rank(load_timeout_ms=300) as (daemon, engine):
+        content = engine.store("a", [3, 4], 1)
+        names = hashes("a", 2)
+        assert engine.find("r", names) == 2
+        worker = daemon.pid()
+        begun = time.monotonic()
+        with stopped(worker):
+            # The supervisor ends a worker that gives nothing back; until then the load does not return.
+            assert not engine.transfers.load("r", names, [8, 9])
+            assert worker not in daemon.workers
+        assert time.monotonic() - begun < abandoned_module.CONFIRM_LIMIT_S
+        assert engine.leader.breaker.pauses
+        assert engine.find("s", names) == 0, "no lookups during the pause"
+        engine.fill([8, 9], 5)
+        written = engine.tensor[[8, 9]].clone()
+        eventually("the pause ends", lambda: not engine.leader.breaker.pauses)
+        ready(daemon, engine)
+        assert torch.equal(engine.tensor[[8, 9]], written)
+        eventually("pages are found again", lambda: engine.find(f"t{time.monotonic()}", names) == 2)
+        request = f"t{time.monotonic()}"
+        assert engine.find(request, names) == 2
+        assert engine.transfers.load(request, names, [8, 9])
+        assert torch.equal(engine.tensor[[8, 9]], content)
+
+
+def test_a_load_whose_worker_dies_fails_and_the_next_one_is_right() -> None:
+    with one_rank(load_timeout_ms=20_000) as (daemon, engine):
+        content = engine.store("a", [3, 4], 1)
+        names = hashes("a", 2)
+        assert engine.find("r", names) == 2
+        worker = daemon.pid()
+        os.kill(worker, signal.SIGSTOP)
+        killer = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
+        killer.start()
+        begun = time.monotonic()
+        assert not engine.transfers.load("r", names, [8, 9])
+        assert time.monotonic() - begun < 20.0
+        killer.join()
+        eventually("the pause ends", lambda: not engine.leader.breaker.pauses)
+        ready(daemon, engine)
+        eventually("pages are found again", lambda: engine.find(f"t{time.monotonic()}", names) == 2)
+        request = f"t{time.monotonic()}"
+        assert engine.find(request, names) == 2
+        assert engine.transfers.load(request, names, [8, 9])
+        assert torch.equal(engine.tensor[[8, 9]], content)
+
+
+def test_a_worker_that_confirms_nothing_ends_the_engine_instead_of_giving_its_pages_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(abandoned_module, "CONFIRM_LIMIT_S", 0.5)
+    with one_rank(load_timeout_ms=300) as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        assert engine.find("r", hashes("a", 2)) == 2
+        with stopped(daemon.pid()), pytest.raises(Unconfirmed, match="started again"):
+            engine.transfers.load("r", hashes("a", 2), [8, 9])
+
+
+def test_offloads_are_bounded_and_their_results_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank(offloads_max=3, store_timeout_ms=1000) as (daemon, engine):
+        worker = daemon.pid()
+        with stopped(worker):
+            for number in range(3):
+                assert engine.transfers.offload(hashes(f"n{number}", 2), [1 + 2 * number, 2 + 2 * number])
+            assert not engine.transfers.offload(hashes("more", 2), [8, 9])
+            assert engine.transfers.ended_offloads() == 0
+        eventually("they end", lambda: engine.transfers.ended_offloads() == 3)
+        results = [engine.transfers.take_offload() for _ in range(3)]
+        assert len(results) == 3
+        # Slots that form no pages, and a pause after a refusal.
+        monkeypatch.setattr(offloads, "PAUSE_S", 0.0)
+        assert engine.transfers.offload(hashes("no", 2), None)
+        assert engine.transfers.ended_offloads() == 1
+        assert engine.transfers.take_offload() is False
+
+
+def test_an_offload_whose_leader_is_lost_is_abandoned_before_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloads, "LOST_S", 0.3)
+    with one_rank() as (daemon, engine):
+        # The rank reports nothing as written: the store cannot begin.
+        engine.transfers._written = lambda _work: None
+        assert engine.transfers.offload(hashes("a", 2), [3, 4])
+        daemon.kill()
+        begun = time.monotonic()
+        assert engine.wait_offloads(1) == [False]
+        assert time.monotonic() - begun < 10.0
+
+
+def test_a_reset_ends_stores_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank(keep_on_flush=True) as (daemon, engine):
+        engine.transfers._written = lambda _work: None
+        for number in range(3):
+            assert engine.transfers.offload(hashes(f"n{number}", 2), [1 + 2 * number, 2 + 2 * number])
+        begun = time.monotonic()
+        engine.transfers.reset()
+        assert time.monotonic() - begun < 10.0
+        assert engine.transfers.ended_offloads() == 0
+        engine.transfers._written = engine.session.wrote
+        engine.store("a", [3, 4], 1)
+        daemon.wait_idle()
+
+
+def test_an_exception_stops_the_cache_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank() as (_, engine):
+        engine.store("a", [3, 4], 1)
+
+        def broken(*_given: Any, **_named: Any) -> None:
+            raise LookupError("injected")
+
+        monkeypatch.setattr(engine.leader._lookups, "find", broken)
+        assert engine.find("r", hashes("a", 2)) == 0
+        assert engine.transfers.fault == "a lookup"
+        assert engine.transfers.offload(hashes("b", 2), [5, 6])
+        assert engine.wait_offloads(1) == [False]
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+
+
+def test_a_load_is_abandoned_if_the_wait_for_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank() as (_, engine):
+        engine.store("a", [3, 4], 1)
+        assert engine.find("r", hashes("a", 2)) == 2
+        abandoned = []
+        abandon = engine.session.abandon
+
+        def seen(requests: list[int]) -> None:
+            abandoned.extend(requests)
+            abandon(requests)
+
+        def broken(*_given: Any) -> None:
+            raise LookupError("injected")
+
+        monkeypatch.setattr(engine.session, "abandon", seen)
+        monkeypatch.setattr(loads, "end", broken)
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+        assert abandoned == [engine.leader.loading] != [0]
+        assert engine.transfers.fault == "a load"
+
+
+@pytest.mark.parametrize("broken", ["lookup", "store"])
+def test_a_failed_offload_counts_once(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    with one_rank() as (_, engine):
+
+        def raises(*_given: Any, **_named: Any) -> None:
+            raise LookupError("injected")
+
+        monkeypatch.setattr(engine.leader._client, broken, raises)
+        assert engine.transfers.offload(hashes("a", 2), [3, 4])
+        assert engine.transfers.ended_offloads() == 1
+        assert engine.transfers.take_offload() is False
+        assert engine.transfers.ended_offloads() == 0
+
+
+def test_an_operator_switches_the_cache_off(tmp_path: Path) -> None:
+    with one_rank() as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        (daemon.socket_dir / "off").touch()
+        eventually("it is off", lambda: engine.find(f"r{time.monotonic()}", hashes("a", 2)) == 0)
+        assert engine.transfers.offload(hashes("b", 2), [3, 4])
+        assert engine.wait_offloads(1) == [False]
+        (daemon.socket_dir / "off").unlink()
+        eventually("it is on", lambda: engine.find(f"r{time.monotonic()}", hashes("a", 2)) == 2)
+
+
+@pytest.mark.parametrize("mode", ["load", "store"])
+def test_a_mode_does_one_of_both(mode: str) -> None:
+    with one_rank() as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        engine.close()
+        other = OneRank(daemon, mode=mode)
+        try:
+            ready(daemon, other)
+            assert other.find("r", hashes("a", 2)) == (2 if mode == "load" else 0)
+            assert other.transfers.offload(hashes("b", 2), [3, 4])
+            assert other.wait_offloads(1) == [mode == "store"]
+        finally:
+            other.close()
+
+
+def test_the_pauses_of_the_breaker_double_up_to_a_limit() -> None:
+    breaker = Breaker()
+    assert not breaker.pauses
+    pauses = [breaker.failed() for _ in range(8)]
+    assert breaker.pauses
+    assert pauses[:3] == [PAUSE_FIRST_S, 2 * PAUSE_FIRST_S, 4 * PAUSE_FIRST_S]
+    assert pauses[-1] == PAUSE_MAX_S
+    breaker.worked()
+    assert breaker.failed() == PAUSE_FIRST_S
+
+
+def test_hashes_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="32"):
+        packed(["ab"])
+
+
+def test_settings_name_the_key_the_value_and_the_remedy() -> None:
+    for extra, said in (
+        ({"sockt_dir": "/x"}, "did you mean 'socket_dir'"),
+        ({"socket_dir": "here"}, "absolute path"),
+        ({"load_timeout_ms": 1}, "from 10 to 120000"),
+        ({"keep_on_flush": "yes"}, "true or false"),
+        ({"mode": "off"}, "both, load, store"),
+        ({"namespace": 7}, "give a text"),
+    ):
+        with pytest.raises(ValueError, match="linker_extra_config") as refused:
+            Settings.read(extra)
+        assert said in str(refused.value)
