@@ -26,4 +26,4 @@ def files_are_older(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name.startswith("test_vllm"))
+    items.sort(key=lambda item: item.path.name.startswith(("test_vllm", "test_sglang.")))

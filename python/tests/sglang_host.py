@@ -1,0 +1,87 @@
+"""A process with an SGLang engine that executes commands: one JSON object a line in, one a line out.
+
+Usage: ``sglang_host.py REPLY_FD``; the first line has the engine's arguments.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Host:
+    """The engine, and the commands that it executes."""
+
+    def __init__(self, arguments: dict[str, Any]):
+        import sglang
+
+        begun = time.monotonic()
+        self.engine = sglang.Engine(**arguments)
+        self.started = {"start_s": time.monotonic() - begun}
+
+    def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """Generates for all prompts at once."""
+        sampling = {"temperature": 0, "max_new_tokens": order["max_tokens"], "ignore_eos": True}
+        prompts = order["prompts"]
+        named: dict[str, Any] = {}
+        for name in ("cache_salt", "extra_key"):
+            if any(name in prompt for prompt in prompts):
+                named[name] = [prompt.get(name, "") for prompt in prompts]
+        try:
+            outputs = self.engine.generate(
+                input_ids=[prompt["tokens"] for prompt in prompts],
+                sampling_params=sampling,
+                return_logprob=True,
+                top_logprobs_num=5,
+                **named,
+            )
+        except ValueError as error:
+            return [{"error": str(error)}]
+        return [answer(output) for output in outputs]
+
+    def flush(self, order: dict[str, Any]) -> bool:
+        return bool(self.engine.flush_cache().success)
+
+    def weights(self, order: dict[str, Any]) -> list[Any]:
+        """Reads weights from another folder into the running engine."""
+        done = self.engine.loop.run_until_complete(
+            self.engine.tokenizer_manager.update_weights_from_disk(update(order["path"], order["flush"]), None)
+        )
+        return [bool(done[0]), done[1]]
+
+    def stop(self, order: dict[str, Any]) -> None:
+        self.engine.shutdown()
+
+
+def update(path: str, flush: bool) -> Any:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    return UpdateWeightFromDiskReqInput(model_path=path, flush_cache=flush)
+
+
+def answer(output: dict[str, Any]) -> dict[str, Any]:
+    """Returns tokens, and for each the five best with their log-probabilities; JSON keeps every bit of a float."""
+    told = output["meta_info"]
+    if told["finish_reason"].get("type") == "abort":
+        return {"error": told["finish_reason"].get("message", ""), "status": told["finish_reason"].get("status_code")}
+    logprobs = [sorted((token, logprob) for logprob, token, _ in step) for step in told["output_top_logprobs"]]
+    return {
+        "tokens": output["output_ids"],
+        "logprobs": logprobs,
+        "cached": told["cached_tokens"],
+        "details": told.get("cached_tokens_details") or {},
+    }
+
+
+def main() -> None:
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as replies:
+        host = Host(json.loads(sys.stdin.readline()))
+        print(json.dumps(host.started), file=replies)
+        for line in sys.stdin:
+            order = json.loads(line)
+            print(json.dumps(getattr(host, order["do"])(order)), file=replies)
+
+
+if __name__ == "__main__":
+    main()

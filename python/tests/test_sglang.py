@@ -1,0 +1,250 @@
+"""Tests of the linker with a real SGLang on the CPU.
+
+One engine serves all tests of this file, because its start takes a minute; the daemon is another one for each.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+from daemon import Daemon, eventually, running
+from engine import said, shared_memory, tokens
+from sglang_engine import DEVICE_TOKENS, PAGE_TOKENS, PYTHON, SglangEngine, arguments
+from signals import stop
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="KVFERRY_SGLANG_PYTHON names no Python with SGLang: cargo xtask test installs one"
+)
+FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
+PROMPT = tokens(300, seed=1)
+#: Tokens of the prompt that a hit can bring: at least one is computed.
+LOADABLE = (len(PROMPT) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+class Fixture:
+    """One engine, and the folder of its daemons."""
+
+    def __init__(self, socket_dir: Path):
+        self.socket_dir = socket_dir
+        self.engine: SglangEngine | None = None
+
+    def started(self) -> SglangEngine:
+        if self.engine is None:
+            self.engine = SglangEngine(arguments(self.socket_dir, extra={"load_timeout_ms": 1000}))
+        return self.engine
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fixture]:
+    before = shared_memory()
+    fixture = Fixture(tmp_path_factory.mktemp("k", numbered=True) / "s")
+    try:
+        yield fixture
+    finally:
+        if fixture.engine is not None:
+            fixture.engine.end()
+    assert shared_memory() == before
+
+
+@contextlib.contextmanager
+def serving(one: Fixture, **settings: Any) -> Iterator[tuple[Daemon, SglangEngine]]:
+    """A daemon for the engine, without any pages, and an engine whose own cache is empty."""
+    daemon = Daemon(one.socket_dir, **{"ranks": 1, "ratio": 1, **settings})
+    daemon.start()
+    try:
+        engine = one.started()
+        daemon.pid()
+        daemon.wait_ready()
+        engine.flush()
+        yield daemon, engine
+    finally:
+        daemon.kill()
+
+
+def settled(daemon: Daemon) -> None:
+    eventually("stores are over", lambda: not daemon.status()["copies_under_way"] and not daemon.status()["slots"])
+
+
+def cached(answers: list[Any]) -> list[tuple[int, int]]:
+    """Tokens of each answer that were on the device, and that kvferry brought, as SGLang counts them."""
+    return [(answer["details"].get("device", 0), answer["details"].get("host", 0)) for answer in answers]
+
+
+@pytest.mark.parametrize(("ratio", "page_index"), [(1, False), (32, True)])
+def test_warm_results_equal_cold_results_to_the_last_bit(one: Fixture, ratio: int, page_index: bool) -> None:
+    with serving(one, ratio=ratio, **({"page_index": "true"} if page_index else {})) as (daemon, engine):
+        cold = engine.generate(PROMPT)
+        assert cached(cold) == [(0, 0)]
+        settled(daemon)
+        engine.flush()
+        warm = engine.generate(PROMPT)
+        assert cached(warm) == [(0, LOADABLE)]
+        assert said(warm) == said(cold)
+        settled(daemon)
+        # A branch: its common pages stay on the device, and its own are evicted by others.
+        branch = PROMPT[:100] + tokens(220, seed=2)
+        first = engine.generate(branch)
+        assert cached(first) == [(96, 0)]
+        settled(daemon)
+        for seed in range(10, 10 + DEVICE_TOKENS // 1000 + 2):
+            engine.generate(PROMPT[:100] + tokens(900, seed=seed), max_tokens=1)
+        settled(daemon)
+        again = engine.generate(branch)
+        assert said(again) == said(first)
+        ((device, ours),) = cached(again)
+        assert ours > 0
+        assert device + ours == (len(branch) - 1) // PAGE_TOKENS * PAGE_TOKENS
+        print(f"ratio {ratio}: {LOADABLE} tokens loaded; of the branch {device} on the device, {ours} loaded")
+        # The bytes come from kvferry: changed ones give other results.
+        daemon.poison()
+        engine.flush()
+        poisoned = engine.generate(PROMPT)
+        assert cached(poisoned) == [(0, LOADABLE)]
+        assert said(poisoned) != said(cold)
+
+
+def test_salts_and_keys_are_kept_apart(one: Fixture) -> None:
+    with serving(one) as (daemon, engine):
+        plain = engine.generate(PROMPT)
+        settled(daemon)
+        for named in ({"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}):
+            engine.flush()
+            salted = {"tokens": PROMPT, **named}
+            assert cached(engine.generate(salted)) == [(0, 0)], f"pages of others are found with {named}"
+            settled(daemon)
+            engine.flush()
+            assert cached(engine.generate(salted)) == [(0, LOADABLE)]
+            assert said(engine.generate(salted)) == said(plain)
+
+
+def test_requests_at_once_get_the_same_results(one: Fixture) -> None:
+    with serving(one) as (daemon, engine):
+        prompts = [PROMPT[:64] + tokens(200, seed=seed) for seed in range(20, 26)]
+        alone = [said(engine.generate(prompt)) for prompt in prompts]
+        settled(daemon)
+        engine.flush()
+        together = engine.generate(*prompts)
+        assert [[each] for each in said(together)] == alone
+        assert sum(ours for _, ours in cached(together)) > len(prompts) * 128
+
+
+def test_a_worker_that_dies_in_a_load_costs_only_time(one: Fixture) -> None:
+    with serving(one) as (daemon, engine):
+        cold = engine.generate(PROMPT)
+        settled(daemon)
+        engine.flush()
+        worker = daemon.pid()
+        stop(worker)
+        killer = threading.Timer(0.3, os.kill, (worker, signal.SIGKILL))
+        killer.start()
+        failed = engine.generate(PROMPT)
+        killer.join()
+        assert said(failed) == said(cold)
+        assert cached(failed) == [(0, 0)], "the pages were computed"
+        assert re.search(r"9 pages of request \w+ were not loaded and are computed", engine.logged())
+        daemon.pid()
+        daemon.wait_ready()
+
+        def loads() -> bool:
+            engine.flush()
+            warm = engine.generate(PROMPT)
+            assert said(warm) == said(cold)
+            return cached(warm) == [(0, LOADABLE)]
+
+        eventually("pages are loaded again", loads)
+
+
+def test_a_leader_restarts_and_kvferry_goes_and_comes_back(one: Fixture) -> None:
+    with serving(one) as (daemon, engine):
+        cold = engine.generate(PROMPT)
+        settled(daemon)
+        daemon.killed(daemon.leader)
+        engine.flush()
+        assert said(engine.generate(PROMPT)) == said(cold)
+        daemon.wait_ready()
+
+        def loads() -> bool:
+            engine.flush()
+            warm = engine.generate(PROMPT)
+            assert said(warm) == said(cold)
+            return cached(warm) == [(0, LOADABLE)]
+
+        eventually("the next leader serves the pages", loads)
+        daemon.kill()
+        engine.flush()
+        begun = time.monotonic()
+        assert said(engine.generate(PROMPT)) == said(cold)
+        print(f"without kvferry: {time.monotonic() - begun:.1f} s")
+        eventually("that is logged", lambda: "no leader answers in" in engine.logged())
+        daemon.start()
+        daemon.pid()
+        daemon.wait_ready()
+        engine.flush()
+        assert said(engine.generate(PROMPT)) == said(cold)
+        settled(daemon)
+        eventually("pages are loaded again", loads)
+
+
+def test_weights_that_change_with_or_without_a_flush_leave_the_pages(one: Fixture) -> None:
+    """Runs last: the engine has other weights afterwards."""
+    with serving(one) as (daemon, engine):
+        cold = engine.generate(PROMPT)
+        settled(daemon)
+        for folder, flush in ((make_model.llama(1), True), (make_model.llama(0), False)):
+            assert engine.request("weights", path=str(folder), flush=flush)[0]
+            engine.flush()
+            changed = engine.generate(PROMPT)
+            assert cached(changed) == [(0, 0)], "pages of other weights are used"
+            assert (said(changed) == said(cold)) == (folder == make_model.llama(0))
+            settled(daemon)
+            engine.flush()
+            warm = engine.generate(PROMPT)
+            assert cached(warm) == [(0, LOADABLE)], "pages of the present weights are not used"
+            assert said(warm) == said(changed)
+
+
+def test_an_engine_without_a_daemon_and_with_unserved_pages_runs_without_the_cache(tmp_path: Path) -> None:
+    """Pages of one token, SGLang's default, are not served; without kvferry the engine starts as fast."""
+    if not FULL:
+        pytest.skip("starts another engine: with --full alone")
+    engine = SglangEngine(arguments(tmp_path / "none", page_size=1))
+    try:
+        assert cached(engine.generate(PROMPT)) == [(0, 0)]
+        assert "page_size is 1: give --page-size 16 or more" in engine.logged()
+        assert engine.logged().count("requests run without the cache") == 1
+    finally:
+        engine.end()
+
+
+def test_two_ranks_give_the_same_results() -> None:
+    if not FULL:
+        pytest.skip("starts another engine: with --full alone")
+    with running(ranks=2, ratio=1) as daemon:
+        engine = SglangEngine(arguments(daemon.socket_dir, tp_size=2))
+        try:
+            daemon.wait_ready()
+            cold = engine.generate(PROMPT)
+            settled(daemon)
+            engine.flush()
+            warm = engine.generate(PROMPT)
+            assert cached(warm) == [(0, LOADABLE)]
+            assert said(warm) == said(cold)
+            settled(daemon)
+            engine.flush()
+            worker = daemon.pid(rank=1)
+            stop(worker)
+            killer = threading.Timer(0.3, os.kill, (worker, signal.SIGKILL))
+            killer.start()
+            assert said(engine.generate(PROMPT)) == said(cold)
+            killer.join()
+            daemon.poison()
+        finally:
+            engine.end()
