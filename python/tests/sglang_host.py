@@ -25,9 +25,8 @@ class Host:
         sampling = {"temperature": 0, "max_new_tokens": order["max_tokens"], "ignore_eos": True}
         prompts = order["prompts"]
         named: dict[str, Any] = {}
-        for name in ("cache_salt", "extra_key"):
-            if any(name in prompt for prompt in prompts):
-                named[name] = [prompt.get(name, "") for prompt in prompts]
+        if any("cache_salt" in prompt for prompt in prompts):
+            named["cache_salt"] = [prompt.get("cache_salt", "") for prompt in prompts]
         try:
             outputs = self.engine.generate(
                 input_ids=[prompt["tokens"] for prompt in prompts],

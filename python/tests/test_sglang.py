@@ -111,28 +111,29 @@ def test_warm_results_equal_cold_results_to_the_last_bit(one: Fixture, ratio: in
         assert said(poisoned) != said(cold)
 
 
-def test_salts_and_keys_are_kept_apart(one: Fixture) -> None:
+def test_salts_are_kept_apart(one: Fixture) -> None:
     with serving(one) as (daemon, engine):
         plain = engine.generate(PROMPT)
         settled(daemon)
-        for named in ({"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}):
+        for salt in ("a", "b"):
             engine.flush()
-            salted = {"tokens": PROMPT, **named}
-            assert cached(engine.generate(salted)) == [(0, 0)], f"pages of others are found with {named}"
+            salted = {"tokens": PROMPT, "cache_salt": salt}
+            assert cached(engine.generate(salted)) == [(0, 0)], f"pages of others are found with salt {salt}"
             settled(daemon)
             engine.flush()
             assert cached(engine.generate(salted)) == [(0, LOADABLE)]
             assert said(engine.generate(salted)) == said(plain)
 
 
-def test_requests_at_once_get_the_same_results(one: Fixture) -> None:
+def test_requests_at_once_get_the_same_tokens(one: Fixture) -> None:
     with serving(one) as (daemon, engine):
         prompts = [PROMPT[:64] + tokens(200, seed=seed) for seed in range(20, 26)]
-        alone = [said(engine.generate(prompt)) for prompt in prompts]
+        alone = [engine.generate(prompt)[0]["tokens"] for prompt in prompts]
         settled(daemon)
         engine.flush()
         together = engine.generate(*prompts)
-        assert [[each] for each in said(together)] == alone
+        # The last bits of log-probabilities depend on which requests share a batch, the tokens do not.
+        assert [answer["tokens"] for answer in together] == alone
         assert sum(ours for _, ours in cached(together)) > len(prompts) * 128
 
 
@@ -198,12 +199,12 @@ def test_weights_that_change_with_or_without_a_flush_leave_the_pages(one: Fixtur
     with serving(one) as (daemon, engine):
         cold = engine.generate(PROMPT)
         settled(daemon)
-        for folder, flush in ((make_model.llama(1), True), (make_model.llama(0), False)):
+        for folder, flush in ((make_model.llama(1), True), (make_model.llama(), False)):
             assert engine.request("weights", path=str(folder), flush=flush)[0]
             engine.flush()
             changed = engine.generate(PROMPT)
             assert cached(changed) == [(0, 0)], "pages of other weights are used"
-            assert (said(changed) == said(cold)) == (folder == make_model.llama(0))
+            assert (said(changed) == said(cold)) == (folder == make_model.llama())
             settled(daemon)
             engine.flush()
             warm = engine.generate(PROMPT)
@@ -245,6 +246,19 @@ def test_two_ranks_give_the_same_results() -> None:
             killer.start()
             assert said(engine.generate(PROMPT)) == said(cold)
             killer.join()
+            assert "were not loaded and are computed" in engine.logged()
+            daemon.pid(rank=1)
+            daemon.wait_ready()
+
+            def loads() -> bool:
+                engine.flush()
+                warm = engine.generate(PROMPT)
+                assert said(warm) == said(cold)
+                return cached(warm) == [(0, LOADABLE)]
+
+            eventually("pages are loaded again", loads)
             daemon.poison()
+            engine.flush()
+            assert said(engine.generate(PROMPT)) != said(cold)
         finally:
             engine.end()

@@ -157,6 +157,7 @@ def test_an_answer_is_remembered_and_a_miss_is_repeated(monkeypatch: pytest.Monk
     with one_rank() as (daemon, engine):
         names = hashes("a", 2)
         assert engine.find("r", names) == 0
+        daemon.wait_idle()
         engine.store("a", [3, 4], 1)
         assert engine.find("r", names) == 0, "the miss is remembered"
         monkeypatch.setattr(lookups, "MISS_S", 0.0)

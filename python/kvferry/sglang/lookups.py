@@ -40,6 +40,8 @@ class Lookup:
     epoch: int
     link: int
     requested_at: float
+    #: The slot was ended: nothing was found.
+    finished: bool = False
 
     @property
     def pages(self) -> int:
@@ -96,6 +98,8 @@ class Lookups:
         failure = lookup.pending.failure
         if failure is not None and failure.code == Code.DEADLINE and not self._breaker.pauses:
             self._breaker.failed()
+        if not lookup.pages:
+            self._finish(lookup)
         return lookup.pages
 
     def take(self, request: str, hashes: bytes, namespace: bytes) -> Lookup | None:
@@ -116,12 +120,17 @@ class Lookups:
         lookup = self._lookups.get(request)
         if lookup is not None:
             self._forget(request)
-            self._finishes.finish(lookup.slot, lookup.epoch)
+            self._finish(lookup)
 
     def drop_all(self) -> None:
         """Forgets all lookups."""
         for request in list(self._lookups):
             self.drop(request)
+
+    def _finish(self, lookup: Lookup) -> None:
+        if not lookup.finished:
+            lookup.finished = True
+            self._finishes.finish(lookup.slot, lookup.epoch)
 
     def _forget(self, request: str) -> None:
         self._hash_bytes -= len(self._lookups.pop(request).hashes)
