@@ -212,10 +212,9 @@ def test_weights_that_change_with_or_without_a_flush_leave_the_pages(one: Fixtur
             assert said(warm) == said(changed)
 
 
+@pytest.mark.skipif(not FULL, reason="starts another engine")
 def test_an_engine_without_a_daemon_and_with_unserved_pages_runs_without_the_cache(tmp_path: Path) -> None:
     """Pages of one token, SGLang's default, are not served; without kvferry the engine starts as fast."""
-    if not FULL:
-        pytest.skip("starts another engine: with --full alone")
     engine = SglangEngine(arguments(tmp_path / "none", page_size=1))
     try:
         assert cached(engine.generate(PROMPT)) == [(0, 0)]
@@ -225,9 +224,8 @@ def test_an_engine_without_a_daemon_and_with_unserved_pages_runs_without_the_cac
         engine.end()
 
 
+@pytest.mark.skipif(not FULL, reason="starts another engine")
 def test_two_ranks_give_the_same_results() -> None:
-    if not FULL:
-        pytest.skip("starts another engine: with --full alone")
     with running(ranks=2, ratio=1) as daemon:
         engine = SglangEngine(arguments(daemon.socket_dir, tp_size=2))
         try:

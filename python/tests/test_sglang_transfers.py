@@ -430,6 +430,106 @@ def test_a_mode_does_one_of_both(mode: str) -> None:
             other.close()
 
 
+class Script:
+    """Ranks whose other members say what a test wants."""
+
+    def __init__(self, *, rank: int, same: bool = True, all_: bool = True, first: tuple[int, ...] = ()):
+        self.rank, self.size = rank, 2
+        self._same, self._all, self._first = same, all_, first
+
+    def all(self, value: bool) -> bool:
+        return value and self._all
+
+    def same(self, values: Any) -> bool:
+        return self._same
+
+    def of_first(self, values: list[int]) -> list[int]:
+        return values if self.rank == 0 else list(self._first)
+
+    def list_of_first(self, values: list[int]) -> list[int]:
+        return self.of_first(values)
+
+
+def test_nothing_is_copied_where_ranks_have_other_pages() -> None:
+    with one_rank() as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        engine.transfers._ranks = Script(rank=0, same=False)
+        assert engine.find("r", hashes("a", 2)) == 2
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+        assert not engine.tensor[[8, 9]].any()
+        assert engine.transfers.offload(hashes("b", 2), [5, 6])
+        assert engine.wait_offloads(1) == [False]
+        engine.transfers._ranks = Ranks()
+        assert engine.find("s", hashes("b", 2)) == 0
+        assert daemon.counter("published_pages") == 2
+
+
+def test_a_load_counts_only_if_every_rank_is_done() -> None:
+    with one_rank() as (_, engine):
+        engine.store("a", [3, 4], 1)
+        engine.transfers._ranks = Script(rank=0, all_=False)
+        assert engine.find("r", hashes("a", 2)) == 2
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+        assert engine.transfers.start_batch() == -1
+
+
+class Pages:
+    """A rank's session that records what is abandoned, and confirms it."""
+
+    fault = ""
+
+    def __init__(self) -> None:
+        self.abandoned: list[int] = []
+
+    def abandon(self, requests: list[int]) -> None:
+        self.abandoned += requests
+
+    def wait_over(self, timeout_s: float) -> list[int]:
+        return self.abandoned
+
+
+def other_rank(*first: int) -> tuple[Transfers, Pages]:
+    session, written = Pages(), []
+    ranks: Any = Script(rank=1, first=first)
+    abandoned = Abandoned(session)  # type: ignore[arg-type]
+    made = Transfers(ranks, session, abandoned, None, offloads_max=2, written=written.append)  # type: ignore[arg-type]
+    return made, session
+
+
+def test_other_ranks_follow_rank_0() -> None:
+    names = hashes("a", 3)
+    done, session = other_rank(int(loads.Ended.DONE), 7)
+    assert done.find("r", names) == [1, 2, 3]
+    assert done.load("r", names, [1, 2, 3])
+    assert (done.start_batch(), session.abandoned) == (0, [])
+    failed, session = other_rank(int(loads.Ended.FAILED), 7)
+    assert not failed.load("r", names, [1, 2, 3])
+    assert session.abandoned == []
+    unknown, session = other_rank(int(loads.Ended.UNKNOWN), 7)
+    assert not unknown.load("r", names, [1, 2, 3])
+    assert session.abandoned == [7]
+    stored, session = other_rank(1, 0)
+    assert [stored.offload(names, [1, 2, 3]) for _ in range(3)] == [True, True, False]
+    assert stored.ended_offloads() == 2
+    assert stored.take_offload()
+    assert session.abandoned == []
+    lost, session = other_rank(0, 9)
+    assert lost.offload(names, [1, 2, 3])
+    assert not lost.take_offload()
+    assert session.abandoned == [9]
+    flushed, session = other_rank(4, 5)
+    flushed.reset()
+    assert session.abandoned == [4, 5]
+
+
+def test_a_cancelled_load_is_in_no_batch() -> None:
+    transfers, _ = other_rank(int(loads.Ended.DONE), 7)
+    assert not transfers.cancel("r")
+    assert transfers.load("r", hashes("a", 1), [1])
+    assert transfers.cancel("r")
+    assert transfers.start_batch() == -1
+
+
 def test_the_pauses_of_the_breaker_double_up_to_a_limit() -> None:
     breaker = Breaker()
     assert not breaker.pauses

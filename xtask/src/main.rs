@@ -32,8 +32,8 @@ const HELP: &str = "cargo xtask TASK
              the block controller of cgroups (version 1)
   gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu;
              [--pack FILE.tar.gz] packs all of it for such a machine without cargo and network
-  vllm       the Python tests, with a real vLLM on the CPU, which is installed into the cache folder
-             once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
+  vllm       the Python tests, with a real vLLM and a real SGLang on the CPU, which are installed into the cache
+             folder once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
   engines    measure the vLLM connector: [decode|prompts|overhead|gain] costs beside vLLM's scheduler, times of a
              real engine with and without kvferry; [tests] the long form of the tests under load and of
              hybrid models; without a name, all of them

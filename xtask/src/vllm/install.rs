@@ -30,6 +30,11 @@ pub(super) struct Installed {
 }
 
 impl Installed {
+    /// The environment's own folder.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Folder of the environment's programs.
     pub(super) fn tools(&self) -> PathBuf {
         self.folder.join("venv/bin")
@@ -112,7 +117,7 @@ fn compiled(root: &Path, folder: &Path) -> Result<PathBuf, String> {
 }
 
 /// The user's cache folder, or the system's temporary folder.
-fn cache() -> PathBuf {
+pub(super) fn cache() -> PathBuf {
     let given = |name: &str| std::env::var_os(name).filter(|value: &OsString| !value.is_empty());
     let base = given("XDG_CACHE_HOME").map(PathBuf::from);
     let base = base.or_else(|| given("HOME").map(|home| PathBuf::from(home).join(".cache")));
@@ -157,7 +162,7 @@ fn install(root: &Path, installed: &Installed) -> Result<(), String> {
         .map_err(|error| format!("{}: {error}", named.display()))
 }
 
-fn site_packages(venv: &Path) -> Result<PathBuf, String> {
+pub(super) fn site_packages(venv: &Path) -> Result<PathBuf, String> {
     let lib = venv.join("lib");
     let entries = fs::read_dir(&lib).map_err(|error| format!("{}: {error}", lib.display()))?;
     entries

@@ -1,9 +1,11 @@
-//! The tests of the Python package, with a real vLLM on the CPU.
+//! The tests of the Python package, with a real vLLM and a real SGLang on the CPU.
 //!
-//! vLLM and its dependencies, about 2.5 GB, are installed once into a folder of the user's cache (`install`). The
-//! package is built from this tree and installed below `target/`, so that the tests run what a user gets.
+//! vLLM and its dependencies, about 2.5 GB, are installed once into a folder of the user's cache (`install`), SGLang into
+//! another one (`sglang`). The package is built from this tree and installed below `target/`, so that the tests run what
+//! a user gets.
 
 mod install;
+mod sglang;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,7 +16,8 @@ use install::Installed;
 /// Other arguments are passed to pytest.
 pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
     if arguments.iter().any(|argument| argument == "--install") {
-        return install::installed(root).map(drop);
+        let installed = install::installed(root)?;
+        return sglang::installed(root, &installed).map(drop);
     }
     succeed(&mut prepare(root, arguments)?, "the Python tests")
 }
@@ -22,6 +25,7 @@ pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
 /// Installs and builds all that the Python tests need. Returns the command that runs them.
 pub(crate) fn prepare(root: &Path, arguments: &[String]) -> Result<Command, String> {
     let installed = install::installed(root)?;
+    let sglang = sglang::installed(root, &installed)?;
     lint(root, &installed)?;
     let package = build(root, &installed, "dev")?;
     build_packages(root)?;
@@ -37,6 +41,7 @@ pub(crate) fn prepare(root: &Path, arguments: &[String]) -> Result<Command, Stri
             root.join("target/debug/libkvferry_fake_cuda.so"),
         )
         .env("KVFERRY_TOOLS", root.join("target/debug/kvferry-tools"))
+        .env("KVFERRY_SGLANG_PYTHON", sglang)
         .env("KVFERRY_VLLM_FULL", if full { "1" } else { "" });
     Ok(pytest)
 }
