@@ -19,6 +19,8 @@ from engine import HERE, START_LIMIT_S, Answer
 
 PYTHON = os.environ.get("KVFERRY_SGLANG_PYTHON", "")
 PAGE_TOKENS = 32
+#: Longest time in which an engine ends by itself.
+END_LIMIT_S = 30.0
 #: Tokens that the device holds.
 DEVICE_TOKENS = 4096
 
@@ -125,11 +127,14 @@ class SglangEngine:
         self.log.seek(0)
         return self.log.read()
 
-    def end(self, sent: int = signal.SIGKILL) -> None:
-        """Sends a signal to all processes, and waits until they are gone. A crashed one would wait for core dumps."""
+    def end(self) -> None:
+        """Ends all processes, so that they remove their files in shared memory, and waits until they are gone.
+
+        Processes that do not end are killed: a crashed engine waits for core dumps.
+        """
+        with contextlib.suppress(OSError):
+            self._orders.close()
         group = self.process.pid
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, sent)
 
         def gone() -> bool:
             self.process.poll()
@@ -140,7 +145,8 @@ class SglangEngine:
             return False
 
         try:
-            eventually("the engine's processes are gone", gone)
-        finally:
+            eventually("the engine's processes are gone", gone, END_LIMIT_S)
+        except AssertionError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
+            eventually("the engine's processes are gone", gone)

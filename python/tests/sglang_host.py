@@ -49,9 +49,6 @@ class Host:
         )
         return [bool(done[0]), done[1]]
 
-    def stop(self, order: dict[str, Any]) -> None:
-        self.engine.shutdown()
-
 
 def update(path: str, flush: bool) -> Any:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
@@ -80,6 +77,7 @@ def main() -> None:
         for line in sys.stdin:
             order = json.loads(line)
             print(json.dumps(getattr(host, order["do"])(order)), file=replies)
+    host.engine.shutdown()
 
 
 if __name__ == "__main__":
