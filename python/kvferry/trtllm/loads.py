@@ -1,0 +1,197 @@
+"""Loads: from TensorRT-LLM's allocation of pages until every page is in place.
+
+TensorRT-LLM has no way to compute pages that were promised. A load that failed is therefore requested again, into the
+same pages, which stay the request's. Where that does not succeed in time, the engine must end.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from kvferry import wire
+from kvferry.client import PendingRequest
+from kvferry.engine_client import EngineClient
+from kvferry.served import Part
+from kvferry.trtllm.settings import Settings, variable_of
+from kvferry.trtllm.steps import Steps
+from kvferry.trtllm.tracked import Tracked
+
+logger = logging.getLogger("kvferry")
+
+#: Deadline of the lookup before a load is requested again.
+LOOKUP_LIMIT_S = 2.0
+#: Shortest and longest pause before a load is requested again.
+PAUSE_FIRST_S, PAUSE_MAX_S = 0.02, 0.5
+#: Time for which the client waits for the end of a load beyond the time in which it is requested again.
+_BEYOND_S = 5.0
+
+
+class LoadFailed(RuntimeError):
+    """Pages that were promised are not in place. The engine must end: nothing computes them."""
+
+
+@dataclass(eq=False)
+class Load:
+    """A load. ``pages`` are those that are not in place, from position ``first`` of the sequence on."""
+
+    tracked: Tracked
+    first: int
+    pages: list[int]
+    began_at: float = field(default_factory=time.monotonic)
+    #: The open request, a lookup or a load; the connection over which it was first sent, and the pages that it names.
+    pending: PendingRequest | None = None
+    looks: bool = False
+    link: int = 0
+    named: int = 0
+    #: How often copies were requested.
+    attempts: int = 0
+    #: The request has ended: what is not in place is not requested again.
+    given_up: bool = False
+    #: It is not known whether the copies of the last request have ended: no further ones may begin.
+    unknown: bool = False
+    pause_s: float = PAUSE_FIRST_S
+    not_before: float = 0.0
+    #: Why the last request failed.
+    problem: str = "no answer came"
+
+
+class Loads:
+    """The loads of an engine. For the executor's thread alone."""
+
+    def __init__(self, client: EngineClient, settings: Settings, steps: Steps, namespace: bytes):
+        self._client = client
+        self._settings = settings
+        self._steps = steps
+        self._namespace = namespace
+        #: Bytes of a page on one rank; 0 before the memory is known.
+        self.page_bytes = 0
+        #: Loads that are not over, by request. As many as requests that load.
+        self._open: dict[int, Load] = {}
+        #: Why a load cannot be requested at all.
+        self._fault = ""
+
+    def begin(self, tracked: Tracked, first: int, pages: list[int]) -> None:
+        """Requests the load of pages that the last lookup of the slot found."""
+        load = Load(tracked, first, pages)
+        tracked.load = self._open[tracked.request] = load
+        self._request(load)
+
+    def cannot_begin(self, request: int, why: str) -> None:
+        """Records that pages were promised to a request, and that their load could not be requested."""
+        self._fault = f"the load of request {request} could not be requested: {why}"
+
+    def give_up(self, request: int) -> None:
+        """Ends the load of a request that has ended, once nothing of it is copied any longer."""
+        load = self._open.get(request)
+        if load is not None:
+            load.given_up = True
+            self._end_given_up(load)
+
+    def _end_given_up(self, load: Load) -> None:
+        if load.given_up and not load.unknown and (load.pending is None or load.looks):
+            self._over(load)
+
+    def is_open(self, request: int) -> bool:
+        """Whether some page of a request is not in place, or may still be written by kvferry."""
+        return request in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def turn(self) -> None:
+        """Processes received answers, and requests failed loads again. Does not wait.
+
+        Raises:
+            LoadFailed: when a load did not succeed in time.
+        """
+        if self._fault:
+            raise LoadFailed(f"kvferry: {self._fault}: the engine ends: start it again")
+        for load in list(self._open.values()):
+            if load.pending is not None and load.pending.done:
+                pending, load.pending = load.pending, None
+                self._looked_up(load, pending) if load.looks else self._copied(load, pending)
+            self._end_given_up(load)
+            if load.tracked.request in self._open:
+                self._go_on(load)
+
+    def _go_on(self, load: Load) -> None:
+        now = time.monotonic()
+        limit_s = self._settings.load_retry_ms / 1000
+        if now - load.began_at > limit_s:
+            raise LoadFailed(
+                f"kvferry: {len(load.pages)} blocks of request {load.tracked.request} were not loaded within "
+                f"{limit_s:.0f} s ({load.problem}), and TensorRT-LLM cannot compute blocks that were promised: the "
+                f"engine ends: start it again, with {variable_of('mode')}=store while kvferry is not well"
+            )
+        if load.pending is None and not load.unknown and now >= load.not_before and self._client.listening:
+            tracked = load.tracked
+            end = load.first + len(load.pages)
+            load.looks, load.link = True, self._client.link
+            load.pending = self._client.lookup(
+                tracked.slot,
+                tracked.hashes.hashes[:end],
+                namespace=self._namespace,
+                device_pages=load.first,
+                timeout_s=LOOKUP_LIMIT_S,
+            )
+            tracked.opened, tracked.epoch, tracked.known = load.pending, self._client.epoch, end
+
+    def _looked_up(self, load: Load, pending: PendingRequest) -> None:
+        answer = pending.answer
+        found = min(answer.hit_pages, len(load.pages)) if isinstance(answer, wire.LookupAnswer) else 0
+        if found:
+            self._request(load, found)
+            return
+        load.problem = str(pending.failure) if pending.failure is not None else "kvferry no longer has them"
+        self._again_later(load)
+
+    def _request(self, load: Load, pages: int | None = None) -> None:
+        load.named = len(load.pages) if pages is None else pages
+        load.looks, load.link = False, self._client.link
+        load.attempts += 1
+        self._steps.awaited = max(self._steps.awaited, self._steps.work)
+        left_s = max(self._settings.load_retry_ms / 1000 - (time.monotonic() - load.began_at), 0.05)
+        limit_s = min(self._settings.load_limit_s(load.named * self.page_bytes), left_s)
+        load.pending = self._client.load(
+            load.tracked.slot,
+            [Part(0, load.first, load.pages[: load.named])],
+            after=self._steps.work,
+            timeout_s=limit_s,
+            # The end of the copies is reported after the deadline, and by the next leader if this one is gone.
+            grace_s=left_s + _BEYOND_S - limit_s,
+        )
+
+    def _copied(self, load: Load, pending: PendingRequest) -> None:
+        """Handles the end of a request for copies."""
+        failure = pending.failure
+        if isinstance(pending.answer, wire.LoadAnswer):
+            done = min(pending.answer.pages, load.named)
+            load.first += done
+            load.pages = load.pages[done:]
+            if not load.pages:
+                self._over(load)
+                return
+            load.problem = "kvferry loaded only a part of them"
+        elif failure is not None:
+            load.problem = str(failure)
+            # A request that is refused before it was examined, and that was sent over one connection only, has begun
+            # no copy.
+            refused = failure.reported and load.link != 0 and load.link == self._client.link
+            load.unknown = not (failure.over or refused)
+        if load.attempts == 1:
+            logger.warning(
+                "kvferry: %d blocks of request %d were not loaded and are requested again: %s",
+                len(load.pages),
+                load.tracked.request,
+                load.problem,
+            )
+        self._again_later(load)
+
+    def _again_later(self, load: Load) -> None:
+        load.not_before = time.monotonic() + load.pause_s
+        load.pause_s = min(load.pause_s * 2, PAUSE_MAX_S)
+
+    def _over(self, load: Load) -> None:
+        self._open.pop(load.tracked.request, None)
+        load.tracked.load = None
+        load.tracked.loaded = range(load.tracked.device_pages, load.first)

@@ -1,0 +1,268 @@
+"""The scheduler's side of the connector, in the process of rank 0: lookups, loads and stores.
+
+Every decision that the leader can make is left to the leader. No call waits, except for the lookup budget.
+
+Pages under copy are safe in every order of events. A load's pages belong to a request that is parked until each page is
+in place. A store's pages belong to a request; when it ends before its stores, TensorRT-LLM keeps the pages until each
+rank has reported that nothing is copied any longer.
+"""
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvferry import wire
+from kvferry.client import PendingRequest
+from kvferry.engine_client import EngineClient
+from kvferry.finishes import Finishes
+from kvferry.switch import Switch
+from kvferry.trtllm.content import Identity
+from kvferry.trtllm.hashes import PageHashes, seed_of, why_not_hashed
+from kvferry.trtllm.loads import Loads
+from kvferry.trtllm.metadata import StepMetadata
+from kvferry.trtllm.settings import Settings
+from kvferry.trtllm.steps import Steps
+from kvferry.trtllm.stores import Stores
+from kvferry.trtllm.tracked import Tracked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger("kvferry")
+
+#: Deadline of a lookup. The engine waits for the budget alone.
+LOOKUP_LIMIT_S = 0.5
+#: Age of an unanswered lookup from which on no other one is sent: the leader is silent.
+SILENT_S = 0.1
+#: Time without a connection to the leader after which a warning is logged.
+ABSENT_S = 1.0
+#: Most requests that are tracked; the oldest is dropped, and stores no further pages. The leader has as many slots.
+TRACKED_MAX = 65_536
+
+
+class SchedulerSide:
+    """The connector's state in the process of rank 0. For the executor's thread alone."""
+
+    def __init__(
+        self, settings: Settings, identity: Identity, engine: bytes, *, connect: type[EngineClient] = EngineClient
+    ):
+        self._settings = settings
+        self._identity = identity
+        self._start = engine.hex()
+        self._page_tokens = identity.page_tokens
+        self._namespace = identity.namespace(settings)
+        self._tracked: dict[int, Tracked] = {}
+        self._switch = Switch(settings.socket_dir)
+        self._logged_absent = False
+        self._late: PendingRequest | None = None
+        # Ids and slots start from the clock, so that they also grow over a restart of an engine.
+        self._next_slot = base = time.time_ns() // 1000
+        self._client = connect(
+            settings.socket_dir / "leader",
+            engine,
+            first_id=base,
+            replica=settings.replica,
+            name="TensorRT-LLM",
+            turn=self._watch,
+        )
+        self._steps = Steps()
+        self._finishes = Finishes(self._client)
+        self.loads = Loads(self._client, settings, self._steps, self._namespace)
+        self.stores = Stores(self._client, settings, self._steps, self._namespace)
+        self._client.start()
+
+    def pages_have(self, page_bytes: int) -> None:
+        """Records the bytes of a page on one rank."""
+        self.loads.page_bytes = self.stores.page_bytes = page_bytes
+
+    def close(self) -> None:
+        """Closes the connection; the leader drops its records of this engine."""
+        self._client.close()
+
+    def _watch(self) -> float | None:
+        """Looks at the switch, and logs once that the leader is away and that it is back. On the client's thread."""
+        return min(self._switch.look(), self._tell_away() or float("inf"))
+
+    def _tell_away(self) -> float | None:
+        lost_at = self._client.lost_at
+        if lost_at is None:
+            if self._logged_absent:
+                logger.info("kvferry: the leader in %s is connected", self._client.directory)
+            self._logged_absent = False
+        elif not self._logged_absent:
+            if time.monotonic() - lost_at < ABSENT_S:
+                return lost_at + ABSENT_S
+            self._logged_absent = True
+            logger.warning(
+                "kvferry: no leader answers in %s (%s): requests run without the cache until one does",
+                self._client.directory,
+                self._client.problem,
+            )
+        return None
+
+    # New requests.
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> int:
+        """Returns how many tokens behind the computed ones are loaded. Waits for the budget at most.
+
+        TensorRT-LLM calls this once for a request, and holds its radix tree's lock meanwhile.
+        """
+        name = int(request.request_id)
+        if (old := self._tracked.pop(name, None)) is not None:
+            self._finish(old)
+        if why_not_hashed(request):
+            return 0
+        tokens = request.get_tokens(0)
+        hashes = PageHashes(self._seed(request), self._page_tokens)
+        hashes.append(tokens)
+        self._next_slot += 1
+        tracked = self._tracked[name] = Tracked(name, self._next_slot, hashes)
+        self._drop_oldest()
+        # At least the last token must be computed, and a page that the engine has in part is none that can be loaded.
+        limit = min((len(tokens) - 1) // self._page_tokens, wire.HASHES_MAX)
+        device, part = divmod(computed_tokens, self._page_tokens)
+        tracked.device_pages = device
+        if part or limit <= device or not self._may_look_up():
+            return 0
+        lookup = tracked.opened = self._client.lookup(
+            tracked.slot,
+            hashes.hashes[:limit],
+            namespace=self._namespace,
+            device_pages=device,
+            timeout_s=LOOKUP_LIMIT_S,
+        )
+        tracked.epoch, tracked.known = self._client.epoch, limit
+        if not lookup.wait(self._settings.lookup_budget_ms / 1000):
+            self._late = lookup
+            # Releases the leader's hold on what is found too late.
+            self.stores.open(tracked, limit)
+            return 0
+        answer = lookup.answer
+        tracked.found = min(answer.hit_pages, limit - device) if isinstance(answer, wire.LookupAnswer) else 0
+        tracked.promised = tracked.found > 0
+        return tracked.found * self._page_tokens
+
+    def _seed(self, request: Any) -> bytes:
+        identity = self._identity
+        lora = getattr(request, "lora_task_id", None)
+        return seed_of(
+            identity.weights,
+            identity.revision,
+            identity.dtype,
+            identity.page_tokens,
+            getattr(request, "cache_salt_id", None),
+            # The number of an adapter says nothing about its weights: other engines, and later starts, have others.
+            None if lora is None else f"{lora} of start {self._start}",
+        )
+
+    def _may_look_up(self) -> bool:
+        if self._settings.mode == "store" or self._switch.off or not self._client.listening:
+            return False
+        late = self._late
+        return late is None or late.done or time.monotonic() - late.requested_at < SILENT_S
+
+    def _drop_oldest(self) -> None:
+        while len(self._tracked) > TRACKED_MAX:
+            oldest = next(iter(self._tracked))
+            if self._tracked[oldest].load is not None:
+                return
+            self._finish(self._tracked.pop(oldest))
+
+    def allocated(self, request: Any, pages: "Sequence[int]") -> None:
+        """Starts the load of what was matched, for which the engine has allocated pages."""
+        tracked = self._tracked.get(int(request.request_id))
+        if tracked is None or not tracked.promised:
+            return
+        first = tracked.device_pages
+        into = list(pages[first : first + tracked.found])
+        # An engine may have taken fewer pages than it was offered: it computes the others.
+        absent = next((at for at, page in enumerate(into) if page < 0), len(into))
+        if into[:absent]:
+            self.loads.begin(tracked, first, into[:absent])
+        tracked.promised = False
+
+    def cannot_load(self, name: int, why: str) -> None:
+        """Handles a failure of :meth:`allocated`: the engine waits for pages, and would wait for ever."""
+        tracked = self._tracked.get(name)
+        if tracked is not None and tracked.promised and not self.loads.is_open(name):
+            self.loads.cannot_begin(name, why)
+
+    # Steps.
+
+    def step(self, output: Any) -> StepMetadata:
+        """Returns the metadata of a step for the ranks. Requests stores of the pages that the step fills."""
+        self.stores.turn()
+        self._finishes.turn()
+        for new, each in [(True, data) for data in output.new_requests] + [
+            (False, data) for data in output.cached_requests
+        ]:
+            tracked = self._tracked.get(int(each.request_id))
+            if tracked is not None:
+                self._scheduled(tracked, each, new=new)
+        return self.bare_step(output)
+
+    def _scheduled(self, tracked: Tracked, data: Any, *, new: bool) -> None:
+        if new:
+            # All tokens are named, also those that were known when the prompt was matched.
+            tracked.hashes.append(data.new_tokens[tracked.hashes.tokens :])
+            tracked.pages = list(data.new_block_ids)
+            tracked.ran = True
+        elif tracked.ran:
+            tracked.hashes.append(data.new_tokens)
+            tracked.pages.extend(data.new_block_ids)
+        else:
+            # The engine has named the first tokens before this side knew the request.
+            return
+        if self._settings.mode == "load" or self._switch.off:
+            return
+        # Where the position leaves out what was loaded, pages are stored a step later.
+        written = data.computed_position + data.num_scheduled_tokens
+        full = min(written // self._page_tokens, len(tracked.hashes.hashes), len(tracked.pages))
+        absent = next((at for at in range(tracked.next_page, full) if tracked.pages[at] < 0), full)
+        if absent > tracked.next_page:
+            self.stores.store(tracked, absent)
+
+    def bare_step(self, output: Any) -> StepMetadata:
+        """Returns the metadata of a step, without further stores."""
+        stores = self.stores.take_new()
+        if output.new_requests or output.cached_requests:
+            # Only a step with requests runs a forward pass. Drawn after the ids of its stores, so that it covers them.
+            self._steps.work = self._client.draw()
+        return StepMetadata(
+            written_through=self._steps.work,
+            needed_before=self._steps.awaited,
+            needed_through=max(self._steps.awaited, self._steps.store),
+            stores=stores,
+            over=self.stores.take_over(),
+        )
+
+    # Ends.
+
+    def finished(self, name: int) -> bool:
+        """Ends a request; returns whether its pages must be kept: a copy may still use them. May be called again."""
+        tracked = self._tracked.pop(name, None)
+        if tracked is not None:
+            self.loads.give_up(name)
+            self._finish(tracked)
+        self.stores.turn()
+        return self.holds(name)
+
+    def holds(self, name: int) -> bool:
+        """Whether a copy may still use pages of a request."""
+        return bool(self.stores.of(name)) or self.loads.is_open(name)
+
+    def _finish(self, tracked: Tracked) -> None:
+        if tracked.opened is not None:
+            # A lookup without an answer is sent again to the next leader.
+            answered = tracked.opened.done and tracked.opened.failure is None
+            self._finishes.finish(tracked.slot, tracked.epoch if answered else None)
+
+    def turn(self) -> None:
+        """Processes received answers. Called in each iteration of the executor, also without a batch.
+
+        Raises:
+            LoadFailed: when pages that were promised are not in place in time.
+        """
+        self.stores.turn()
+        self._finishes.turn()
+        self.loads.turn()

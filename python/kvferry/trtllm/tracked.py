@@ -1,0 +1,38 @@
+"""What the scheduler's side knows about each request of the engine."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvferry.client import PendingRequest
+from kvferry.trtllm.hashes import PageHashes
+
+if TYPE_CHECKING:
+    from kvferry.trtllm.loads import Load
+
+
+@dataclass(eq=False)
+class Tracked:
+    """One request of the engine whose pages have hashes."""
+
+    #: The engine's number of the request, and the slot of it at the leader.
+    request: int
+    slot: int
+    hashes: PageHashes
+    #: The engine's pages of the sequence, in order.
+    pages: list[int] = field(default_factory=list)
+    #: Pages that the engine had itself when it matched the prompt, and pages behind them that kvferry has.
+    device_pages: int = 0
+    found: int = 0
+    #: Pages were promised to the engine, which has not yet said where to put them.
+    promised: bool = False
+    #: The request that opened the slot, the leader's epoch at that time, and the number of hashes that the slot has.
+    opened: PendingRequest | None = None
+    epoch: int = 0
+    known: int = 0
+    load: "Load | None" = None
+    #: Pages that a load has brought: they need no store while the leader is the same.
+    loaded: range = range(0)
+    #: The first page that no store has named.
+    next_page: int = 0
+    #: A step has run the request.
+    ran: bool = False
