@@ -169,11 +169,13 @@ class Executor:
         batch: int = 4,
         chunk: int = 16,
         partial: float = 0.0,
+        forgets: float = 0.3,
         **changes: Any,
     ):
         self.draw = random.Random(seed)
         self.model = Model(changes.pop("weights", model))
-        self.blocks, self.batch, self.chunk, self.partial = blocks, batch, chunk, partial
+        self.blocks, self.batch, self.chunk = blocks, batch, chunk
+        self.partial, self.forgets = partial, forgets
         self.ranks = [Rank(number, blocks) for number in range(ranks)]
         self.scheduler: Any = None
         self._connector = connector
@@ -415,7 +417,7 @@ class Executor:
             self.users[block] -= 1
             if not self.users[block]:
                 self.free.append(block)
-                if block not in self.keys or self.draw.random() < 0.3:
+                if block not in self.keys or self.draw.random() < self.forgets:
                     self._forget(block)
         request.state = "over"
         self.finished.append(request)
