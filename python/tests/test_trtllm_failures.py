@@ -1,0 +1,301 @@
+"""Tests of the connector for TensorRT-LLM while kvferry is away, dies, stands still, or refuses."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trtllm_stubs
+from daemon import Daemon, eventually, running
+from signals import stop
+from test_trtllm import prompt, start
+from trtllm_executor import BLOCK, Executor, Request
+from trtllm_faults import between
+from trtllm_stubs import NEW
+
+from kvferry import wire
+from kvferry.client import Failure, PendingRequest
+from kvferry.wire import Code
+
+
+@pytest.fixture(params=[1, 2], ids=["1 rank", "2 ranks"])
+def daemon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    with running(ranks=request.param, g2="32MiB") as daemon:
+        daemon.ranks = request.param
+        monkeypatch.setenv("KVFERRY_TRTLLM_SOCKET_DIR", str(daemon.socket_dir))
+        monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "1000")
+        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "300")
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def connector() -> Iterator[Any]:
+    with trtllm_stubs.installed(trtllm_stubs.interface(NEW)):
+        yield trtllm_stubs.connector()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return str(tmp_path)
+
+
+@pytest.fixture
+def executor(connector: Any, daemon: Daemon, model: str) -> Iterator[Executor]:
+    executor = start(connector, daemon, model)
+    yield executor
+    executor.close()
+
+
+def loads(executor: Executor, tokens: list[int]) -> Request:
+    """Begins a request whose load cannot end: the worker of the last rank must be stopped."""
+    executor.rest()
+    executor.clear()
+    request = executor.add(tokens)
+    executor.iterate()
+    assert request.state == "loading"
+    for _ in range(20):
+        executor.iterate()
+    assert request.state == "loading", "every rank must have the pages"
+    return request
+
+
+TOKENS = prompt(20, 6 * BLOCK + 1)
+
+
+def test_requests_run_without_kvferry_and_use_it_once_it_is_there(connector: Any, daemon: Daemon, model: str) -> None:
+    daemon.stop()
+    executor = Executor(connector, model, ranks=daemon.ranks)
+    try:
+        assert executor.complete(TOKENS).matched == 0
+        executor.rest()
+        executor.clear()
+        daemon.start()
+        eventually("the ranks are registered", lambda: executor.registered)
+        daemon.wait_ready()
+        assert executor.complete(TOKENS).matched == 0, "nothing was stored"
+        executor.rest()
+        executor.clear()
+        assert executor.complete(TOKENS).matched == 6 * BLOCK
+        executor.rest()
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("victim", ["worker", "leader"])
+def test_a_load_during_which_a_process_dies_is_requested_again(
+    executor: Executor, daemon: Daemon, victim: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor.complete(TOKENS)
+    worker = daemon.pid(rank=daemon.ranks - 1)
+    stop(worker)
+    request = loads(executor, TOKENS)
+    daemon.killed(daemon.leader if victim == "leader" else worker)
+    if victim == "leader":
+        os.kill(worker, signal.SIGCONT)
+    executor.run(lambda: request in executor.finished, "the request is over")
+    assert request.matched == 6 * BLOCK
+    executor.rest()
+    if victim == "worker":
+        assert "6 blocks of request 2 were not loaded and are requested again" in caplog.text
+    eventually("the ranks are registered", lambda: executor.registered)
+    daemon.wait_ready()
+    daemon.wait_idle()
+
+
+def test_refused_and_shortened_loads_are_requested_again(executor: Executor) -> None:
+    executor.complete(TOKENS)
+    executor.rest()
+    flaky = between(executor, loads=0.5)
+    for _ in range(4):
+        executor.clear()
+        assert executor.complete(TOKENS, max_new=1).matched == 6 * BLOCK
+        executor.rest()
+    assert flaky.refused > 0
+    assert flaky.shortened > 0
+
+
+def failing(executor: Executor, plant: Callable[[], Any] = lambda: None) -> str:
+    """Runs a request whose load fails for good; returns the text of the error that ends the engine."""
+    error = trtllm_stubs.connector("loads").LoadFailed
+    executor.complete(TOKENS)
+    executor.rest()
+    executor.clear()
+    plant()
+    request = executor.add(TOKENS)
+    with pytest.raises(error) as failed:
+        executor.run(lambda: request.state != "loading" and executor.iterations > 1_000_000, "an error", 20.0)
+    assert request.state == "loading", "pages that are not there were reported as loaded"
+    assert "\n" not in str(failed.value)
+    return str(failed.value)
+
+
+def test_a_load_that_never_succeeds_ends_the_engine_in_one_line(
+    connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_LOAD_RETRY_MS", "700")
+    executor = start(connector, daemon, model)
+    try:
+        flaky = between(executor, loads=1.0)
+        before = time.monotonic()
+        text = failing(executor)
+        assert time.monotonic() - before < 10.0
+        assert "6 blocks of request 2 were not loaded within 1 s (refused by the test)" in text
+        assert "TensorRT-LLM cannot compute blocks that were promised: the engine ends" in text
+        assert "KVFERRY_TRTLLM_MODE=store" in text
+        assert flaky.refused >= 3, "requested again"
+    finally:
+        executor.close()
+
+
+def test_pages_that_are_gone_end_the_engine(
+    connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_LOAD_RETRY_MS", "700")
+    executor = start(connector, daemon, model)
+    try:
+        side = executor.scheduler._side
+        flaky = between(executor, loads=1.0)
+        namespace, side.loads._namespace = side.loads._namespace, b"another namespace"
+        assert namespace != b"another namespace"
+        text = failing(executor)
+        assert "kvferry no longer has them" in text
+        assert flaky.refused == 1
+    finally:
+        executor.close()
+
+
+def test_a_load_that_cannot_be_requested_ends_the_engine(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocated(request: Any, pages: list[int]) -> None:
+        raise ValueError("planted")
+
+    text = failing(executor, lambda: monkeypatch.setattr(executor.scheduler._side, "allocated", allocated))
+    assert "the load of request 2 could not be requested: update_state_after_alloc" in text
+
+
+def test_no_copy_begins_while_an_earlier_one_may_still_run(
+    connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_LOAD_RETRY_MS", "500")
+    executor = start(connector, daemon, model)
+    try:
+        client = executor.scheduler._side._client
+        sent: list[PendingRequest] = []
+
+        def load(*arguments: Any, **named: Any) -> PendingRequest:
+            pending = PendingRequest(client.draw(), wire.Load(1, []), 0.0, 0.0, None)
+            sent.append(pending)
+            # The connection has changed since: an earlier copy may run.
+            pending._end(None, Failure(Code.BUSY, "busy", reported=False, retry=True))
+            return pending
+
+        monkeypatch.setattr(client, "load", load)
+        text = failing(executor)
+        assert "(busy)" in text
+        assert len(sent) == 1
+    finally:
+        executor.close()
+
+
+def test_a_silent_leader_costs_one_budget(
+    connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "200")
+    executor = start(connector, daemon, model)
+    try:
+        leader = daemon.leader
+        stop(leader)
+        executor.longest_s.clear()
+        first = executor.add(TOKENS, max_new=1)
+        before = time.monotonic()
+        executor.iterate()
+        assert first.matched == 0
+        assert 0.2 <= executor.longest_s["get_num_new_matched_tokens"] < 1.0
+        lookups = time.monotonic() - before
+        executor.longest_s.clear()
+        executor.add(TOKENS[:9], max_new=1)
+        executor.iterate()
+        assert executor.longest_s["get_num_new_matched_tokens"] < 0.2, f"the first took {lookups:.1f} s"
+        os.kill(leader, signal.SIGCONT)
+        executor.rest()
+    finally:
+        executor.close()
+
+
+def test_blocks_under_store_are_kept_until_the_store_is_over(
+    connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "4000")
+    executor = start(connector, daemon, model)
+    try:
+        worker = daemon.pid(rank=daemon.ranks - 1)
+        stop(worker)
+        request = executor.add(TOKENS, max_new=1)
+        executor.run(lambda: request.state == "saving", "the request ends")
+        for _ in range(20):
+            executor.iterate()
+        assert request.state == "saving"
+        assert not set(request.blocks) & set(executor.free)
+        os.kill(worker, signal.SIGCONT)
+        # Other ranks learn of the end with the metadata of a batch.
+        executor.add([1], max_new=8)
+        executor.run(lambda: request in executor.finished, "the blocks are given back")
+        executor.rest()
+        executor.clear()
+        assert executor.complete(TOKENS).matched == 6 * BLOCK
+    finally:
+        executor.close()
+
+
+def test_blocks_come_back_when_kvferry_is_gone_for_good(executor: Executor, daemon: Daemon) -> None:
+    worker = daemon.pid(rank=daemon.ranks - 1)
+    stop(worker)
+    request = executor.add(TOKENS, max_new=1)
+    executor.run(lambda: request.state == "saving", "the request ends")
+    workers = daemon.workers
+    daemon.kill()
+    for each in workers:
+        os.kill(each, signal.SIGKILL)
+    executor.run(lambda: request in executor.finished, "the blocks are given back", 20.0)
+    executor.rest()
+    assert executor.complete(TOKENS).matched == 0
+
+
+def test_an_aborted_request_keeps_its_blocks_while_it_loads(executor: Executor, daemon: Daemon) -> None:
+    executor.complete(TOKENS)
+    worker = daemon.pid(rank=daemon.ranks - 1)
+    stop(worker)
+    request = loads(executor, TOKENS)
+    executor.abort(request)
+    for _ in range(20):
+        executor.iterate()
+    assert not set(request.blocks) & set(executor.free)
+    os.kill(worker, signal.SIGCONT)
+    executor.rest()
+    assert request in executor.finished
+    daemon.wait_idle()
+
+
+def test_slots_are_finished_and_nothing_stays_held(executor: Executor, daemon: Daemon) -> None:
+    for seed in range(6):
+        executor.complete(prompt(seed % 3, 5 * BLOCK + 1))
+    executor.rest()
+    executor.complete([1, 2, 3])
+    executor.rest()
+    daemon.wait_idle()
+    side = executor.scheduler._side
+    assert not side._tracked
+    assert len(side.stores) == len(side.loads) == 0
+
+
+def test_failed_stores_are_named_again(executor: Executor) -> None:
+    flaky = between(executor, stores=1.0)
+    request = executor.add(TOKENS, max_new=3 * BLOCK)
+    executor.run(lambda: flaky.refused > 0 and request.state == "generating", "a store is refused")
+    flaky.stores = 0.0
+    executor.rest()
+    executor.clear()
+    assert executor.complete(TOKENS).matched == 6 * BLOCK
