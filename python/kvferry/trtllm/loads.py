@@ -134,7 +134,7 @@ class Loads:
                 device_pages=load.first,
                 timeout_s=LOOKUP_LIMIT_S,
             )
-            tracked.opened, tracked.epoch, tracked.known = load.pending, self._client.epoch, end
+            tracked.opens(load.pending, self._client.epoch, end)
 
     def _looked_up(self, load: Load, pending: PendingRequest) -> None:
         answer = pending.answer

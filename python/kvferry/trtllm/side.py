@@ -124,14 +124,14 @@ class SchedulerSide:
         tracked.device_pages = device
         if part or limit <= device or not self._may_look_up():
             return 0
-        lookup = tracked.opened = self._client.lookup(
+        lookup = self._client.lookup(
             tracked.slot,
             hashes.hashes[:limit],
             namespace=self._namespace,
             device_pages=device,
             timeout_s=LOOKUP_LIMIT_S,
         )
-        tracked.epoch, tracked.known = self._client.epoch, limit
+        tracked.opens(lookup, self._client.epoch, limit)
         if not lookup.wait(self._settings.lookup_budget_ms / 1000):
             self._late = lookup
             # Releases the leader's hold on what is found too late.
@@ -252,9 +252,10 @@ class SchedulerSide:
         return bool(self.stores.of(name)) or self.loads.is_open(name)
 
     def _finish(self, tracked: Tracked) -> None:
-        if tracked.opened is not None:
+        if tracked.known_there:
             # A lookup without an answer is sent again to the next leader.
-            answered = tracked.opened.done and tracked.opened.failure is None
+            opened = tracked.opened
+            answered = opened is not None and opened.done and opened.failure is None
             self._finishes.finish(tracked.slot, tracked.epoch if answered else None)
 
     def turn(self) -> None:

@@ -105,14 +105,14 @@ class Stores:
 
     def open(self, tracked: Tracked, pages: int) -> None:
         """Opens or reopens the slot, by a lookup that finds nothing."""
-        tracked.opened = self._client.lookup(
+        lookup = self._client.lookup(
             tracked.slot,
             tracked.hashes.hashes[:pages],
             namespace=self._namespace,
             device_pages=pages,
             timeout_s=self._settings.store_timeout_ms / 1000,
         )
-        tracked.epoch, tracked.known = self._client.epoch, pages
+        tracked.opens(lookup, self._client.epoch, pages)
 
     def _admits(self, pages: int) -> bool:
         most = self._settings.store_mb_max * 1_000_000 // max(self.page_bytes, 1)

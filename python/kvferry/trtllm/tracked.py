@@ -25,7 +25,10 @@ class Tracked:
     found: int = 0
     #: Pages were promised to the engine, which has not yet said where to put them.
     promised: bool = False
-    #: The request that opened the slot, the leader's epoch at that time, and the number of hashes that the slot has.
+    #: A lookup was sent for the slot, so that the leader may have it open.
+    known_there: bool = False
+    #: The request that opened the slot (None: open the slot again), the leader's epoch at that time, and the number of
+    #: hashes that the slot has.
     opened: PendingRequest | None = None
     epoch: int = 0
     known: int = 0
@@ -36,3 +39,7 @@ class Tracked:
     next_page: int = 0
     #: A step has run the request.
     ran: bool = False
+
+    def opens(self, lookup: PendingRequest, epoch: int, known: int) -> None:
+        """Records a lookup that opens the slot at the leader of this epoch, with so many hashes."""
+        self.opened, self.epoch, self.known, self.known_there = lookup, epoch, known, True
