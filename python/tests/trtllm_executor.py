@@ -349,8 +349,11 @@ class Executor:
             for rank in self.ranks:
                 rank.write(request, self.model, found, found + part)
         request.calls["alloc"] += 1
-        self._hook("update_state_after_alloc", self.scheduler, request, list(request.blocks))
+        self._allocated(request)
         request.state = "context"
+
+    def _allocated(self, request: Request) -> None:
+        self._hook("update_state_after_alloc", self.scheduler, request, list(request.blocks))
 
     def _prepare(self, batch: list[Request]) -> Any:
         new, cached = [], []
@@ -406,11 +409,14 @@ class Executor:
         self.requests.remove(request)
         request.state = "over"
         self._remember(request)
-        if self._hook("request_finished", self.scheduler, request, list(request.blocks)):
+        if self._finished(request):
             request.state = "saving"
             self.held[request.request_id] = request
             return
         self._release(request)
+
+    def _finished(self, request: Request) -> bool:
+        return self._hook("request_finished", self.scheduler, request, list(request.blocks))
 
     def _release(self, request: Request) -> None:
         for block in reversed(request.blocks):
@@ -521,3 +527,53 @@ class Executor:
         request = self.add(tokens, max_new, **named)
         self.run(lambda: request.state == "over" and request in self.finished, "the request is over")
         return request
+
+
+class ExecutorV2(Executor):
+    """With the manager V2 of KV memory: pages lie in regions, and an offer need not be taken as a whole."""
+
+    short = 0.0
+
+    def _register(self, rank: Rank) -> None:
+        rank.worker.register_kv_cache_layout(layout_of(rank.pool))
+
+    def _allocated(self, request: Request) -> None:
+        blocks = list(request.blocks)
+        if request.matched and self.draw.random() < self.short:
+            # The first chunk of the prompt has fewer blocks; the offer behind them is computed.
+            kept = self.draw.randint(0, request.matched // BLOCK - 1)
+            blocks = blocks[: request.device // BLOCK + kept] + [-1] * self.draw.randint(0, 2)
+            request.matched = kept * BLOCK
+            request.computed = request.device + request.matched
+        self._hook("update_state_after_alloc_by_layer_group", self.scheduler, request, [blocks])
+
+    def _finished(self, request: Request) -> bool:
+        return self._hook("request_finished_by_layer_group", self.scheduler, request, [list(request.blocks)])
+
+
+def layout_of(pool: torch.Tensor, **changes: Any) -> Any:
+    """The description of a pool: the bytes of each layer are a region."""
+    slots = pool.shape[0]
+    page_bytes = pool[0].numel() * pool.element_size()
+    size = page_bytes // LAYERS
+    rows = pool.view(torch.uint8).reshape(slots, page_bytes)
+    regions = tuple(
+        SimpleNamespace(
+            base=pool.data_ptr() + layer * size,
+            size=size,
+            stride=page_bytes,
+            num_slots=slots,
+            as_tensor=lambda layer=layer: rows[:, layer * size : (layer + 1) * size],
+        )
+        for layer in range(LAYERS)
+    )
+    group = {
+        "layer_group_id": 0,
+        "layer_ids": tuple(range(LAYERS)),
+        "window_size": None,
+        "regions": regions,
+        "replicated_regions": (),
+        **changes.pop("group", {}),
+    }
+    given = {"tokens_per_block": BLOCK, "groups": (SimpleNamespace(**group),), **changes}
+    return SimpleNamespace(**given)

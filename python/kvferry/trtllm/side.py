@@ -67,6 +67,8 @@ class SchedulerSide:
         )
         self._steps = Steps()
         self._finishes = Finishes(self._client)
+        #: Running requests may lose their pages: these are stored when their request ends.
+        self.stores_at_end = False
         self.loads = Loads(self._client, settings, self._steps, self._namespace)
         self.stores = Stores(self._client, settings, self._steps, self._namespace)
         self._client.start()
@@ -218,9 +220,9 @@ class SchedulerSide:
         # Where the position leaves out what was loaded, pages are stored a step later.
         written = data.computed_position + data.num_scheduled_tokens
         full = min(written // self._page_tokens, len(tracked.hashes.hashes), len(tracked.pages))
-        absent = next((at for at in range(tracked.next_page, full) if tracked.pages[at] < 0), full)
-        if absent > tracked.next_page:
-            self.stores.store(tracked, absent)
+        tracked.full = next((at for at in range(tracked.next_page, full) if tracked.pages[at] < 0), full)
+        if tracked.full > tracked.next_page and not self.stores_at_end:
+            self.stores.store(tracked, tracked.full)
 
     def bare_step(self, output: Any) -> StepMetadata:
         """Returns the metadata of a step, without further stores."""
@@ -243,6 +245,9 @@ class SchedulerSide:
         tracked = self._tracked.pop(name, None)
         if tracked is not None:
             self.loads.give_up(name)
+            if self.stores_at_end and tracked.full > tracked.next_page:
+                self.stores.store(tracked, tracked.full, after=self._steps.work)
+                self.stores.send()
             self._finish(tracked)
         self.stores.turn()
         return self.holds(name)

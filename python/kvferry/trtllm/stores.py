@@ -60,8 +60,11 @@ class Stores:
         #: Number of skipped stores.
         self.skipped = 0
 
-    def store(self, tracked: Tracked, full: int) -> None:
-        """Requests a store of the pages that the present step fills, up to page ``full`` of the sequence."""
+    def store(self, tracked: Tracked, full: int, *, after: int = 0) -> None:
+        """Requests a store of pages up to page ``full`` of the sequence.
+
+        They are written by the work ``after``; with 0, by the step that is scheduled now.
+        """
         if not self._client.listening or time.monotonic() < self._again_at or full > wire.HASHES_MAX:
             return
         if tracked.epoch != self._client.epoch:
@@ -83,6 +86,7 @@ class Stores:
             parts,
             more=tracked.hashes.hashes[known:full],
             more_from=known,
+            after=after,
             timeout_s=self._settings.store_timeout_ms / 1000,
             grace_s=FENCE_S,
             wake=False,
@@ -93,7 +97,10 @@ class Stores:
         self._of.setdefault(tracked.request, set()).add(pending.id)
         self._pages += pages
         self._new.append((tracked.request, pending.id))
-        self._steps.store = pending.id
+        if after:
+            self._steps.awaited = max(self._steps.awaited, after)
+        else:
+            self._steps.store = pending.id
 
     def _parts(self, tracked: Tracked, full: int) -> list[Part]:
         """Returns the pages up to ``full`` that were not named and that no load has brought."""
@@ -166,14 +173,19 @@ class Stores:
     def released(self, request: int) -> None:
         """Drops the stores of a request, for which no rank copies any longer."""
         for number in list(self.of(request)):
+            self._over.append(number)
             self._drop(number)
 
     def take_new(self) -> list[tuple[int, int]]:
         """Returns the stores of the present step: request of the engine and id, and sends them."""
         new, self._new = self._new, []
         if new:
-            self._client.poke()
+            self.send()
         return new
+
+    def send(self) -> None:
+        """Sends stores that wait for others."""
+        self._client.poke()
 
     def take_over(self) -> list[int]:
         """Returns stores that are over since the last call."""

@@ -52,7 +52,9 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
         #: Requests whose pages are kept for stores, and when these are given up; requests that load.
         self._saving: dict[int, float] = {}
         self._loading: dict[int, None] = {}
+        #: Stores of these requests that the worker was asked to give up, and those that rank 0's worker has given up.
         self._abandoned: set[int] = set()
+        self._given_back: set[int] = set()
 
     # The memory.
 
@@ -67,10 +69,28 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
                 f"kvferry: the KV cache has the shape {tuple(kv_cache_tensor.shape)}, known is a contiguous one of "
                 "blocks, layers, 1 or 2, and elements: install a known TensorRT-LLM"
             )
-        page_tokens = int(self._args.kv_cache_config.tokens_per_block)
-        self._register({"pool": kv_cache_tensor}, page_tokens, kv_cache_tensor.shape[0])
+        self._register({"pool": kv_cache_tensor}, kv_cache_tensor.shape[0])
 
-    def _register(self, tensors: dict[str, Any], page_tokens: int, pages: int) -> None:
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """Registers memory that is described by regions, as the newer manager (V2) of KV memory has it.
+
+        That manager may take the pages of a running request back without a call of the connector. Pages are therefore
+        stored when their request ends, because only then they are kept.
+
+        Raises:
+            RuntimeError: for memory that is not supported yet, with the remedy.
+        """
+        if why := _why_not_served(layout, self._args):
+            raise RuntimeError(
+                f"kvferry: {why}, which is not supported yet: set kv_cache_config.use_kv_cache_manager_v2 to False"
+            )
+        (group,) = layout.groups
+        tensors = {f"region {number}": region.as_tensor() for number, region in enumerate(group.regions)}
+        self._register(tensors, group.regions[0].num_slots)
+        if self._side is not None:
+            self._side.stores_at_end = True
+
+    def _register(self, tensors: dict[str, Any], pages: int) -> None:
         if self._registered:
             raise RuntimeError("kvferry: the KV cache was registered before: create one connector for each engine")
         self._registered = True
@@ -87,6 +107,7 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
         ranks = int(getattr(self._args, "tensor_parallel_size", 1) or 1)
         content = identity_of(self._args, self._settings, engine).content()
         place = Place(rank=number, tp_size=ranks, shard=number, content=content)
+        page_tokens = int(self._args.kv_cache_config.tokens_per_block)
         group = Group(tensors, engine_page_tokens=page_tokens, device_pages=pages)
         try:
             memory = KvMemory([group], place)
@@ -174,21 +195,25 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
         if self._rank is not None:
             for store in self._rank.over():
                 self._is_over(store)
+                if self._side is not None:
+                    self._given_back.add(store)
         saved = [request for request in self._saving if self._is_saved(request)]
         for request in saved:
             del self._saving[request]
             for store in self._stores.pop(request, ()):
                 self._of.pop(store, None)
             if self._side is not None:
+                self._given_back -= self._side.stores.of(request)
                 self._side.stores.released(request)
         return saved
 
     def _is_saved(self, request: int) -> bool:
-        stores = self._stores.get(request, set())
         side = self._side
-        if side is not None:
-            for store in [store for store in stores if not side.stores.is_open(store)]:
-                self._is_over(store)
+        if side is None:
+            stores = self._stores.get(request, set())
+        else:
+            # The process of rank 0 knows all stores, and their ends, before the metadata names them.
+            stores = side.stores.of(request) - self._given_back
             if side.loads.is_open(request):
                 return False
         if stores and time.monotonic() >= self._saving[request]:
@@ -201,6 +226,7 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
             # kvferry cannot reach the memory of this rank: nothing is copied there.
             for store in list(stores):
                 self._is_over(store)
+                self._given_back.add(store)
         elif new := sorted(stores - self._abandoned):
             self._abandoned.update(new)
             self._rank.abandon(new)
@@ -212,6 +238,26 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
             stores.discard(store)
             if not stores and request not in self._saving:
                 del self._stores[request]
+
+
+def _why_not_served(layout: Any, llm_args: Any) -> str:
+    """Returns why memory in regions is not served; empty when it is."""
+    ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
+    if ranks > 1:
+        return f"tensor_parallel_size is {ranks}, with the manager V2 of KV memory"
+    if len(layout.groups) != 1:
+        return f"the KV cache has {len(layout.groups)} groups of layers"
+    (group,) = layout.groups
+    if group.window_size is not None:
+        return f"the KV cache has a window of {group.window_size} tokens"
+    if group.replicated_regions:
+        return "the KV cache has regions that are equal on all ranks"
+    if not group.regions or len({region.num_slots for region in group.regions}) != 1:
+        return "the KV cache has regions of several lengths"
+    known = int(llm_args.kv_cache_config.tokens_per_block)
+    if layout.tokens_per_block != known:
+        return f"the KV cache has blocks of {layout.tokens_per_block} tokens, and tokens_per_block is {known}"
+    return ""
 
 
 def record_end() -> Any:
