@@ -299,3 +299,84 @@ def test_failed_stores_are_named_again(executor: Executor) -> None:
     executor.rest()
     executor.clear()
     assert executor.complete(TOKENS).matched == 6 * BLOCK
+
+
+def test_pages_that_a_step_announced_and_did_not_compute_are_removed(
+    executor: Executor, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = executor.add(TOKENS, max_new=1)
+    executor.chunk = 4 * BLOCK
+    build = executor.scheduler.build_connector_meta
+
+    def overstated(output: Any) -> Any:
+        for data in output.new_requests:
+            data.num_scheduled_tokens += 2 * BLOCK
+        return build(output)
+
+    executor.scheduler.build_connector_meta = overstated
+    executor.run(lambda: request in executor.finished, "the request is over")
+    assert "a step announced 24 tokens of request 1, and 16 are computed: nothing is stored" in caplog.text
+    executor.run(lambda: not executor.scheduler._side._removals, "the pages are removed")
+    executor.scheduler.build_connector_meta = build
+    executor.rest()
+    executor.clear()
+    # The leader removes the blocks around the pages, too. The executor checks what it reads.
+    assert executor.complete(TOKENS).matched <= 4 * BLOCK
+    executor.rest()
+
+
+def test_stores_beyond_the_most_at_a_time_are_skipped_and_named_again(
+    executor: Executor, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trtllm_stubs.connector("stores"), "STORES_MAX", 1)
+    worker = daemon.pid(rank=daemon.ranks - 1)
+    stop(worker)
+    executor.chunk = 2 * BLOCK
+    request = executor.add(TOKENS, max_new=3 * BLOCK)
+    executor.run(lambda: request.state == "generating", "the prompt is computed")
+    side = executor.scheduler._side
+    assert len(side.stores) == 1
+    assert side.stores.skipped > 0
+    assert "stores were skipped: 2 pages are being stored" in caplog.text
+    os.kill(worker, signal.SIGCONT)
+    eventually("the store is over", lambda: side.stores._open[next(iter(side.stores._open))].pending.done)
+    executor.rest()
+    executor.clear()
+    assert executor.complete(TOKENS).matched == 6 * BLOCK
+    executor.rest()
+
+
+def test_the_oldest_request_is_dropped_beyond_the_most_that_are_tracked(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trtllm_stubs.connector("side"), "TRACKED_MAX", 2)
+    for seed in range(4):
+        executor.add(prompt(40 + seed, 2 * BLOCK + 1), max_new=8)
+    executor.run(lambda: all(each.state == "generating" for each in executor.requests), "all run")
+    assert len(executor.scheduler._side._tracked) == 2
+    executor.rest()
+    executor.clear()
+    assert executor.complete(prompt(43, 2 * BLOCK + 1)).matched == 2 * BLOCK
+    executor.rest()
+
+
+def test_a_load_of_an_ended_request_is_over_when_nothing_is_copied(executor: Executor, daemon: Daemon) -> None:
+    """The manager V2 of KV memory may end a request that loads."""
+    executor.complete(TOKENS)
+    worker = daemon.pid(rank=daemon.ranks - 1)
+    stop(worker)
+    request = loads(executor, TOKENS)
+    assert executor.scheduler.request_finished(request, request.blocks)
+    side = executor.scheduler._side
+    for rank in executor.ranks:
+        saved, _ = rank.worker.get_finished([request.request_id], [])
+        assert (saved == []) == (rank.number == 0), "rank 0 decides"
+    os.kill(worker, signal.SIGCONT)
+
+    def is_saved() -> bool:
+        saved, loaded = executor.ranks[0].worker.get_finished([], [])
+        return saved == loaded == [request.request_id]
+
+    eventually("the pages are given back", is_saved)
+    assert not side.holds(request.request_id)
+    daemon.wait_idle()

@@ -101,6 +101,28 @@ def test_functions_of_all_ranks_that_differ_are_refused() -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("methods", "refused"),
+    [
+        ((), False),
+        (("fit_token_budget",), True),
+        (("fit_token_budget", "report_batch_to_connector"), False),
+    ],
+)
+def test_a_manager_that_shrinks_steps_after_their_report_is_refused(methods: tuple[str, ...], refused: bool) -> None:
+    manager = ModuleType("tensorrt_llm._torch.pyexecutor.resource_manager")
+    manager.KVCacheManager = type("KVCacheManager", (), dict.fromkeys(methods, print))
+    with installed(interface(), manager):
+        compat = connector("compat")
+        found = compat.differences(compat.INTERFACE)
+    assert (
+        found
+        == ["KVCacheManager shrinks steps after it has reported them (report_batch_to_connector is missing)"][
+            : int(refused)
+        ]
+    )
+
+
 def test_an_interface_that_differs_starts_no_side(tmp_path: Path) -> None:
     module = interface()
     without("request_finished")(module)

@@ -177,7 +177,7 @@ def interface(name: str = NEW) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def installed(module: types.ModuleType | None, **utils: Any) -> Iterator[None]:
+def installed(module: types.ModuleType | None, *others: types.ModuleType, **utils: Any) -> Iterator[None]:
     """Makes this module, and no other one, the installed TensorRT-LLM. The connector's modules are imported anew."""
 
     def ours(name: str) -> bool:
@@ -192,6 +192,7 @@ def installed(module: types.ModuleType | None, **utils: Any) -> Iterator[None]:
                 name = ".".join(parts[:count])
                 sys.modules[name] = _module(name)
             sys.modules[module.__name__] = module
+            sys.modules.update({other.__name__: other for other in others})
             sys.modules["tensorrt_llm._utils"] = _module("tensorrt_llm._utils", **given)
         yield
     finally:

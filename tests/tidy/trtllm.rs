@@ -47,6 +47,7 @@ pub const TRTLLM_ARROWS: &[(&str, &[&str], &[&str])] = &[
             "client",
             "engine_client",
             "finishes",
+            "removals",
             "switch",
             "trtllm/content",
             "trtllm/hashes",

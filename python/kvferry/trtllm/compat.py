@@ -51,6 +51,10 @@ _NEWER_WORKER: dict[str, tuple[str, ...]] = {"register_kv_cache_layout": ("layou
 #: Fields that are read of what a step schedules.
 _REQUEST_DATA = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 _SCHEDULER_OUTPUT = ("new_requests", "cached_requests")
+#: The class that allocates pages, and two of its methods. Releases with the first one alone report a step to the
+#: connector before they shrink it: pages that no pass has written would be stored.
+_MANAGER = "tensorrt_llm._torch.pyexecutor.resource_manager", "KVCacheManager"
+_SHRINKS, _REPORTS_LAST = "fit_token_budget", "report_batch_to_connector"
 #: Functions that all ranks call together.
 _RANKS: dict[str, tuple[str, ...]] = {"mpi_rank": (), "mpi_broadcast": ("obj", "root")}
 
@@ -128,7 +132,18 @@ def differences(interface: Interface) -> list[str]:
             found.append(f"{RANKS}.{name} is missing")
         elif given != known:
             found.append(f"{RANKS}.{name} takes {given}, known is {known}")
+    if _shrinks_after_report():
+        found.append(f"{_MANAGER[1]} shrinks steps after it has reported them ({_REPORTS_LAST} is missing)")
     return found
+
+
+def _shrinks_after_report() -> bool:
+    module, name = _MANAGER
+    try:
+        manager = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return False
+    return hasattr(manager, _SHRINKS) and not hasattr(manager, _REPORTS_LAST)
 
 
 def _methods(cls: type, known: dict[str, tuple[str, ...]], newer: dict[str, tuple[str, ...]]) -> list[str]:

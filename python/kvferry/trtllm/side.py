@@ -15,6 +15,7 @@ from kvferry import wire
 from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
+from kvferry.removals import Removals
 from kvferry.switch import Switch
 from kvferry.trtllm.content import Identity
 from kvferry.trtllm.hashes import PageHashes, seed_of, why_not_hashed
@@ -67,6 +68,9 @@ class SchedulerSide:
         )
         self._steps = Steps()
         self._finishes = Finishes(self._client)
+        self._removals = Removals(self._client)
+        #: The engine has announced work that it did not do.
+        self._distrusts = False
         #: Running requests may lose their pages: these are stored when their request ends.
         self.stores_at_end = False
         self.loads = Loads(self._client, settings, self._steps, self._namespace)
@@ -215,14 +219,31 @@ class SchedulerSide:
         else:
             # The engine has named the first tokens before this side knew the request.
             return
-        if self._settings.mode == "load" or self._switch.off:
-            return
+        # A token of an earlier step may not be known yet, if its results are processed beside this step.
+        if not new and data.computed_position + 1 < tracked.written:
+            self._not_written(tracked, data.computed_position)
         # Where the position leaves out what was loaded, pages are stored a step later.
-        written = data.computed_position + data.num_scheduled_tokens
+        tracked.written = written = data.computed_position + data.num_scheduled_tokens
+        if self._settings.mode == "load" or self._switch.off or self._distrusts:
+            return
         full = min(written // self._page_tokens, len(tracked.hashes.hashes), len(tracked.pages))
         tracked.full = next((at for at in range(tracked.next_page, full) if tracked.pages[at] < 0), full)
         if tracked.full > tracked.next_page and not self.stores_at_end:
             self.stores.store(tracked, tracked.full)
+
+    def _not_written(self, tracked: Tracked, computed: int) -> None:
+        """Handles a step that has computed fewer tokens than it announced: pages behind them may hold anything."""
+        pages = tracked.hashes.hashes[computed // self._page_tokens : tracked.written // self._page_tokens]
+        self._removals.add([(self._namespace, page) for page in pages])
+        if not self._distrusts:
+            self._distrusts = True
+            logger.error(
+                "kvferry: a step announced %d tokens of request %d, and %d are computed: nothing is stored until the "
+                "engine is started again, and the pages of these tokens are removed",
+                tracked.written,
+                tracked.request,
+                computed,
+            )
 
     def bare_step(self, output: Any) -> StepMetadata:
         """Returns the metadata of a step, without further stores."""
@@ -271,4 +292,5 @@ class SchedulerSide:
         """
         self.stores.turn()
         self._finishes.turn()
+        self._removals.turn()
         self.loads.turn()

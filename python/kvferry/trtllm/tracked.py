@@ -37,7 +37,8 @@ class Tracked:
     loaded: range = range(0)
     #: The first page that no store has named.
     next_page: int = 0
-    #: Pages that are full by the last step that was scheduled.
+    #: Tokens whose KV is written by the last step that was scheduled, and pages that are full by then.
+    written: int = 0
     full: int = 0
     #: A step has run the request.
     ran: bool = False
