@@ -135,6 +135,18 @@ class Rank:
         self.saving: set[int] = set()
         self.loading: set[int] = set()
 
+    def create(self, connector: Any, llm_args: Any) -> None:
+        """Creates the connector's worker, in a thread of the rank."""
+        self.worker = connector.Worker(llm_args)
+        self.after_forward = self.worker.register_forward_pass_callable()
+
+    @property
+    def registered(self) -> bool:
+        return self.worker._rank is not None and self.worker._rank.registered
+
+    def forget(self, block: int) -> None:
+        self.pool[block] = GARBAGE
+
     def write(self, request: Request, model: Model, start: int, end: int) -> None:
         chain, place = model.chain(request, end), model.place(self.number)
         pool = self.pool.numpy()
@@ -176,7 +188,7 @@ class Executor:
         self.model = Model(changes.pop("weights", model))
         self.blocks, self.batch, self.chunk = blocks, batch, chunk
         self.partial, self.forgets = partial, forgets
-        self.ranks = [Rank(number, blocks) for number in range(ranks)]
+        self.ranks = [self._rank(number, blocks) for number in range(ranks)]
         self.scheduler: Any = None
         self._connector = connector
         self._start(model, changes)
@@ -195,9 +207,12 @@ class Executor:
         #: A hook took longest.
         self.longest_s: dict[str, float] = {}
 
+    def _rank(self, number: int, blocks: int) -> Rank:
+        return Rank(number, blocks)
+
     def _start(self, model: str, changes: dict[str, Any]) -> None:
         """Creates scheduler and workers at the same time, and registers the pools."""
-        together = trtllm_stubs.Ranks(len(self.ranks))
+        together = self._together()
         failures: list[BaseException] = []
 
         def run(rank: Rank) -> None:
@@ -207,11 +222,10 @@ class Executor:
                 if rank.number == 0:
                     thread = threading.Thread(target=self._create_scheduler, args=(llm_args, failures))
                     thread.start()
-                    rank.worker = self._connector.Worker(llm_args)
+                    rank.create(self._connector, llm_args)
                     thread.join(TIMEOUT_S)
                 else:
-                    rank.worker = self._connector.Worker(llm_args)
-                rank.after_forward = rank.worker.register_forward_pass_callable()
+                    rank.create(self._connector, llm_args)
                 self._register(rank)
             except BaseException as error:
                 failures.append(error)
@@ -224,6 +238,9 @@ class Executor:
         if failures:
             self.close()
             raise failures[0]
+
+    def _together(self) -> Any:
+        return trtllm_stubs.Ranks(len(self.ranks))
 
     def _create_scheduler(self, llm_args: Any, failures: list[BaseException]) -> None:
         try:
@@ -242,7 +259,7 @@ class Executor:
 
     @property
     def registered(self) -> bool:
-        return all(rank.worker._rank is not None and rank.worker._rank.registered for rank in self.ranks)
+        return all(rank.registered for rank in self.ranks)
 
     # Users.
 
@@ -502,7 +519,7 @@ class Executor:
     def _forget(self, block: int) -> None:
         self.tree.pop(self.keys.pop(block, b""), None)
         for rank in self.ranks:
-            rank.pool[block] = GARBAGE
+            rank.forget(block)
 
     # Waiting.
 
