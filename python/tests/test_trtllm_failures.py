@@ -250,6 +250,26 @@ def test_blocks_under_store_are_kept_until_the_store_is_over(
         executor.close()
 
 
+def test_blocks_of_a_store_that_is_given_up_are_kept_until_the_worker_confirms(
+    executor: Executor, daemon: Daemon
+) -> None:
+    worker = daemon.pid(rank=daemon.ranks - 1)
+    stop(worker)
+    request = executor.add(TOKENS, max_new=1)
+    executor.run(lambda: request.state == "saving", "the request ends")
+    last = executor.ranks[-1].worker
+    executor.run(lambda: last._abandoned, "the store is given up")
+    # The worker still has the order of the copy, and does not answer.
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        executor.iterate()
+    assert request.state == "saving"
+    assert not set(request.blocks) & set(executor.free)
+    os.kill(worker, signal.SIGCONT)
+    executor.rest()
+    assert not last._abandoned
+
+
 def test_blocks_come_back_when_kvferry_is_gone_for_good(executor: Executor, daemon: Daemon) -> None:
     worker = daemon.pid(rank=daemon.ranks - 1)
     stop(worker)
