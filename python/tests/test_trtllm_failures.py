@@ -27,8 +27,14 @@ def daemon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         daemon.ranks = request.param
         monkeypatch.setenv("KVFERRY_TRTLLM_SOCKET_DIR", str(daemon.socket_dir))
         monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "1000")
-        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "300")
+        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "20000")
         yield daemon
+
+
+@pytest.fixture
+def gives_up(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of ended requests are given up soon. For engines that start later."""
+    monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "300")
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +116,12 @@ def test_refused_and_shortened_loads_are_requested_again(executor: Executor) -> 
     executor.complete(TOKENS)
     executor.rest()
     flaky = between(executor, loads=0.5)
-    for _ in range(4):
+    for _ in range(60):
         executor.clear()
         assert executor.complete(TOKENS, max_new=1).matched == 6 * BLOCK
         executor.rest()
+        if flaky.refused and flaky.shortened:
+            break
     assert flaky.refused > 0
     assert flaky.shortened > 0
 
@@ -228,7 +236,6 @@ def test_a_silent_leader_costs_one_budget(
 def test_blocks_under_store_are_kept_until_the_store_is_over(
     connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "4000")
     executor = start(connector, daemon, model)
     try:
         worker = daemon.pid(rank=daemon.ranks - 1)
@@ -251,7 +258,7 @@ def test_blocks_under_store_are_kept_until_the_store_is_over(
 
 
 def test_blocks_of_a_store_that_is_given_up_are_kept_until_the_worker_confirms(
-    executor: Executor, daemon: Daemon
+    gives_up: None, executor: Executor, daemon: Daemon
 ) -> None:
     worker = daemon.pid(rank=daemon.ranks - 1)
     stop(worker)
@@ -270,7 +277,7 @@ def test_blocks_of_a_store_that_is_given_up_are_kept_until_the_worker_confirms(
     assert not last._abandoned
 
 
-def test_blocks_come_back_when_kvferry_is_gone_for_good(executor: Executor, daemon: Daemon) -> None:
+def test_blocks_come_back_when_kvferry_is_gone_for_good(gives_up: None, executor: Executor, daemon: Daemon) -> None:
     worker = daemon.pid(rank=daemon.ranks - 1)
     stop(worker)
     request = executor.add(TOKENS, max_new=1)

@@ -23,6 +23,7 @@ def executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Execut
     with running(ranks=1, g2="32MiB") as daemon, trtllm_stubs.installed(trtllm_stubs.interface()):
         monkeypatch.setenv("KVFERRY_TRTLLM_SOCKET_DIR", str(daemon.socket_dir))
         monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "1000")
+        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "20000")
         monkeypatch.setenv("KVFERRY_TRTLLM_LOAD_RETRY_MS", "20000")
         executor = Executor(trtllm_stubs.connector(), str(tmp_path))
         executor.daemon = daemon

@@ -19,7 +19,7 @@ def executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proces
     with running(ranks=2, g2="32MiB") as daemon, trtllm_stubs.installed(trtllm_stubs.interface()):
         monkeypatch.setenv("KVFERRY_TRTLLM_SOCKET_DIR", str(daemon.socket_dir))
         monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "1000")
-        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "300")
+        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "20000")
         # The files are older than the process of each rank.
         monkeypatch.setenv("KVFERRY_TRTLLM_WEIGHTS", "test")
         executor = ProcessExecutor(trtllm_stubs.connector(), str(tmp_path), ranks=2)

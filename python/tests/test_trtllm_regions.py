@@ -27,7 +27,7 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     with running(ranks=1, g2="32MiB") as daemon:
         monkeypatch.setenv("KVFERRY_TRTLLM_SOCKET_DIR", str(daemon.socket_dir))
         monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "1000")
-        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "300")
+        monkeypatch.setenv("KVFERRY_TRTLLM_STORE_HOLD_MS", "20000")
         yield daemon
 
 

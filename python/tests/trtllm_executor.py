@@ -31,6 +31,8 @@ from daemon import TIMEOUT_S
 
 #: Tokens of a block; layers of the toy model; keys and values; tokens of the vocabulary.
 BLOCK, LAYERS, KV, VOCABULARY = 4, 2, 2, 50
+#: First number of requests that only make a batch.
+TICKS = 1_000_000
 #: What a block holds that is given back.
 GARBAGE = -0x5A5A5A5A
 #: Longest time of one call of a hook that may not wait, beside the lookup budget. A busy machine needs much of it.
@@ -526,9 +528,14 @@ class Executor:
     def run(self, until: Any, what: str, grace_s: float = TIMEOUT_S) -> None:
         """Iterates until something is true."""
         deadline = time.monotonic() + grace_s
+        alone = 0
         while not until():
             assert time.monotonic() < deadline, f"{what}: not within {grace_s:.0f} s"
             self.iterate()
+            alone = 0 if self.requests else alone + 1
+            if alone % 20 == 19 and len(self.ranks) > 1:
+                # Ranks other than 0 learn of the ends of stores with the next batch.
+                self.requests.append(Request(TICKS + self.iterations, [0], 1, 1, is_dummy_request=True))
             if not any(each.state in ("context", "generating", "new") for each in self.requests):
                 # As an executor that has nothing to do but to look.
                 time.sleep(0.001)
