@@ -409,3 +409,18 @@ def test_a_load_of_an_ended_request_is_over_when_nothing_is_copied(executor: Exe
     eventually("the pages are given back", is_saved)
     assert not side.holds(request.request_id)
     daemon.wait_idle()
+
+
+def test_a_rank_that_cannot_report_its_work_stores_nothing(
+    gives_up: None, executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrote(*arguments: Any, **named: Any) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(executor.ranks[-1].worker._rank, "wrote", wrote)
+    request = executor.complete(TOKENS)
+    assert "_forward_ended failed: requests run without the cache" in caplog.text
+    executor.rest()
+    executor.clear()
+    assert executor.complete(TOKENS).matched == 0
+    assert request in executor.finished

@@ -173,6 +173,7 @@ def test_the_socket_directory_is_that_of_the_program(beside: None, environment: 
         ("KVFERRY_TRTLLM_REPLICA", "64", "give a whole number from 0 to 63"),
         ("KVFERRY_TRTLLM_REPLICA", "-1", "give a whole number from 0 to 63"),
         ("KVFERRY_TRTLLM_REPLICA", "", "give a whole number from 0 to 63"),
+        ("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "0", "give a whole number from 1 to 1000"),
         ("KVFERRY_TRTLLM_LOAD_RETRY_MS", "1e3", "give a whole number from 100 to 600000"),
         ("KVFERRY_TRTLLM_LOAD_RETRY_MS", "9" * 5000, "give a whole number from 100 to 600000"),
         ("KVFERRY_TRTLLM_STORE_MB_MAX", "\u0663", "give a whole number from 1 to 1000000"),

@@ -1,4 +1,33 @@
-"""Mistakes that are planted in the connector for TensorRT-LLM: the executor must find each of them."""
+"""Mistakes that are planted in the connector for TensorRT-LLM: the executor must find each of them.
+
+Others were planted by hand, one at a time, and what reported them first:
+
+===================================================  ==================================================
+a part of a load counts as all of it                 other tokens in a block of a load
+rank 0 reports loads at once                         other tokens in a block of a load
+stores are reported as over at once                  other tokens in a block of a load
+a load goes to other pages                           other tokens in a block of a load
+the adapter is no part of the seed                   other tokens in a block of a load
+an adapter is named by its number alone              a second start loads pages of an adapter
+hashes are no chain                                  hashes that ``sha256sum`` has computed
+the namespace does not name the weights              equal namespaces of different weights
+a hit inside a block is continued by a load          a load behind a part of a block
+the whole prompt is loaded                           the last token is not computed
+``finish`` is left out                               slots that stay open
+a store's id is beyond what ranks report             nothing is stored
+a step without a forward pass has a number           a load that never succeeds
+copies begin while earlier ones may run              more than one request of a load
+a store that is given up is not confirmed            blocks that are free while a worker has the order
+pages of a failed store are not named again          nothing is found
+requests that were not given are reported            a key that the executor does not know
+a load that fails for good is reported               other tokens in a block of a load
+each rank has an engine of its own                   a leader that does not serve
+V2: a running request stores pages                   stores of a running request
+===================================================  ==================================================
+
+Not found, since another rule has the same effect: to use a slot of an older leader, because the leader refuses the store,
+and the slot is opened again. Not visible on a CPU: a load that does not wait for running steps.
+"""
 
 import os
 import signal

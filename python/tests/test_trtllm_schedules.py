@@ -5,7 +5,7 @@ requests, and processes of kvferry that are killed or stopped at random times. E
 reads, and every load is compared at its end. ``KVFERRY_VLLM_FULL=1`` runs 1,000 seeds, ``KVFERRY_SCHEDULE=SEED`` a
 single one, with an engine and a kvferry of its own.
 
-Mistakes that were planted in ``kvferry.trtllm``, one at a time, are listed at the end of this file.
+:mod:`test_trtllm_planted` lists mistakes that were planted in ``kvferry.trtllm``.
 """
 
 import collections

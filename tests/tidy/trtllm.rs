@@ -83,6 +83,7 @@ pub const TRTLLM_ARROWS: &[(&str, &[&str], &[&str])] = &[
             "rank",
             "trtllm/compat",
             "trtllm/content",
+            "trtllm/guard",
             "trtllm/metadata",
             "trtllm/refusals",
             "trtllm/settings",

@@ -23,7 +23,7 @@ TEXT_MAX = 256
 _MODES = ("both", "load", "store")
 _NUMBERS = {
     "replica": (0, 63),
-    "lookup_budget_ms": (0, 1000),
+    "lookup_budget_ms": (1, 1000),
     "load_timeout_ms": (10, DEADLINE_MS_MAX),
     "step_timeout_ms": (0, 100_000),
     "load_mb_per_s": (1, 1_000_000),

@@ -17,6 +17,7 @@ from kvferry.memory import Group, KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
 from kvferry.trtllm import compat, refusals
 from kvferry.trtllm.content import identity_of
+from kvferry.trtllm.guard import Faults, guarded
 from kvferry.trtllm.metadata import StepMetadata
 from kvferry.trtllm.settings import Settings
 from kvferry.trtllm.shared import shared_of
@@ -25,7 +26,7 @@ from kvferry.trtllm.side import SchedulerSide
 logger = logging.getLogger("kvferry")
 
 
-class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
+class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-defined]
     """One rank. See ``docs/trtllm.md``."""
 
     def __init__(self, llm_args: Any):
@@ -127,6 +128,10 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
 
     # A step.
 
+    def _nothing(self, *arguments: Any) -> None:
+        return
+
+    @guarded(instead=_nothing)
     def bind_connector_meta(self, metadata: Any) -> None:
         """Takes the metadata of a step."""
         super().bind_connector_meta(metadata)
@@ -146,6 +151,7 @@ class Worker(compat.INTERFACE.worker):  # type: ignore[misc, name-defined]
         """Returns what TensorRT-LLM calls at the end of each forward pass, on its stream."""
         return self._forward_ended
 
+    @guarded(instead=_nothing)
     def _forward_ended(self) -> None:
         """Reports what this step writes as written, once the device has finished its forward pass. Does not wait."""
         rank, step = self._rank, self._step
