@@ -229,3 +229,35 @@ def test_calls_are_made_as_often_as_the_interface_promises(executor: Executor) -
     assert calls["bind_connector_meta"] == ranks * calls["build_connector_meta"]
     assert calls["wait_for_save"] == ranks * calls["forward"]
     assert calls["wait_for_layer_load"] == calls["save_kv_layer"] == ranks * calls["forward"] * 2
+
+
+def test_a_load_waits_for_the_last_step_that_ran_a_forward_pass(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may still write to pages that a request has given back."""
+    executor.complete(prompt(11, 5 * BLOCK + 1))
+    executor.rest()
+    executor.clear()
+    client = executor.scheduler._side._client
+    loads, metadata = [], []
+    load, build = client.load, executor.scheduler.build_connector_meta
+
+    def loaded(*arguments: Any, **named: Any) -> Any:
+        loads.append(named["after"])
+        return load(*arguments, **named)
+
+    def built(output: Any) -> Any:
+        metadata.append(build(output))
+        return metadata[-1]
+
+    monkeypatch.setattr(client, "load", loaded)
+    monkeypatch.setattr(executor.scheduler, "build_connector_meta", built)
+    executor.complete([1], max_new=1)
+    step = metadata[-1]
+    assert step.written_through > step.needed_before
+    request = executor.add(prompt(11, 5 * BLOCK + 1))
+    executor.iterate()
+    assert loads == [step.written_through]
+    assert metadata[-1].written_through == step.written_through, "no forward pass, no number"
+    assert metadata[-1].needed_before == step.written_through, "ranks report what the load waits for"
+    executor.run(lambda: request in executor.finished, "the request is over")

@@ -25,8 +25,8 @@ each rank has an engine of its own                   a leader that does not serv
 V2: a running request stores pages                   stores of a running request
 ===================================================  ==================================================
 
-Not found, since another rule has the same effect: to use a slot of an older leader, because the leader refuses the store,
-and the slot is opened again. Not visible on a CPU: a load that does not wait for running steps.
+Not found, since another rule has the same effect: to use a slot of an older leader, because the leader refuses the
+store, and the slot is opened again.
 """
 
 import os
