@@ -424,3 +424,14 @@ def test_a_rank_that_cannot_report_its_work_stores_nothing(
     executor.clear()
     assert executor.complete(TOKENS).matched == 0
     assert request in executor.finished
+
+
+def test_an_engine_whose_device_reports_no_progress_loads_and_stores_nothing(executor: Executor) -> None:
+    executor.complete(TOKENS)
+    executor.rest()
+    executor.clear()
+    executor.ranks[0].worker._rank.fault = "reading the progress of the device"
+    executor.iterate()
+    assert executor.complete(TOKENS).matched == 0
+    assert len(executor.scheduler._side.stores) == 0
+    executor.rest()

@@ -71,6 +71,8 @@ class SchedulerSide:
         self._removals = Removals(self._client)
         #: The engine has announced work that it did not do.
         self._distrusts = False
+        #: The progress of rank 0's device can no longer be read: copies that wait for it would end by their deadlines.
+        self.unmarked = False
         #: Running requests may lose their pages: these are stored when their request ends.
         self.stores_at_end = False
         self.loads = Loads(self._client, settings, self._steps, self._namespace)
@@ -162,7 +164,7 @@ class SchedulerSide:
         )
 
     def _may_look_up(self) -> bool:
-        if self._settings.mode == "store" or self._switch.off or not self._client.listening:
+        if self._settings.mode == "store" or self._switch.off or self.unmarked or not self._client.listening:
             return False
         late = self._late
         return late is None or late.done or time.monotonic() - late.requested_at < SILENT_S
@@ -224,7 +226,7 @@ class SchedulerSide:
             self._not_written(tracked, data.computed_position)
         # Where the position leaves out what was loaded, pages are stored a step later.
         tracked.written = written = data.computed_position + data.num_scheduled_tokens
-        if self._settings.mode == "load" or self._switch.off or self._distrusts:
+        if self._settings.mode == "load" or self._switch.off or self._distrusts or self.unmarked:
             return
         full = min(written // self._page_tokens, len(tracked.hashes.hashes), len(tracked.pages))
         tracked.full = next((at for at in range(tracked.next_page, full) if tracked.pages[at] < 0), full)

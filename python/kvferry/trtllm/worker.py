@@ -185,6 +185,8 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         self._saving.update(dict.fromkeys(finished_gen_req_ids, give_up_at))
         self._loading.update(dict.fromkeys(started_loading_req_ids))
         if self._side is not None:
+            if self._rank is not None and self._rank.fault:
+                self._side.unmarked = True
             self._side.turn()
         loaded = [request for request in self._loading if self._is_loaded(request)]
         for request in loaded:
@@ -232,7 +234,8 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
             # kvferry cannot reach the memory of this rank: nothing is copied there.
             for store in list(stores):
                 self._is_over(store)
-                self._given_back.add(store)
+                if self._side is not None:
+                    self._given_back.add(store)
         elif new := sorted(stores - self._abandoned):
             self._abandoned.update(new)
             self._rank.abandon(new)
