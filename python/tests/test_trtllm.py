@@ -261,3 +261,19 @@ def test_a_load_waits_for_the_last_step_that_ran_a_forward_pass(
     assert metadata[-1].written_through == step.written_through, "no forward pass, no number"
     assert metadata[-1].needed_before == step.written_through, "ranks report what the load waits for"
     executor.run(lambda: request in executor.finished, "the request is over")
+
+
+def test_with_overlap_the_tokens_of_a_running_pass_are_not_stored_too_early(
+    connector: Any, daemon: Daemon, model: str
+) -> None:
+    executor = start(connector, daemon, model, overlap=True)
+    try:
+        first = executor.complete(prompt(12, 2 * BLOCK), max_new=3 * BLOCK)
+        executor.rest()
+        executor.clear()
+        again = executor.complete(first.tokens[: 5 * BLOCK], max_new=1)
+        assert (again.device, again.matched) == (0, 4 * BLOCK)
+        assert again.tokens == first.tokens[: 5 * BLOCK] + again.tokens[5 * BLOCK :]
+        executor.rest()
+    finally:
+        executor.close()

@@ -55,6 +55,7 @@ def engine(daemon: Daemon, connector: Any, model: Path, ranks: int, seed: int) -
         chunk=draw.choice((3, 8, 64)),
         partial=draw.choice((0.0, 0.3)),
         forgets=draw.choice((0.1, 0.5)),
+        overlap=draw.random() < 0.5,
     )
     try:
         eventually("the ranks are registered", lambda: executor.registered)

@@ -7,6 +7,7 @@ start runs in a thread of each rank. The loop is that of the released line with 
 * A request whose load is asynchronous leaves the batch. It comes back when every rank has reported the load.
 * Metadata is built, pickled and bound only in an iteration with a batch, also if all of it is loading.
 * ``get_finished`` is called on every rank in each iteration; what all ranks have reported counts.
+* With overlap, the results of a pass are processed after the next pass has begun, which does not know its last token.
 * A finished request keeps its blocks while the connector says so; all others are used again at once, and overwritten.
 
 The KV of a token is a hash of all tokens up to it, of the salt, the adapter, the weights, and the place (rank, layer,
@@ -82,6 +83,8 @@ class Request:
     told_tokens: int = 0
     told_blocks: int = 0
     calls: collections.Counter = field(default_factory=collections.Counter)
+    #: A token that the device has sampled, and that the executor does not know yet.
+    unseen: list[int] = field(default_factory=list)
 
     def get_tokens(self, beam: int) -> list[int]:
         assert beam == 0
@@ -91,6 +94,10 @@ class Request:
     def origin(self) -> tuple:
         """Everything that the KV depends on, beside the tokens."""
         return self.cache_salt_id, self.lora_task_id, repr(self.multimodal_hashes)
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return self.tokens + self.unseen
 
     @property
     def last_token(self) -> int:
@@ -108,7 +115,7 @@ class Model:
         """A number for each token up to ``end``, which depends on all tokens before it."""
         digest = hashlib.blake2b(repr((self.weights, request.origin)).encode(), digest_size=8).digest()
         numbers = []
-        for token in request.tokens[:end]:
+        for token in request.all_tokens[:end]:
             digest = hashlib.blake2b(digest + token.to_bytes(4, "big"), digest_size=8).digest()
             numbers.append(int.from_bytes(digest, "big", signed=True) >> 8)
         return np.array(numbers, dtype=np.int64)
@@ -119,7 +126,7 @@ class Model:
         return (np.arange(LAYERS * KV, dtype=np.int64).reshape(LAYERS, KV, 1) + 1) * 1_000_003 + rank * 7_919
 
     def next_token(self, request: Request) -> int:
-        return int(self.chain(request, len(request.tokens))[-1]) % VOCABULARY
+        return int(self.chain(request, len(request.all_tokens))[-1]) % VOCABULARY
 
 
 class WrongBytes(AssertionError):
@@ -184,12 +191,14 @@ class Executor:
         chunk: int = 16,
         partial: float = 0.0,
         forgets: float = 0.3,
+        overlap: bool = False,
         **changes: Any,
     ):
         self.draw = random.Random(seed)
         self.model = Model(changes.pop("weights", model))
         self.blocks, self.batch, self.chunk = blocks, batch, chunk
-        self.partial, self.forgets = partial, forgets
+        self.partial, self.forgets, self.overlap = partial, forgets, overlap
+        self._sampled: dict[Request, int] = {}
         self.ranks = [self._rank(number, blocks) for number in range(ranks)]
         self.scheduler: Any = None
         self._connector = connector
@@ -307,6 +316,7 @@ class Executor:
             batch = [request for request in batch if request not in loading]
         if batch:
             self._forward(batch)
+        self._results()
         self._end_of_copies()
 
     def _hook(self, name: str, side: Any, *arguments: Any) -> Any:
@@ -324,9 +334,9 @@ class Executor:
         batch = [each for each in self.requests if each.state in ("context", "generating")][: self.batch]
         for request in self.requests:
             if request.state == "new" and len(batch) < self.batch:
-                need = -(-request.last_token // BLOCK)
+                need = self._blocks(request)
                 promised = sum(
-                    -(-each.last_token // BLOCK) - len(each.blocks)
+                    self._blocks(each) - len(each.blocks)
                     for each in self.requests
                     if each.state in ("context", "generating", "loading")
                 )
@@ -335,6 +345,10 @@ class Executor:
                 self._add_sequence(request)
                 batch.append(request)
         return batch
+
+    def _blocks(self, request: Request) -> int:
+        """Blocks of a request when it ends. With overlap, a pass computes one token that is not used."""
+        return -(-(request.last_token + self.overlap) // BLOCK)
 
     def _add_sequence(self, request: Request) -> None:
         """Matches the prompt, asks the connector, allocates, and tells the connector. All under the tree's lock."""
@@ -378,24 +392,25 @@ class Executor:
         new, cached = [], []
         for request in batch:
             if request.state == "generating":
-                while len(request.blocks) * BLOCK < len(request.tokens):
+                while len(request.blocks) * BLOCK < len(request.all_tokens):
                     request.blocks.append(self._take())
             if request.request_id in self._async and request.told_tokens == 0:
                 continue
             first = request.told_tokens == 0
+            generates = request.state == "generating"
             data = trtllm_stubs.RequestData(
                 request.request_id,
                 request.tokens[request.told_tokens :],
                 request.blocks[request.told_blocks :],
-                request.computed,
-                self._scheduled(request),
+                len(request.tokens) - 1 if generates else request.computed,
+                1 if generates else self._scheduled(request),
             )
             request.told_tokens, request.told_blocks = len(request.tokens), len(request.blocks)
             (new if first else cached).append(data)
         return trtllm_stubs.SchedulerOutput(new, cached)
 
     def _scheduled(self, request: Request) -> int:
-        left = len(request.tokens) - request.computed
+        left = len(request.all_tokens) - request.computed
         return min(left, self.chunk) if request.state == "context" else left
 
     def _forward(self, batch: list[Request]) -> None:
@@ -417,12 +432,26 @@ class Executor:
         for rank in self.ranks:
             self._hook("wait_for_save", rank.worker, None)
         for request in batch:
-            if request.computed == len(request.tokens):
+            if request.computed == len(request.all_tokens):
                 request.state = "generating"
-                if len(request.tokens) == request.last_token:
-                    self._terminate(request)
-                else:
-                    request.tokens.append(self.model.next_token(request))
+                self._sampled[request] = self.model.next_token(request)
+
+    def _results(self) -> None:
+        """Processes the results of this pass; with overlap, those of the pass before it."""
+        sampled, self._sampled = self._sampled, {}
+        for request in [request for request in self.requests if request.unseen]:
+            self._seen(request)
+        for request, token in sampled.items():
+            if request.state == "generating":
+                request.unseen = [token]
+                if not self.overlap:
+                    self._seen(request)
+
+    def _seen(self, request: Request) -> None:
+        request.tokens += request.unseen
+        request.unseen = []
+        if len(request.tokens) == request.last_token:
+            self._terminate(request)
 
     def _terminate(self, request: Request) -> None:
         self.requests.remove(request)
