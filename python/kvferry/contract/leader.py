@@ -73,16 +73,6 @@ class Copy:
     loaded: int = 0
 
 
-@dataclass(frozen=True)
-class Lies:
-    """Mistakes of a leader, played on purpose to see that the checks of leaders find them."""
-
-    names: frozenset[str] = frozenset()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-
 class Leader:
     """The service of the leader."""
 
@@ -93,17 +83,10 @@ class Leader:
         "worker": (Kind.STATUS,),
     }
 
-    def __init__(
-        self,
-        server: Server,
-        workers: Sequence[Worker],
-        checks: "Checks",
-        script: Script,
-        lies: Lies = Lies(),
-    ):
+    def __init__(self, server: Server, workers: Sequence[Worker], checks: "Checks", script: Script):
         self._server, self._workers, self._checks = server, workers, checks
         self.script = script
-        self._lies = lies
+        self._lies = server.lies
         self.stored = StoredPages(server.settings.stored_bytes_max)
         self._slots: dict[tuple[bytes, int], Slot] = {}
         #: The last lookup or finish of slots that are not open.

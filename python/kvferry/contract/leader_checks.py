@@ -72,7 +72,12 @@ class LeaderChecks:
     def _connect(self, role: str = "engine", engine: bytes | None = None) -> Connection:
         engine = secrets.token_bytes(16) if engine is None else engine
         connection = Connection(self._leader_dir, role, engine, replica=self._target.replica)
+        return self._beside(connection)
+
+    def _beside(self, connection: Connection) -> Connection:
+        """Keeps a connection alive while the checks wait for another one."""
         self._connections.append(connection)
+        connection.beside = self._connections
         return connection
 
     def _reconnect(self) -> Connection:
@@ -170,6 +175,7 @@ class LeaderChecks:
         try:
             self._prepare()
             idle = self._connect("admin").opened()
+            idle.silent = True
             idle_since = time.monotonic()
             self._sessions()
             self._memory()
@@ -186,12 +192,20 @@ class LeaderChecks:
             action()
         except Broken as broken:
             self.report.broken(rule, str(broken))
-            if self._talk is not None and self._talk.gone:
-                with contextlib.suppress(Broken, Unavailable):
-                    self._reconnect()
+            self._start_over()
             return False
         self.report.exercised(rule)
         return True
+
+    def _start_over(self) -> None:
+        """Frees what a failed check has left, so that the next one fails for reasons of its own alone."""
+        if self._talk is None:
+            return
+        with contextlib.suppress(Broken, Unavailable):
+            self._talk.spoiled = True
+            self._reconnect()
+            for slot in list(self._open_slots):
+                self._finish(slot)
 
     def _prepare(self) -> None:
         """Refuses to run where an engine, or pages of one, would suffer."""
@@ -319,6 +333,7 @@ class LeaderChecks:
                 content=content,
             )
             self._ranks.append(Rank(self._target.socket_dir, self._engine, memory, number, self._target.replica))
+            self._beside(self._ranks[-1].connection)
         first = self._ranks[0]
 
         def without_content(registration: dict[str, Any]) -> None:
@@ -703,9 +718,8 @@ class LeaderChecks:
         for rank in self._ranks:
             connection = rank.connection
             connection.close()
-            rank.connection = Connection(
-                rank.directory, "rank", self._engine, rank=connection.rank, replica=self._target.replica
-            ).opened()
+            again = Connection(rank.directory, "rank", self._engine, rank=connection.rank, replica=self._target.replica)
+            rank.connection = self._beside(again).opened()
         self._register()
         self._wrote(last)
         self._expect_loaded(hashes, data, "pages that were stored before the ranks registered again")
@@ -730,8 +744,8 @@ class LeaderChecks:
         )
 
     def _sums(self) -> None:
-        connections = [*self._connections, *(rank.connection for rank in self._ranks)]
-        left = [envelope for connection in connections for envelope in connection.unread]
+        connections = self._connections
+        left = [envelope for each in connections if not each.spoiled for envelope in each.unread]
         if left:
             ids = sorted(envelope.correlation for envelope in left)[:10]
             self.report.broken("one-answer", f"{len(left)} answers came to no request, or a second time: ids {ids}")

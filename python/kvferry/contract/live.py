@@ -49,6 +49,11 @@ class Connection:
         self.welcome: wire.Welcome | None = None
         self.welcome_version = 0
         self.gone = False
+        #: A check failed over this connection, and may have left answers unread.
+        self.spoiled = False
+        #: Other connections, which stay alive while a check waits for this one; and whether this one sends no pings.
+        self.beside: list[Connection] = []
+        self.silent = False
         #: Answers that no check has read yet, and the errors among all of them.
         self.unread: list[Envelope] = []
         self.errors: list[Error] = []
@@ -127,9 +132,10 @@ class Connection:
         return self
 
     def _read(self, timeout_s: float) -> None:
-        """Reads what arrives within this time, at least once. Sends pings meanwhile."""
-        if self.welcome is not None and time.monotonic() - self._sent_at > self.welcome.heartbeat_ms / 1000:
-            self.send(Kind.PING, 0, wire.Empty())
+        """Reads what arrives within this time, at least once. Sends pings meanwhile, also over the other connections."""
+        for each in self.beside:
+            each.beat()
+        self.beat()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -146,6 +152,13 @@ class Connection:
         if self._monitor in ready:
             while self._monitor.poll(0):
                 self.gone |= bool(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"] & _GONE)
+
+    def beat(self) -> None:
+        """Sends ping, if nothing was sent for a heartbeat."""
+        if self.welcome is None or self.gone or self.silent or self._socket.closed:
+            return
+        if time.monotonic() - self._sent_at > self.welcome.heartbeat_ms / 1000:
+            self.send(Kind.PING, 0, wire.Empty())
 
     def _take(self, envelope: Envelope, parts: list[bytes]) -> None:
         if envelope.kind == Kind.PING:
@@ -209,7 +222,6 @@ class Connection:
     def ends(self, limit_s: float) -> bool:
         """Whether the server closes the connection within this time. Sends nothing meanwhile."""
         until = time.monotonic() + limit_s
-        self._sent_at = until
         while not self.gone and time.monotonic() < until:
             self._read(0.1)
         return self.gone

@@ -130,8 +130,10 @@ class PageChecks:
         engine, body = request.party.engine, request.body
         if (engine, request.id) in self._holds:
             # It was refused as busy, or the connection was lost, and comes again.
-            self._compare_busy(self._holds[engine, request.id], None)
-            self._holds[engine, request.id].busy = False
+            hold = self._holds[engine, request.id]
+            if hold.busy:
+                self._report.exercised("busy-keeps-pages")
+            hold.busy = False
             return
         try:
             pages = [each for part in body.parts for each in enumerate(bodies.pages_of(part.pages), part.first_page)]
@@ -263,6 +265,8 @@ class PageChecks:
         over = [hold for hold in self._holds.values() if gives_up(hold.id, hold.engine)]
         for hold in over:
             self._compare_busy(hold, memories)
+            if hold.busy:
+                self._report.exercised("busy-keeps-pages")
             self._release(hold)
         return [(hold.engine, hold.id) for hold in over]
 
@@ -289,8 +293,6 @@ class PageChecks:
                     text = f"device page {page} was written after {hold} was refused without over, before its end"
                     self._report.broken("busy-keeps-pages", text, hold.number)
                     return
-        if memories is None:
-            self._report.exercised("busy-keeps-pages")
 
     def _tell_once(self, identity: int, page: int) -> None:
         if len(self._told) < _REMEMBERED_MAX:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from kvferry.contract.checks import Checks
 from kvferry.contract.hash_checks import Prompt
-from kvferry.contract.leader import Leader, Lies
+from kvferry.contract.leader import Leader
 from kvferry.contract.rules import Report
 from kvferry.contract.script import Event, Script
 from kvferry.contract.server import Endpoint, Server, Settings
@@ -29,13 +29,13 @@ class ScriptedKvferry:
         settings: Settings | None = None,
         script: Script | None = None,
         *,
-        lies: Lies | None = None,
+        lies: frozenset[str] = frozenset(),
         record: Callable[[dict[str, Any]], None] | None = None,
     ):
         """``record``: receives each message, for a file. ``lies``: mistakes of the leader, for tests of its checks."""
         self.settings = settings or Settings()
         self._checks = Checks()
-        self._server = server = Server(self.settings, self._checks, record)
+        self._server = server = Server(self.settings, self._checks, record, lies)
         self._tickets: list[Tickets] = []
         workers: list[Worker] = []
         for rank in range(self.settings.ranks):
@@ -46,7 +46,7 @@ class ScriptedKvferry:
             workers.append(worker)
             self._tickets.append(tickets)
             server.endpoints.append(Endpoint(f"worker-0-{rank}", directory, worker))
-        self._leader = Leader(server, workers, self._checks, script or Script(), lies or Lies())
+        self._leader = Leader(server, workers, self._checks, script or Script())
         server.endpoints.append(Endpoint("leader", socket_dir / "leader", self._leader))
         self._checks.serve(server, workers, self._leader)
         self._socket_dir = socket_dir

@@ -165,13 +165,21 @@ class Endpoint:
 class Server:
     """Runs endpoints on one thread."""
 
-    def __init__(self, settings: Settings, watcher: "Checks", record: Callable[[dict[str, Any]], None] | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        watcher: "Checks",
+        record: Callable[[dict[str, Any]], None] | None = None,
+        lies: frozenset[str] = frozenset(),
+    ):
         self.settings = settings
         self.watcher = watcher
         self.epoch = int(time.time())
         self.endpoints: list[Endpoint] = []
         #: Fields that no client knows are added to every answer.
         self.unknown_fields = True
+        #: Mistakes that are played on purpose, to see that the checks of leaders find them.
+        self.lies = lies
         self._record = record
         self._selector = selectors.DefaultSelector()
         self._numbers = itertools.count(1)
@@ -452,6 +460,8 @@ class Server:
             text = f"{bodies.name_of(message.kind)} is no request of a {peer.hello.role} to {peer.endpoint.name}"
             self.watcher.not_accepted(peer, message, text)
             self.refuse(peer, message.id, Code.UNKNOWN_KIND, text)
+            if "closes_unknown" in self.lies:
+                self.close(peer, text)
             return
         self._request(peer, message)
 
@@ -509,12 +519,12 @@ class Server:
                 earlier.batch = None
             peer.outstanding[message.id] = len(message.payload)
             return
-        if message.id in party.answers:
+        if message.id in party.answers and "forgets_answers" not in self.lies:
             self.watcher.repeated(peer, message, party.payloads.get(message.id))
             kind, payload = party.answers[message.id]
             self._send_payload(peer, kind, message.id, payload)
             return
-        if (limit := self._beyond_credits(peer, message)) is not None:
+        if "no_credits" not in self.lies and (limit := self._beyond_credits(peer, message)) is not None:
             self.watcher.refused_credits(peer, message, limit)
             self.refuse(peer, message.id, Code.BUSY, f"{limit}: retry when a request is answered", retry=True)
             return
@@ -637,6 +647,8 @@ class Server:
         batch = request.batch
         if batch is None:
             self.send(peer, kind, request.id, body)
+            if "answers_twice" in self.lies and kind == Kind.STORE_ANSWER:
+                self.send(peer, kind, request.id, body)
             return
         result = wire.StoreResult(error=body) if isinstance(body, Error) else wire.StoreResult(answer=body)
         batch.results[request.id] = result
