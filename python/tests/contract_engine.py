@@ -47,7 +47,7 @@ class ToyEngine:
         self.mistakes = set(mistakes)
         self.model = model
         self._tensor = torch.zeros((PAGES, 1, PAGE_TOKENS, _FLOATS // PAGE_TOKENS))
-        content = b"" if "content" in self.mistakes else model.encode()
+        content = b"content" if "one_content" in self.mistakes else model.encode()
         place = Place(rank=0, tp_size=1, shard=0, content=content)
         memory = KvMemory([Group({"layer": self._tensor}, PAGE_TOKENS, PAGES)], place)
         self._memory = memory
@@ -170,7 +170,8 @@ class ToyEngine:
             if again is not None:
                 self._end(again)
             if stored is None and "frees_on_busy" in self.mistakes:
-                for page in pages:
-                    self._tensor[page] = 77
+                # The pages are used for the next prompt.
+                self._free = pages + self._free
+                pages[:] = []
         elif "written_early" in self.mistakes:
             compute()

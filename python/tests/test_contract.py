@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -17,12 +18,14 @@ from contract_engine import ToyEngine, tokens
 from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
+from kvferry.admin import AdminClient
 from kvferry.contract.__main__ import CANNOT_RUN, FAILED, PASSED, main
+from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.hash_checks import Prompt
 from kvferry.contract.leader_checks import LeaderChecks, Target
-from kvferry.contract.live import Unavailable
+from kvferry.contract.leader_rules import LEADER_RULES
 from kvferry.contract.rules import Outcome, Report
-from kvferry.contract.script import DEFAULT, Event, Script
+from kvferry.contract.script import Event, Script
 from kvferry.contract.scripted import Driver, ScriptedKvferry
 from kvferry.contract.server import Settings
 
@@ -67,7 +70,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def scripted(script: Script | None = None, settings: Settings = SETTINGS, **more: object) -> Iterator[Run]:
+def scripted(script: Script | None = None, settings: Settings = SETTINGS, **more: Any) -> Iterator[Run]:
     with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
         socket_dir = Path(directory) / "s"
         kvferry = ScriptedKvferry(socket_dir, settings, Script(()) if script is None else script, **more)
@@ -135,3 +138,352 @@ def test_a_correct_engine_keeps_every_rule() -> None:
     assert not any("not played" in note for note in run.report.notes), run.report.notes
     not_seen = {"credits", "load-after-lower", "written-again"}
     assert set(run.report.named(Outcome.NOT_EXERCISED)) <= not_seen
+
+
+def late(kind: str, *numbers: int) -> Script:
+    return Script([Event(kind, number, "late", 400) for number in numbers])
+
+
+#: A mistake of the engine, the rule that it breaks, and the script that shows it.
+MISTAKES: dict[str, tuple[str, Script]] = {
+    "page_hashes": ("hashes-chained", Script(())),
+    "constant_hashes": ("hashes-cover-tokens", Script(())),
+    "other_hashes": ("hashes-agree", Script(())),
+    "frees_on_busy": ("busy-keeps-pages", Script([Event("store", 1, "busy")])),
+    "store_twice": ("one-store-of-a-page", Script(())),
+    "ignores_load_answer": ("failed-pages-computed", Script([Event("load", 2, "half")])),
+    "ignores_hits": ("hits-used", Script(())),
+    "loads_more": ("load-within-hit", Script(())),
+    "written_early": ("written-after-the-bytes", late("store", 1, 2)),
+    "overwrites": ("pages-kept", late("store", 1, 2)),
+    "no_finish": ("slots-finished", Script(())),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_an_engine_is_named_by_its_rule(mistake: str) -> None:
+    rule, script = MISTAKES[mistake]
+    with scripted(script, owed_limit_s=1.0) as run:
+        engine = ToyEngine(run.socket_dir, mistake)
+        prompts = PROMPTS[:4]
+        if mistake == "ignores_load_answer":
+            prompts = [("abcd", ABCD), ("abcd", ABCD), ("abcdg", tokens("a", "b", "c", "d", "g"))]
+        elif mistake == "constant_hashes":
+            prompts = [("abcd", ABCD), ("efgh", tokens("e", "f", "g", "h"))]
+        for name, prompt in prompts:
+            run.prompt(engine, name, prompt)
+        # The engine is still connected: its slots are open, or finished.
+        run.kvferry.stop()
+        engine.close()
+    assert list(run.broken) == [rule]
+
+
+def test_pages_of_two_models_in_one_namespace_and_content_are_found() -> None:
+    with scripted() as run:
+        for model in ("one", "two"):
+            engine = ToyEngine(run.socket_dir, "one_namespace", "one_content", model=model)
+            run.prompt(engine, model, ABCD)
+            engine.close()
+    assert list(run.broken) == ["spaces-apart"]
+
+
+def test_ids_that_go_back_after_a_restart_are_found() -> None:
+    name = secrets.token_bytes(16)
+    with scripted() as run:
+        for prompt in (ABCD, tokens("x", "y")):
+            engine = ToyEngine(run.socket_dir, engine=name, ids=1)
+            with contextlib.suppress(AssertionError):
+                run.prompt(engine, "a", prompt)
+            engine.close()
+    assert list(run.broken) == ["ids-grow"]
+
+
+def test_ids_that_grow_over_a_restart_are_right() -> None:
+    name = secrets.token_bytes(16)
+    with scripted() as run:
+        for ids in (1, 1000):
+            engine = ToyEngine(run.socket_dir, engine=name, ids=ids)
+            run.prompt(engine, "a", ABCD)
+            engine.close()
+    assert run.broken == {}
+
+
+class Raw:
+    """A client without good manners: it sends what the test says, and reads only when it is asked to."""
+
+    def __init__(self, socket_dir: Path, *, first_kind: int = wire.Kind.HELLO):
+        self._directory = socket_dir / "leader"
+        self._connect()
+        self.engine = secrets.token_bytes(16)
+        if first_kind == wire.Kind.HELLO:
+            self.hello()
+
+    def _connect(self) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.connect(f"ipc://{self._directory}/kvferry.sock")
+
+    def hello(self) -> None:
+        self.send(wire.Kind.HELLO, 0, wire.Hello(role="engine", engine=self.engine), version=1)
+        assert self.receive().kind == wire.Kind.WELCOME
+
+    def send(self, kind: int, identity: int, body: object, *, version: int = 2, deadline_ms: int = 5000) -> None:
+        payload = body if isinstance(body, bytes) else wire.body_of(body)
+        self._socket.send_multipart([wire.header(version, kind, identity, deadline_ms, 0), payload])
+
+    def lookup(self, identity: int, slot: int = 1) -> None:
+        self.send(wire.Kind.LOOKUP, identity, wire.Lookup(slot=slot, namespace=b"", hash_bytes=16, hashes=bytes(16)))
+
+    def again(self) -> None:
+        """Connects again, as the same engine."""
+        self._socket.close(0)
+        self._connect()
+        self.hello()
+
+    def receive(self) -> wire.Envelope:
+        assert self._socket.poll(int(TIMEOUT_S * 1000))
+        return wire.read(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+def no_hello(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.STATUS, 1, wire.Status())
+    assert raw.receive().body.code == 15
+
+
+def silence(run: Run, raw: Raw) -> None:
+    eventually("the report has the silence", lambda: run.kvferry.report.named(Outcome.BROKEN))
+
+
+def no_rehello(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.STATUS, 1, wire.Status())
+    raw.receive()
+    run.kvferry.drop_leader()
+    # The socket connects again by itself, and the client does not notice.
+    until = time.monotonic() + 2
+    while time.monotonic() < until and not run.kvferry.report.named(Outcome.BROKEN):
+        raw.send(wire.Kind.PING, 0, wire.Empty())
+        time.sleep(0.05)
+
+
+def never_back(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.STATUS, 1, wire.Status())
+    raw.receive()
+    raw._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    run.kvferry.drop_leader()
+    eventually("the report has the missing hello", lambda: run.kvferry.report.named(Outcome.BROKEN))
+
+
+def beyond_credits(run: Run, raw: Raw) -> None:
+    for identity in range(1, SETTINGS.request_credits + 2):
+        run.kvferry.add(Event("lookup", identity, "late", 1000))
+    for identity in range(1, SETTINGS.request_credits + 2):
+        raw.lookup(identity)
+
+
+def another_body(run: Run, raw: Raw) -> None:
+    run.kvferry.add(Event("lookup", 1, "late", 500))
+    raw.lookup(7)
+    raw.lookup(7, slot=9)
+
+
+def no_answer_to_unknown(run: Run, raw: Raw) -> None:
+    run.kvferry._server.call(lambda: [run.kvferry._server.ask(peer, 900) for peer in run.kvferry._server.peers()])
+    while not run.kvferry.report.named(Outcome.BROKEN):
+        raw.send(wire.Kind.PING, 0, wire.Empty())
+        time.sleep(0.05)
+
+
+def not_repeated(run: Run, raw: Raw) -> None:
+    run.kvferry.add(Event("finish", 1, "drop"))
+    raw.send(wire.Kind.FINISH, 1, wire.Finish(1), deadline_ms=60_000)
+    raw.again()
+    while not run.kvferry.report.named(Outcome.BROKEN):
+        raw.send(wire.Kind.PING, 0, wire.Empty())
+        time.sleep(0.05)
+
+
+def stray_answer(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.PONG, 77, wire.Empty(), deadline_ms=0)
+
+
+def other_version(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.STATUS, 1, wire.Status(), version=1)
+    raw.receive()
+
+
+def no_deadline(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.STATUS, 1, wire.Status(), deadline_ms=0)
+    raw.receive()
+
+
+def wrong_kind(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.WRITTEN, 1, wire.Written(1))
+    raw.receive()
+
+
+def unreadable(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.LOOKUP, 1, b"\xc1")
+    raw.receive()
+
+
+def load_of_no_slot(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.LOAD, 1, wire.Load(5, [wire.Part(0, [1])]))
+    raw.receive()
+
+
+#: A client's mistake, and the rule that it breaks.
+CLIENTS: dict[str, tuple[str, Callable[[Run, Raw], None]]] = {
+    "no_hello": ("hello-first", no_hello),
+    "no_rehello": ("hello-again", no_rehello),
+    "never_back": ("hello-again", never_back),
+    "silence": ("heartbeats", silence),
+    "stray_answer": ("no-stray-answers", stray_answer),
+    "other_version": ("agreed-version", other_version),
+    "no_deadline": ("deadlines", no_deadline),
+    "wrong_kind": ("accepted-kinds", wrong_kind),
+    "beyond_credits": ("credits", beyond_credits),
+    "another_body": ("one-request-per-id", another_body),
+    "no_answer_to_unknown": ("unknown-requests-answered", no_answer_to_unknown),
+    "not_repeated": ("unanswered-repeated", not_repeated),
+    "unreadable": ("well-formed", unreadable),
+    "load_of_no_slot": ("slots-opened", load_of_no_slot),
+}
+
+
+@pytest.mark.parametrize("mistake", CLIENTS)
+def test_a_mistake_of_a_client_is_named_by_its_rule(mistake: str) -> None:
+    rule, plays = CLIENTS[mistake]
+    with scripted() as run:
+        raw = Raw(run.socket_dir, first_kind=wire.Kind.STATUS if mistake == "no_hello" else wire.Kind.HELLO)
+        plays(run, raw)
+        eventually("the break is seen", lambda: run.kvferry.report.named(Outcome.BROKEN))
+        raw.close()
+    assert list(run.broken) == [rule]
+
+
+def test_credits_that_are_used_up_and_not_exceeded_are_right() -> None:
+    credits = SETTINGS.request_credits
+    with scripted(Script([Event("lookup", number, "late", 100) for number in range(1, credits + 1)])) as run:
+        raw = Raw(run.socket_dir)
+        for identity in range(1, credits + 1):
+            raw.lookup(identity)
+        for _ in range(credits):
+            raw.receive()
+        raw.close()
+    assert run.report is not None
+    assert run.report.outcome("credits") is Outcome.KEPT
+    assert run.broken == {}
+
+
+# The command line, and what the author's driver says.
+
+
+def test_the_command_checks_a_kvferry_and_refuses_one_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted() as run:
+        where = ["leader", "--socket-dir", str(run.socket_dir)]
+        assert main([*where, "--json"]) == PASSED
+        report = json.loads(capsys.readouterr().out)
+        assert report["passed"]
+        assert {rule["outcome"] for rule in report["rules"]} == {"kept"}
+        engine = ToyEngine(run.socket_dir)
+        engine.run(ABCD)
+        assert main(where) == CANNOT_RUN
+        assert "rank 0 of replica 0 has the memory of an engine" in capsys.readouterr().err
+        engine.close()
+        eventually("the rank has left", lambda: not _attached(run.socket_dir))
+        assert main(where) == CANNOT_RUN
+        assert "holds 4 pages of an engine that is not connected" in capsys.readouterr().err
+        assert main([*where, "--discard-pages"]) == PASSED
+
+
+def _attached(socket_dir: Path) -> bool:
+    with AdminClient(socket_dir / "leader") as admin:
+        return admin.status().ranks[0].attached
+
+
+def test_the_command_without_a_kvferry_names_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["leader", "--socket-dir", str(tmp_path)]) == CANNOT_RUN
+    assert "no leader listens: start kvferry first" in capsys.readouterr().err
+
+
+def test_a_driver_declares_prompts_and_gets_the_report(tmp_path: Path) -> None:
+    script, messages = tmp_path / "script", tmp_path / "messages"
+    script.write_text('# a comment\n{"on": "store", "number": 1, "do": "late", "ms": 50}\n')
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
+        socket_dir = Path(directory) / "s"
+        command = [sys.executable, "-m", "kvferry.contract", "serve", "--socket-dir", str(socket_dir), "--driver"]
+        command += ["--json", "--script", str(script), "--record", str(messages), "--heartbeat-ms", "500"]
+        serving = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert serving.stdin is not None
+        assert serving.stdout is not None
+
+        def say(**said: Any) -> dict[str, Any]:
+            serving.stdin.write(json.dumps(said) + "\n")
+            serving.stdin.flush()
+            return json.loads(serving.stdout.readline())
+
+        try:
+            assert say(do="begin", prompt="one", space="a", tokens=ABCD) == {"ok": True}
+            engine = ToyEngine(socket_dir, "page_hashes")
+            engine.run(ABCD)
+            assert say(do="end") == {"ok": True}
+            assert say(do="begin", prompt="two", space="a", tokens=tokens("x", "b")) == {"ok": True}
+            engine.run(tokens("x", "b"))
+            broken = [each["rule"] for each in say(do="report")["report"]["rules"] if each["outcome"] == "broken"]
+            assert broken == ["hashes-chained"]
+            assert "on is 'x'" in say(do="event", event={"on": "x"})["problem"]
+            assert "tokens: give" in say(do="begin", prompt="three", tokens=[])["problem"]
+            engine.close()
+            assert say(do="stop") == {"ok": True}
+            report = json.loads(serving.stdout.readline())
+            assert serving.wait(TIMEOUT_S) == FAILED
+            assert not report["passed"]
+        finally:
+            serving.kill()
+            serving.wait()
+    recorded = [json.loads(line) for line in messages.read_text().splitlines()]
+    (number,) = {n for rule in report["rules"] for each in rule["breaks"] for n in each["messages"]}
+    assert [each["received"] for each in recorded if each["number"] == number and "received" in each] == ["lookup"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("1", "a line is a JSON object"),
+        ("{", "Expecting"),
+        ('{"do": "jump"}', "do is 'jump': give one of begin, end"),
+        ('{"do": "begin", "tokens": [1]}', "prompt is None"),
+        ('{"do": "event", "event": {"on": "load", "number": 0, "do": "half"}}', "number is 0"),
+        ('{"do": "event", "event": {"on": "load", "number": 1, "do": "probe"}}', "do is 'probe': at a load"),
+    ],
+)
+def test_a_line_of_the_driver_that_is_wrong_is_refused_with_the_remedy(line: str, problem: str) -> None:
+    with scripted() as run:
+        answers = io.StringIO()
+        Driver(run.kvferry).run(io.StringIO(line + "\n"), answers)
+        assert problem in json.loads(answers.getvalue())["problem"]
+
+
+def test_a_rule_that_nothing_has_shown_is_not_kept() -> None:
+    with scripted() as run:
+        pass
+    assert run.report is not None
+    assert run.report.named(Outcome.KEPT) == []
+    assert not run.report.passed
+
+
+def test_a_second_server_in_one_directory_is_refused() -> None:
+    with scripted() as run, pytest.raises(OSError, match="served by another process"):
+        ScriptedKvferry(run.socket_dir, SETTINGS).start()
+
+
+def test_every_rule_names_a_place_that_the_wire_page_has() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+    for rule in (*LEADER_RULES, *CONNECTOR_RULES):
+        place = rule.where
+        found = place in page if not place.startswith("Conversation ") else f"\n{place.split()[1]}. **" in page
+        assert found, f"{rule.name}: docs/wire.md has no {place}"

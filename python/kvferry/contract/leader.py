@@ -77,6 +77,7 @@ class Leader:
     """The service of the leader."""
 
     roles = ("engine", "admin", "worker")
+    keeps_answers = True
     kinds: ClassVar[dict[str, tuple[int, ...]]] = {
         "engine": _ENGINE,
         "admin": (Kind.RESET, Kind.FLUSH, Kind.READ_EVENTS, Kind.STATUS),

@@ -31,10 +31,13 @@ class ScriptedKvferry:
         *,
         lies: frozenset[str] = frozenset(),
         record: Callable[[dict[str, Any]], None] | None = None,
+        owed_limit_s: float = OWED_LIMIT_S,
     ):
         """``record``: receives each message, for a file. ``lies``: mistakes of the leader, for tests of its checks."""
         self.settings = settings or Settings()
         self._checks = Checks()
+        self._owed_limit_s = owed_limit_s
+        self._stopped = False
         self._server = server = Server(self.settings, self._checks, record, lies)
         self._tickets: list[Tickets] = []
         workers: list[Worker] = []
@@ -90,8 +93,15 @@ class ScriptedKvferry:
         return self._server.call(lambda: self._checks.report)
 
     def stop(self) -> Report:
-        """Waits for what the connector still owes, within a limit; stops, and returns the report."""
-        until = time.monotonic() + OWED_LIMIT_S
+        """Waits for what the connector still owes, within a limit; stops, and returns the report.
+
+        Raises:
+            RuntimeError: the thread of the sockets has failed, which is a defect of these checks.
+        """
+        if self._stopped:
+            return self._checks.report
+        self._stopped = True
+        until = time.monotonic() + self._owed_limit_s
         while self._server.call(self._checks.waits) and time.monotonic() < until:
             time.sleep(0.05)
         self._server.call(lambda: self._checks.finish(self._server.peers()))

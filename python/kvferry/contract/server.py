@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -128,7 +128,9 @@ class Service(Protocol):
     """What an endpoint does beyond its sessions."""
 
     roles: tuple[str, ...]
-    kinds: dict[str, tuple[int, ...]]
+    kinds: ClassVar[dict[str, tuple[int, ...]]]
+    #: Answers are kept over connections, for repeated requests.
+    keeps_answers: bool
 
     def handle(self, request: Request) -> None:
         """Carries a request out, now or later; it is answered by :meth:`Server.answer`."""
@@ -371,6 +373,10 @@ class Server:
             party.peers.discard(peer)
             if not party.peers:
                 party.away_since = time.monotonic()
+                if not peer.endpoint.service.keeps_answers:
+                    party.open.clear()
+                    party.answers.clear()
+                    party.payloads.clear()
                 peer.endpoint.service.left(party)
 
     # Messages.

@@ -147,7 +147,9 @@ class SessionChecks:
         if not by_us and seen.messages == 0 and now - peer.opened_at < _CLOSED_BY_S:
             text = f"connection {peer.number} was closed by its client after a welcome with an unknown field"
             self._report.broken("unknown-fields-skipped", text)
-        if not by_us or peer.party is None or peer.party.role not in ("engine", "rank") or reason == "the checks ended":
+        if not by_us or silent or peer.party is None or reason == "the checks ended":
+            return
+        if peer.party.role not in ("engine", "rank"):
             return
         engine = self._engines[self._key(peer)]
         if not any(other is not peer for other in peer.party.peers):
@@ -202,7 +204,8 @@ class SessionChecks:
     def _new_id(self, engine: _Engine, request: Request, peer: Peer) -> None:
         ids, identity, number = engine.ids, request.id, request.number
         process = peer.connection.process
-        if ids is None:
+        if ids is None or (request.party.role != "engine" and peer.number != ids.connection):
+            # A worker keeps no answers over connections.
             engine.ids = _Ids(identity, identity, process, peer.number)
             return
         why = ""

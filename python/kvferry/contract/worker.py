@@ -104,6 +104,8 @@ class Worker:
     """The service of one rank's worker."""
 
     roles = ("rank",)
+    #: The end of a rank's connection ends what its registration began.
+    keeps_answers = False
     kinds: ClassVar[dict[str, tuple[int, ...]]] = {"rank": (Kind.REGISTER, Kind.WRITTEN, Kind.ABANDON, Kind.UNREGISTER)}
 
     def __init__(self, server: Server, report: Report, checks: "Checks", rank: int, ranks: int, tickets: Tickets):
