@@ -182,7 +182,6 @@ class Checks:
 
     def finish(self, peers: list[Peer]) -> None:
         """The run is over: draws the conclusions that need all of it."""
-        self.sessions.finish(peers)
         self.pages.finish(peers)
         for event in self.script.left():
             self.report.note(f"not played, because too few came: {event.do} at {event.on} {event.number}")

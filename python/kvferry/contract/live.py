@@ -132,7 +132,7 @@ class Connection:
         return self
 
     def _read(self, timeout_s: float) -> None:
-        """Reads what arrives within this time, at least once. Sends pings meanwhile, also over the other connections."""
+        """Reads what arrives within this time, at least once. Sends pings, also over the other connections."""
         for each in self.beside:
             each.beat()
         self.beat()

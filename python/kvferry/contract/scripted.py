@@ -90,7 +90,13 @@ class ScriptedKvferry:
     @property
     def report(self) -> Report:
         """What was seen so far."""
+        if self._stopped:
+            return self._checks.report
         return self._server.call(lambda: self._checks.report)
+
+    def waits(self) -> bool:
+        """Whether the connector still owes something, such as the finish of a slot."""
+        return self._server.call(self._checks.waits)
 
     def stop(self) -> Report:
         """Waits for what the connector still owes, within a limit; stops, and returns the report.
@@ -102,7 +108,7 @@ class ScriptedKvferry:
             return self._checks.report
         self._stopped = True
         until = time.monotonic() + self._owed_limit_s
-        while self._server.call(self._checks.waits) and time.monotonic() < until:
+        while self.waits() and time.monotonic() < until:
             time.sleep(0.05)
         self._server.call(lambda: self._checks.finish(self._server.peers()))
         self._server.stop()

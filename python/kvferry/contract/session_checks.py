@@ -54,6 +54,8 @@ class _Watched:
     probed_at: float = 0.0
     messages: int = 0
     version_told: bool = False
+    #: The connection lives for more heartbeats than a silent client may have.
+    outlived: bool = False
 
 
 @dataclass
@@ -135,12 +137,9 @@ class SessionChecks:
         if peer.hello is None:
             return
         silent = by_us and reason.startswith("silent")
-        beats = (now - peer.opened_at) * 1000 / self._server.settings.heartbeat_ms
         if silent:
             text = f"connection {peer.number} to {peer.endpoint.name}: {reason}, heartbeat_ms is "
             self._report.broken("heartbeats", f"{text}{self._server.settings.heartbeat_ms}")
-        elif beats > BEATS:
-            self._report.exercised("heartbeats")
         if not by_us and seen.probe in (2, 3) and now - seen.probed_at < _CLOSED_BY_S:
             rule = "unknown-answers-dropped" if seen.probe == 2 else "unknown-requests-answered"
             self._report.broken(rule, f"connection {peer.number} was closed by its client: {reason}")
@@ -308,6 +307,10 @@ class SessionChecks:
     def tick(self, now: float, peers: list[Peer]) -> None:
         """Finds what is overdue."""
         for peer in peers:
+            beats = (now - peer.opened_at) * 1000 / self._server.settings.heartbeat_ms
+            if peer.hello is not None and beats > BEATS and not self._seen(peer).outlived:
+                self._seen(peer).outlived = True
+                self._report.exercised("heartbeats")
             for identity, (kind, due) in list(peer.asked.items()):
                 if now > due:
                     del peer.asked[identity]
@@ -341,14 +344,6 @@ class SessionChecks:
     def waits(self) -> bool:
         """Whether something is owed that may still come."""
         return any(each.back_until is not None or each.owed_until is not None for each in self._engines.values())
-
-    def finish(self, peers: list[Peer]) -> None:
-        """The run is over."""
-        now = time.monotonic()
-        for peer in peers:
-            beats = (now - peer.opened_at) * 1000 / self._server.settings.heartbeat_ms
-            if peer.hello is not None and beats > BEATS:
-                self._report.exercised("heartbeats")
 
 
 def _lives(process: int) -> bool:
