@@ -24,10 +24,10 @@ from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.hash_checks import Prompt
 from kvferry.contract.leader_checks import LeaderChecks, Target
 from kvferry.contract.leader_rules import LEADER_RULES
+from kvferry.contract.peers import Settings
 from kvferry.contract.rules import Outcome, Report
 from kvferry.contract.script import Event, Script
 from kvferry.contract.scripted import Driver, ScriptedKvferry
-from kvferry.contract.server import Settings
 
 SETTINGS = Settings(heartbeat_ms=200)
 ABCD = tokens("a", "b", "c", "d")

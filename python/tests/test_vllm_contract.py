@@ -8,10 +8,10 @@ from daemon import eventually
 from engine import PAGE_TOKENS, Engine, config, said, tokens
 
 from kvferry.contract.hash_checks import Prompt
+from kvferry.contract.peers import Settings
 from kvferry.contract.rules import Outcome
 from kvferry.contract.script import DEFAULT, Event, Script
 from kvferry.contract.scripted import ScriptedKvferry
-from kvferry.contract.server import Settings
 
 BASE = tokens(PAGE_TOKENS * 5 + 7, seed=41)
 

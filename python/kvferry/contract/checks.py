@@ -10,9 +10,10 @@ from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.hash_checks import HashChecks
 from kvferry.contract.page_checks import PageChecks
 from kvferry.contract.pages import MappedMemory
+from kvferry.contract.peers import Peer, Request
 from kvferry.contract.rules import Report
 from kvferry.contract.script import Script
-from kvferry.contract.server import Peer, Request, Server
+from kvferry.contract.server import Server
 from kvferry.contract.session_checks import RETURN_S, SessionChecks
 from kvferry.contract.worker import Worker
 from kvferry.wire import Kind

@@ -10,8 +10,9 @@ from kvferry import wire
 from kvferry.contract import bodies, store
 from kvferry.contract.bodies import Hello
 from kvferry.contract.pages import MappedMemory
+from kvferry.contract.peers import Peer, Request, Session
 from kvferry.contract.script import Event, Script
-from kvferry.contract.server import Party, Peer, Request, Server
+from kvferry.contract.server import Server
 from kvferry.contract.store import Key, StoredPages
 from kvferry.contract.worker import Worker
 from kvferry.wire import Code, Error, Kind
@@ -102,23 +103,28 @@ class Leader:
 
     def admits(self, peer: Peer, hello: Hello) -> Error | None:
         """Refuses an engine whose name another process uses."""
-        party = peer.endpoint.parties.get((hello.role, hello.engine))
-        if hello.role == "engine" and party is not None and party.peers and party.process != peer.connection.process:
-            text = f"the engine's name is in use by process {party.process}: draw another one"
+        session = peer.endpoint.sessions.get((hello.role, hello.engine))
+        if (
+            hello.role == "engine"
+            and session is not None
+            and session.peers
+            and session.process != peer.connection.process
+        ):
+            text = f"the engine's name is in use by process {session.process}: draw another one"
             return Error(Code.NOT_READY, text, retry=True)
         return None
 
-    def left(self, party: Party) -> None:
-        """Waits for the next connection of the party."""
+    def left(self, session: Session) -> None:
+        """Waits for the next connection of the session."""
 
-    def forgotten(self, party: Party) -> None:
+    def forgotten(self, session: Session) -> None:
         """Forgets the slots of an engine that stayed away."""
-        for key in [key for key in self._slots if key[0] == party.engine]:
+        for key in [key for key in self._slots if key[0] == session.engine]:
             del self._slots[key]
-        for key in [key for key in self._copies if key[0] == party.engine]:
+        for key in [key for key in self._copies if key[0] == session.engine]:
             del self._copies[key]
-        if party.role == "engine":
-            self._checks.pages.engine_gone(party.engine)
+        if session.role == "engine":
+            self._checks.pages.engine_gone(session.engine)
 
     def waits_for(self, through: int) -> bool:
         """Whether a copy waits for a report of work up to this number."""
@@ -161,7 +167,7 @@ class Leader:
 
     def _played(self, request: Request, event: Event) -> bool:
         """Plays an event. Returns whether the request is thereby dealt with."""
-        party = request.party
+        session = request.session
         match event.do:
             case "late":
                 request.late_s = event.ms / 1000
@@ -174,8 +180,8 @@ class Leader:
                 return True
             case "drop" | "lose_answer":
                 if event.do == "drop":
-                    party.open.pop(request.id, None)
-                for peer in list(party.peers):
+                    session.open.pop(request.id, None)
+                for peer in list(session.peers):
                     self._server.close(peer, f"the script: {event.do}")
                 return event.do == "drop"
             case "restart":
@@ -221,7 +227,7 @@ class Leader:
     # Lookups.
 
     def _lookup(self, request: Request) -> None:
-        body, engine = request.body, request.party.engine
+        body, engine = request.body, request.session.engine
         memories = self._memories()
         try:
             hashes = bodies.hashes_of(body.hashes, body.hash_bytes)
@@ -261,7 +267,7 @@ class Leader:
         return max(opened, self._finished.get(key, 0))
 
     def _finish(self, request: Request) -> None:
-        key = request.party.engine, request.body.slot
+        key = request.session.engine, request.body.slot
         slot = self._slots.get(key)
         if slot is not None and slot.opened_by < request.id and "keeps_slots" not in self._lies:
             del self._slots[key]
@@ -274,7 +280,7 @@ class Leader:
     # Copies.
 
     def _copy(self, request: Request, event: Event | None) -> None:
-        body, engine = request.body, request.party.engine
+        body, engine = request.body, request.session.engine
         is_store = request.kind == Kind.STORE
         memories = self._memories()
         key = engine, body.slot
@@ -413,7 +419,7 @@ class Leader:
             )
 
     def _over(self, copy: Copy, body: Any) -> None:
-        self._copies.pop((copy.request.party.engine, copy.request.id), None)
+        self._copies.pop((copy.request.session.engine, copy.request.id), None)
         if isinstance(body, Error) and "never_over" in self._lies:
             body = Error(body.code, body.message, body.retry)
         self._server.answer(copy.request, body)
@@ -432,7 +438,7 @@ class Leader:
         cancelled = 0
         for (engine, identity), copy in list(self._copies.items()):
             wanted = request.body.slot in (None, copy.slot) and identity < request.id
-            if copy.is_store and engine == request.party.engine and wanted:
+            if copy.is_store and engine == request.session.engine and wanted:
                 cancelled += 1
                 self._over(copy, wire.StoreAnswer(0, 0, failed_pages=len(copy.pages)))
         self._server.answer(request, wire.CancelStoresAnswer(cancelled))

@@ -10,8 +10,8 @@ from kvferry import wire
 from kvferry.contract import bodies
 from kvferry.contract.hash_checks import HashChecks
 from kvferry.contract.pages import MappedMemory
+from kvferry.contract.peers import Peer, Request
 from kvferry.contract.rules import Report
-from kvferry.contract.server import Peer, Request
 from kvferry.wire import Code, Error, Kind
 
 if TYPE_CHECKING:
@@ -108,14 +108,14 @@ class PageChecks:
             hashes = bodies.hashes_of(body.hashes, body.hash_bytes)
         except wire.Malformed:
             return
-        key = request.party.engine, body.slot
+        key = request.session.engine, body.slot
         self._gone.discard(key)
         self._slots[key] = _View(request.id, request.number, body.namespace, hashes, body.device_pages)
         self._forget_failed(key)
         self._hashes.sequence((body.namespace, self.content), hashes, self.page_tokens, request.number)
 
     def _finished(self, request: Request) -> None:
-        key = request.party.engine, request.body.slot
+        key = request.session.engine, request.body.slot
         view = self._slots.get(key)
         if view is not None and view.lookup < request.id:
             del self._slots[key]
@@ -127,7 +127,7 @@ class PageChecks:
             del self._failed[key]
 
     def _copy(self, request: Request) -> None:
-        engine, body = request.party.engine, request.body
+        engine, body = request.session.engine, request.body
         if (engine, request.id) in self._holds:
             # It was refused as busy, or the connection was lost, and comes again.
             hold = self._holds[engine, request.id]
@@ -196,7 +196,7 @@ class PageChecks:
     # Pages in use.
 
     def _hold(self, request: Request, view: _View | None, pages: list[tuple[int, int]]) -> None:
-        engine, is_store = request.party.engine, request.kind == Kind.STORE
+        engine, is_store = request.session.engine, request.kind == Kind.STORE
         hashes = view.hashes if view else []
         namespace = view.namespace if view else b""
         keys = {at: (namespace, hashes[at]) for at, _ in pages if at < len(hashes)}
@@ -237,7 +237,7 @@ class PageChecks:
 
     def answered(self, request: Request, body: msgspec.Struct, written: list[MappedMemory] | None) -> None:
         """A request is answered. ``written``: the memories, if the rank has reported the pages as written."""
-        engine = request.party.engine
+        engine = request.session.engine
         if request.kind == Kind.LOOKUP:
             view = self._slots.get((engine, request.body.slot))
             if view is None or view.lookup != request.id:
@@ -315,7 +315,7 @@ class PageChecks:
 
     def started(self, copy: "Copy", memories: list[MappedMemory]) -> None:
         """The pages of a copy have been read or written."""
-        engine, number = copy.request.party.engine, copy.request.number
+        engine, number = copy.request.session.engine, copy.request.number
         if not copy.is_store:
             for at, (position, page) in enumerate(copy.pages):
                 data = [rank[at] for rank in copy.data]
@@ -343,7 +343,7 @@ class PageChecks:
 
     def settles(self, copy: "Copy", memories: list[MappedMemory]) -> None:
         """Some time has passed since a copy, and its answer is not sent yet."""
-        engine, number, identity = copy.request.party.engine, copy.request.number, copy.request.id
+        engine, number, identity = copy.request.session.engine, copy.request.number, copy.request.id
         kept = True
         for at, (_, page) in enumerate(copy.pages):
             before = [rank[at] for rank in copy.data]

@@ -9,9 +9,10 @@ from typing import Any, TextIO
 from kvferry.contract.checks import Checks
 from kvferry.contract.hash_checks import Prompt
 from kvferry.contract.leader import Leader
+from kvferry.contract.peers import Endpoint, Settings
 from kvferry.contract.rules import Report
 from kvferry.contract.script import Event, Script
-from kvferry.contract.server import Endpoint, Server, Settings
+from kvferry.contract.server import Server
 from kvferry.contract.worker import Tickets, Worker
 
 #: Longest wait at the end for what the connector still owes.

@@ -3,168 +3,45 @@
 One thread owns everything. Other threads use :meth:`Server.call`.
 """
 
-import collections
-import contextlib
-import heapq
 import itertools
-import os
-import queue
-import selectors
-import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvferry import wire
 from kvferry.contract import bodies, zmtp
-from kvferry.contract.bodies import Hello, Incoming
+from kvferry.contract.bodies import Incoming
+from kvferry.contract.loop import TICK_S, Loop
+from kvferry.contract.peers import (
+    ANSWERS_MAX,
+    AWAY_S,
+    BEATS,
+    CONNECTIONS_MAX,
+    DEADLINE_MAX_S,
+    HELLO_LIMIT_S,
+    Batch,
+    Endpoint,
+    Peer,
+    Request,
+    Session,
+    Settings,
+)
 from kvferry.contract.zmtp import ZmtpConnection
 from kvferry.wire import Code, Error, Kind
 
 if TYPE_CHECKING:
     from kvferry.contract.checks import Checks
+    from kvferry.contract.worker import Tickets
 
-#: Answers of one engine that are kept for repeated requests.
-ANSWERS_MAX = 4096
-#: Connections of one endpoint; one more is closed.
-CONNECTIONS_MAX = 64
-#: Time without a hello after which a connection is closed, and time after which an engine that stays away is forgotten.
-HELLO_LIMIT_S = 5.0
-AWAY_S = 10.0
-#: Longest deadline of a request, as the welcome says.
-DEADLINE_MAX_S = 120.0
-#: Heartbeats without a message after which a client counts as silent.
-BEATS = 3
-#: Longest wait for the server's thread by another one.
-CALL_LIMIT_S = 60.0
-_TICK_S = 0.02
 #: A longer time between two ticks means that the thread did not run.
 _STALL_S = 0.2
+#: Time after which the stores of one message that have ended do not wait for the others.
 _STORES_WAIT_S = 0.1
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Numbers of the welcome, and of the kvferry that is played."""
-
-    ranks: int = 1
-    heartbeat_ms: int = 500
-    request_credits: int = 32
-    byte_credits: int = 64 << 20
-    #: Time between a copy and its answer, in which the pages of the copy must not change.
-    settle_ms: int = 30
-    #: Bytes of pages that are kept, all ranks together: further pages of stores are refused.
-    stored_bytes_max: int = 1 << 30
-
-
-@dataclass(eq=False)
-class Party:
-    """One engine or tool at one endpoint, over all its connections."""
-
-    role: str
-    engine: bytes
-    process: int
-    open: dict[int, "Request"] = field(default_factory=dict)
-    answers: "collections.OrderedDict[int, tuple[int, bytes]]" = field(default_factory=collections.OrderedDict)
-    #: The body of each request that was answered or refused as busy, to compare repeated ones.
-    payloads: "collections.OrderedDict[int, bytes]" = field(default_factory=collections.OrderedDict)
-    peers: "set[Peer]" = field(default_factory=set)
-    away_since: float = 0.0
-
-
-@dataclass(eq=False)
-class Peer:
-    """One connection."""
-
-    endpoint: "Endpoint"
-    connection: ZmtpConnection
-    number: int
-    opened_at: float
-    received_at: float
-    hello: Hello | None = None
-    party: Party | None = None
-    version: int = wire.HELLO_VERSION
-    #: Bytes of each request that is not answered over this connection.
-    outstanding: dict[int, int] = field(default_factory=dict)
-    #: Requests of ours: kind, and when the answer is due.
-    asked: dict[int, tuple[int, float]] = field(default_factory=dict)
-    closed: bool = False
-
-
-@dataclass(eq=False)
-class Batch:
-    """A ``stores`` message, and the results of its stores."""
-
-    request: "Request"
-    ids: list[int]
-    results: dict[int, wire.StoreResult] = field(default_factory=dict)
-    alone: bool = False
-
-
-@dataclass(eq=False)
-class Request:
-    """One request that is not answered."""
-
-    id: int
-    kind: int
-    party: Party
-    peer: Peer
-    number: int
-    body: Any
-    deadline: float
-    payload: bytes
-    batch: Batch | None = None
-    #: The answer is held back by this many seconds.
-    late_s: float = 0.0
-    done: bool = False
-
-
-class Service(Protocol):
-    """What an endpoint does beyond its sessions."""
-
-    roles: tuple[str, ...]
-    kinds: ClassVar[dict[str, tuple[int, ...]]]
-    #: Answers are kept over connections, for repeated requests.
-    keeps_answers: bool
-
-    def handle(self, request: Request) -> None:
-        """Carries a request out, now or later; it is answered by :meth:`Server.answer`."""
-
-    def admits(self, peer: Peer, hello: Hello) -> Error | None:
-        """Returns why a peer is refused."""
-
-    def left(self, party: Party) -> None:
-        """Handles the end of the last connection of a party."""
-
-    def forgotten(self, party: Party) -> None:
-        """Handles a party that stayed away."""
-
-
-class Listens(Protocol):
-    """A further socket of the server."""
-
-    def listen(self) -> None:
-        """Begins to listen."""
-
-
-@dataclass(eq=False)
-class Endpoint:
-    """The sockets of the leader, or of one worker."""
-
-    name: str
-    directory: Path
-    service: Service
-    listener: socket.socket | None = None
-    peers: "set[Peer]" = field(default_factory=set)
-    parties: dict[tuple[str, bytes], Party] = field(default_factory=dict)
-
-
-class Server:
+class Server(Loop):
     """Runs endpoints on one thread."""
 
     def __init__(
@@ -174,6 +51,7 @@ class Server:
         record: Callable[[dict[str, Any]], None] | None = None,
         lies: frozenset[str] = frozenset(),
     ):
+        super().__init__()
         self.settings = settings
         self.watcher = watcher
         self.epoch = int(time.time())
@@ -183,104 +61,35 @@ class Server:
         #: Mistakes that are played on purpose, to see that the checks of leaders find them.
         self.lies = lies
         self._record = record
-        self._selector = selectors.DefaultSelector()
         self._numbers = itertools.count(1)
         self._connections = itertools.count(1)
         self._own_ids = itertools.count(1)
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_ids = itertools.count()
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._called)
-        self._stopping = False
         self._ticked_at = time.monotonic()
-        #: An exception of the thread: a defect of these checks.
-        self.fault: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="kvferry contract", daemon=True)
 
     # Methods for any thread.
 
-    def start(self, listeners: "Sequence[Listens]" = ()) -> None:
+    def start(self, listeners: "Sequence[Tickets]" = ()) -> None:
         """Listens, also with these, and starts the thread."""
         for endpoint in self.endpoints:
             endpoint.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._listen(endpoint)
         for listener in listeners:
             listener.listen()
-        self._thread.start()
-
-    def call(self, action: Callable[[], Any]) -> Any:
-        """Runs an action on the server's thread, and returns its result."""
-        done = threading.Event()
-        results: list[Any] = []
-
-        def run() -> None:
-            try:
-                results.append(action())
-            finally:
-                done.set()
-
-        self._calls.put(run)
-        os.eventfd_write(self._wake, 1)
-        until = time.monotonic() + CALL_LIMIT_S
-        while not done.wait(0.1):
-            if not self._thread.is_alive() or time.monotonic() > until:
-                raise RuntimeError(f"the thread of the contract's server does not answer: {self.fault!r}")
-        if not results:
-            raise RuntimeError(f"the call failed: {self.fault!r}")
-        return results[0]
+        self.begin()
 
     def stop(self) -> None:
         """Closes every connection, and ends the thread."""
-        self._stopping = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join(CALL_LIMIT_S)
-        os.close(self._wake)
+        self.end_loop()
 
     # The server's thread.
 
-    def watch(self, readable: socket.socket, action: Callable[[], None]) -> None:
-        """Calls ``action`` whenever the socket is readable."""
-        self._selector.register(readable, selectors.EVENT_READ, action)
-
-    def unwatch(self, readable: socket.socket) -> None:
-        """Ends :meth:`watch`."""
-        self._selector.unregister(readable)
-
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Calls ``action`` after a delay."""
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_ids), action))
-
-    def _called(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        while not self._calls.empty():
-            self._calls.get()()
-
-    def _run(self) -> None:
-        try:
-            next_tick = 0.0
-            while not self._stopping:
-                now = time.monotonic()
-                if now >= next_tick:
-                    self._tick(now)
-                    next_tick = now + _TICK_S
-                while self._timers and self._timers[0][0] <= time.monotonic():
-                    heapq.heappop(self._timers)[2]()
-                until = min([next_tick, *(self._timers[0][:1])] if self._timers else [next_tick])
-                for key, _ in self._selector.select(max(until - time.monotonic(), 0.0)):
-                    key.data()
-        except BaseException as error:
-            self.fault = error
-            raise
-        finally:
-            for endpoint in self.endpoints:
-                for peer in list(endpoint.peers):
-                    self.close(peer, "the checks ended")
-                if endpoint.listener is not None:
-                    endpoint.listener.close()
-                    (endpoint.directory / "kvferry.sock").unlink(missing_ok=True)
-            self._selector.close()
+    def _ended(self) -> None:
+        for endpoint in self.endpoints:
+            for peer in list(endpoint.peers):
+                self.close(peer, "the checks ended")
+            if endpoint.listener is not None:
+                endpoint.listener.close()
+                (endpoint.directory / "kvferry.sock").unlink(missing_ok=True)
 
     def _tick(self, now: float) -> None:
         peers = self.peers()
@@ -298,10 +107,10 @@ class Server:
             elif silent_s > BEATS * self.settings.heartbeat_ms / 1000:
                 self.close(peer, f"silent for {silent_s:.1f} s")
         for endpoint in self.endpoints:
-            for key, party in list(endpoint.parties.items()):
-                if not party.peers and now - party.away_since > AWAY_S:
-                    del endpoint.parties[key]
-                    endpoint.service.forgotten(party)
+            for key, session in list(endpoint.sessions.items()):
+                if not session.peers and now - session.away_since > AWAY_S:
+                    del endpoint.sessions[key]
+                    endpoint.service.forgotten(session)
 
     def peers(self) -> list[Peer]:
         """Returns all open connections."""
@@ -328,7 +137,7 @@ class Server:
             accepted.close()
             return
         endpoint.peers.add(peer)
-        self._selector.register(accepted, selectors.EVENT_READ, lambda: self._readable(peer))
+        self.watch(accepted, lambda: self._readable(peer))
 
     def _readable(self, peer: Peer) -> None:
         if peer.closed:
@@ -343,7 +152,7 @@ class Server:
                 return
             self._message(peer, parts)
         if not peer.closed and peer.connection.wants_to_send:
-            self.later(_TICK_S, lambda: self._flush(peer))
+            self.later(TICK_S, lambda: self._flush(peer))
 
     def _flush(self, peer: Peer) -> None:
         if peer.closed:
@@ -354,7 +163,7 @@ class Server:
             self._end(peer, by_us=False, reason=str(ended))
             return
         if peer.connection.wants_to_send:
-            self.later(_TICK_S, lambda: self._flush(peer))
+            self.later(TICK_S, lambda: self._flush(peer))
 
     def close(self, peer: Peer, reason: str) -> None:
         """Closes a connection."""
@@ -364,20 +173,20 @@ class Server:
         if peer.closed:
             return
         peer.closed = True
-        self._selector.unregister(peer.connection.socket)
+        self.unwatch(peer.connection.socket)
         peer.connection.close()
         peer.endpoint.peers.discard(peer)
         self.watcher.ended(peer, by_us=by_us, reason=reason)
-        party = peer.party
-        if party is not None:
-            party.peers.discard(peer)
-            if not party.peers:
-                party.away_since = time.monotonic()
+        session = peer.session
+        if session is not None:
+            session.peers.discard(peer)
+            if not session.peers:
+                session.away_since = time.monotonic()
                 if not peer.endpoint.service.keeps_answers:
-                    party.open.clear()
-                    party.answers.clear()
-                    party.payloads.clear()
-                peer.endpoint.service.left(party)
+                    session.open.clear()
+                    session.answers.clear()
+                    session.payloads.clear()
+                peer.endpoint.service.left(session)
 
     # Messages.
 
@@ -400,7 +209,7 @@ class Server:
             self._end(peer, by_us=False, reason=str(ended))
             return
         if peer.connection.wants_to_send:
-            self.later(_TICK_S, lambda: self._flush(peer))
+            self.later(TICK_S, lambda: self._flush(peer))
 
     def ask(self, peer: Peer, kind: int) -> None:
         """Sends a request of our own, which the client must answer within three heartbeats."""
@@ -498,10 +307,10 @@ class Server:
             return
         peer.hello = hello
         key = hello.role, hello.engine if any(hello.engine) else peer.number.to_bytes(16, "big")
-        party = peer.endpoint.parties.setdefault(key, Party(hello.role, key[1], peer.connection.process))
-        party.process = peer.connection.process
-        party.peers.add(peer)
-        peer.party = party
+        session = peer.endpoint.sessions.setdefault(key, Session(hello.role, key[1], peer.connection.process))
+        session.process = peer.connection.process
+        session.peers.add(peer)
+        peer.session = session
         peer.version = min(hello.version_max, wire.VERSION)
         settings = self.settings
         welcome = wire.Welcome(
@@ -515,27 +324,27 @@ class Server:
         self.watcher.welcomed(peer)
 
     def _request(self, peer: Peer, message: Incoming) -> None:
-        party = peer.party
-        assert party is not None
-        if message.id in party.open:
-            earlier = party.open[message.id]
+        session = peer.session
+        assert session is not None
+        if message.id in session.open:
+            earlier = session.open[message.id]
             self.watcher.repeated(peer, message, earlier.payload)
             earlier.peer = peer
             if earlier.batch is not None and message.kind == Kind.STORE:
                 earlier.batch = None
             peer.outstanding[message.id] = len(message.payload)
             return
-        if message.id in party.answers and "forgets_answers" not in self.lies:
-            self.watcher.repeated(peer, message, party.payloads.get(message.id))
-            kind, payload = party.answers[message.id]
+        if message.id in session.answers and "forgets_answers" not in self.lies:
+            self.watcher.repeated(peer, message, session.payloads.get(message.id))
+            kind, payload = session.answers[message.id]
             self._send_payload(peer, kind, message.id, payload)
             return
         if "no_credits" not in self.lies and (limit := self._beyond_credits(peer, message)) is not None:
             self.watcher.refused_credits(peer, message, limit)
             self.refuse(peer, message.id, Code.BUSY, f"{limit}: retry when a request is answered", retry=True)
             return
-        if message.id in party.payloads:
-            self.watcher.repeated(peer, message, party.payloads[message.id])
+        if message.id in session.payloads:
+            self.watcher.repeated(peer, message, session.payloads[message.id])
         try:
             body = message.body()
         except wire.Malformed as error:
@@ -561,10 +370,10 @@ class Server:
     def _open(
         self, peer: Peer, identity: int, kind: int, number: int, body: Any, deadline_ms: int, payload: bytes
     ) -> Request:
-        assert peer.party is not None
+        assert peer.session is not None
         deadline = time.monotonic() + min(deadline_ms / 1000, DEADLINE_MAX_S)
-        request = Request(identity, kind, peer.party, peer, number, body, deadline, payload)
-        peer.party.open[identity] = request
+        request = Request(identity, kind, peer.session, peer, number, body, deadline, payload)
+        peer.session.open[identity] = request
         return request
 
     def _begin(self, request: Request) -> None:
@@ -572,21 +381,21 @@ class Server:
         request.peer.endpoint.service.handle(request)
 
     def _stores(self, request: Request) -> None:
-        peer, party = request.peer, request.party
+        peer, session = request.peer, request.session
         batch = Batch(request, [each.id for each in request.body.stores])
         for each in request.body.stores:
             payload = bytes(each.store)
-            if each.id in party.open:
-                self.watcher.repeated(peer, self._inner(request, each.id, payload), party.open[each.id].payload)
-                party.open[each.id].batch, party.open[each.id].peer = batch, peer
+            if each.id in session.open:
+                self.watcher.repeated(peer, self._inner(request, each.id, payload), session.open[each.id].payload)
+                session.open[each.id].batch, session.open[each.id].peer = batch, peer
                 continue
-            if each.id in party.answers:
-                self.watcher.repeated(peer, self._inner(request, each.id, payload), party.payloads.get(each.id))
-                kind, answered = party.answers[each.id]
+            if each.id in session.answers:
+                self.watcher.repeated(peer, self._inner(request, each.id, payload), session.payloads.get(each.id))
+                kind, answered = session.answers[each.id]
                 batch.results[each.id] = _result(kind, answered)
                 continue
-            if each.id in party.payloads:
-                self.watcher.repeated(peer, self._inner(request, each.id, payload), party.payloads[each.id])
+            if each.id in session.payloads:
+                self.watcher.repeated(peer, self._inner(request, each.id, payload), session.payloads[each.id])
             try:
                 body = bodies.decode(Kind.STORE, payload)
             except wire.Malformed as error:
@@ -633,22 +442,22 @@ class Server:
             self._answer(request, body, opened=opened)
 
     def _answer(self, request: Request, body: msgspec.Struct, *, opened: bool) -> None:
-        party, peer = request.party, request.peer
-        if party.open.get(request.id) is not request:
+        session, peer = request.session, request.peer
+        if session.open.get(request.id) is not request:
             # The leader that had the request is gone.
             return
         self.watcher.answered(request, body, peer)
-        del party.open[request.id]
+        del session.open[request.id]
         kind = Kind.ERROR if isinstance(body, Error) else request.kind + 1
         fields = msgspec.to_builtins(body, builtin_types=(bytes,))
         payload = msgspec.msgpack.encode({name: value for name, value in fields.items() if value is not None})
         if opened:
-            party.answers[request.id] = kind, payload
-        party.payloads[request.id] = request.payload
-        while len(party.answers) > ANSWERS_MAX:
-            party.answers.popitem(last=False)
-        while len(party.payloads) > ANSWERS_MAX:
-            party.payloads.popitem(last=False)
+            session.answers[request.id] = kind, payload
+        session.payloads[request.id] = request.payload
+        while len(session.answers) > ANSWERS_MAX:
+            session.answers.popitem(last=False)
+        while len(session.payloads) > ANSWERS_MAX:
+            session.payloads.popitem(last=False)
         peer.outstanding.pop(request.id, None)
         batch = request.batch
         if batch is None:
@@ -664,11 +473,11 @@ class Server:
 
     def restart(self, endpoint: Endpoint) -> None:
         """Plays the end of a process and the start of its successor, with a later epoch for a leader."""
-        for party in endpoint.parties.values():
-            party.open.clear()
+        for session in endpoint.sessions.values():
+            session.open.clear()
         for peer in list(endpoint.peers):
             self.close(peer, "a scripted restart")
-        endpoint.parties.clear()
+        endpoint.sessions.clear()
         self.epoch += 1
 
 

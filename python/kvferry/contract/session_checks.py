@@ -9,8 +9,9 @@ import msgspec
 from kvferry import wire
 from kvferry.contract import bodies
 from kvferry.contract.bodies import Hello, Incoming
+from kvferry.contract.peers import ANSWERS_MAX, BEATS, Peer, Request, Session
 from kvferry.contract.rules import Report
-from kvferry.contract.server import ANSWERS_MAX, BEATS, Party, Peer, Request, Server
+from kvferry.contract.server import Server
 from kvferry.wire import Code, Error, Kind
 
 #: Time in which a client that lost its connection must send hello again, and repeat its requests after that.
@@ -86,8 +87,8 @@ class SessionChecks:
         assert peer.hello is not None
         return peer.endpoint.name, peer.hello.role, peer.hello.engine
 
-    def _of(self, party: Party, peer: Peer) -> _Engine:
-        return self._engines.setdefault((peer.endpoint.name, party.role, party.engine), _Engine())
+    def _of(self, session: Session, peer: Peer) -> _Engine:
+        return self._engines.setdefault((peer.endpoint.name, session.role, session.engine), _Engine())
 
     def _seen(self, peer: Peer) -> _Watched:
         return self._watched.setdefault(peer, _Watched())
@@ -146,12 +147,12 @@ class SessionChecks:
         if not by_us and seen.messages == 0 and now - peer.opened_at < _CLOSED_BY_S:
             text = f"connection {peer.number} was closed by its client after a welcome with an unknown field"
             self._report.broken("unknown-fields-skipped", text)
-        if not by_us or silent or peer.party is None or reason == "the checks ended":
+        if not by_us or silent or peer.session is None or reason == "the checks ended":
             return
-        if peer.party.role not in ("engine", "rank"):
+        if peer.session.role not in ("engine", "rank"):
             return
         engine = self._engines[self._key(peer)]
-        if not any(other is not peer for other in peer.party.peers):
+        if not any(other is not peer for other in peer.session.peers):
             engine.back_until = now + RETURN_S
             wanted = (Kind.LOAD, Kind.STORE, Kind.FINISH)
             engine.owed |= {identity for identity, each in engine.unanswered.items() if each.kind in wanted}
@@ -186,12 +187,12 @@ class SessionChecks:
 
     def opened(self, request: Request) -> None:
         """A request is examined for the first time, or again after busy."""
-        report, peer, party = self._report, request.peer, request.party
+        report, peer, session = self._report, request.peer, request.session
         report.exercised("accepted-kinds")
         report.exercised("well-formed")
         if len(peer.outstanding) + 1 >= self._server.settings.request_credits:
             report.exercised("credits")
-        engine = self._of(party, peer)
+        engine = self._of(session, peer)
         if len(engine.unanswered) < _UNANSWERED_MAX:
             engine.unanswered[request.id] = _Unanswered(request.kind, request.deadline, request.number)
         if request.id in engine.owed:
@@ -203,7 +204,7 @@ class SessionChecks:
     def _new_id(self, engine: _Engine, request: Request, peer: Peer) -> None:
         ids, identity, number = engine.ids, request.id, request.number
         process = peer.connection.process
-        if ids is None or (request.party.role != "engine" and peer.number != ids.connection):
+        if ids is None or (request.session.role != "engine" and peer.number != ids.connection):
             # A worker keeps no answers over connections.
             engine.ids = _Ids(identity, identity, process, peer.number)
             return
@@ -225,7 +226,7 @@ class SessionChecks:
         engine = self._engines[self._key(peer)]
         self._was_repeated(engine, message.id)
         process = engine.ids.process if engine.ids else peer.connection.process
-        known = peer.party is not None and message.id in peer.party.answers
+        known = peer.session is not None and message.id in peer.session.answers
         if known and process != peer.connection.process:
             text = (
                 f"{bodies.name_of(message.kind)} has id {message.id}, which process {process} of the engine used before"
@@ -245,7 +246,7 @@ class SessionChecks:
 
     def answered(self, request: Request, body: msgspec.Struct, peer: Peer) -> None:
         """A request was answered. An answer over a connection that has ended is not received."""
-        engine = self._of(request.party, peer)
+        engine = self._of(request.session, peer)
         if not peer.closed:
             engine.unanswered.pop(request.id, None)
 

@@ -12,8 +12,9 @@ from kvferry import wire
 from kvferry.contract import zmtp
 from kvferry.contract.bodies import Hello
 from kvferry.contract.pages import MappedMemory, Refused
+from kvferry.contract.peers import Peer, Request, Session
 from kvferry.contract.rules import Report
-from kvferry.contract.server import Party, Peer, Request, Server
+from kvferry.contract.server import Server
 from kvferry.wire import Code, Error, Kind
 
 if TYPE_CHECKING:
@@ -112,10 +113,10 @@ class Worker:
         self._server, self._report, self._checks = server, report, checks
         self.rank, self.ranks = rank, ranks
         self._tickets = tickets
-        #: The mapped memory that is served, the engine and the party that registered it.
+        #: The mapped memory that is served, the engine and the session that registered it.
         self.memory: MappedMemory | None = None
         self.engine = b""
-        self._party: Party | None = None
+        self._session: Session | None = None
         #: What the rank has reported as written since its registration, and what it has abandoned.
         self.written = 0
         self.over_through = 0
@@ -153,8 +154,8 @@ class Worker:
 
     def _register(self, request: Request) -> None:
         body = request.body
-        holder = self._party
-        if holder is not None and holder.peers and holder is not request.party:
+        holder = self._session
+        if holder is not None and holder.peers and holder is not request.session:
             text = f"the memory of rank {self.rank} is in use by process {holder.process}: end it, or wait for its end"
             self._server.answer(request, Error(Code.NOT_READY, text, retry=True))
             return
@@ -183,7 +184,7 @@ class Worker:
             memory.close()
         else:
             self._drop_memory()
-            self.memory, self.engine, self._party = memory, body.engine, request.party
+            self.memory, self.engine, self._session = memory, body.engine, request.session
             self.over_through, self.written = body.after, 0
         self._server.answer(request, wire.Registered(pages, page_bytes, not_served))
         self._checks.gave_up(self)
@@ -205,7 +206,7 @@ class Worker:
         return None
 
     def _written(self, request: Request) -> None:
-        if self.memory is None or request.party is not self._party:
+        if self.memory is None or request.session is not self._session:
             text = f"rank {self.rank} has registered no memory: send register first"
             self._server.answer(request, Error(Code.INVALID, text))
             return
@@ -223,17 +224,17 @@ class Worker:
         self._server.answer(request, wire.Empty())
         self._checks.gave_up(self)
 
-    def left(self, party: Party) -> None:
+    def left(self, session: Session) -> None:
         """Unmaps the memory of a rank whose connection has ended."""
-        if party is self._party:
+        if session is self._session:
             self._drop_memory()
 
-    def forgotten(self, party: Party) -> None:
+    def forgotten(self, session: Session) -> None:
         """Nothing more is kept."""
 
     def _drop_memory(self) -> None:
         if self.memory is not None:
-            memory, self.memory, self._party = self.memory, None, None
+            memory, self.memory, self._session = self.memory, None, None
             self.lost()
             memory.close()
 
