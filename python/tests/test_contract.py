@@ -22,9 +22,10 @@ from kvferry.admin import AdminClient
 from kvferry.contract.__main__ import CANNOT_RUN, FAILED, PASSED, main
 from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.hash_checks import Prompt
-from kvferry.contract.leader_checks import LeaderChecks, Target
+from kvferry.contract.leader_checks import LeaderChecks
 from kvferry.contract.leader_rules import LEADER_RULES
 from kvferry.contract.peers import Settings
+from kvferry.contract.played import Target
 from kvferry.contract.rules import Outcome, Report
 from kvferry.contract.script import Event, Script
 from kvferry.contract.scripted import Driver, ScriptedKvferry

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from kvferry.contract.leader_checks import LeaderChecks, Target
+from kvferry.contract.leader_checks import LeaderChecks
 from kvferry.contract.live import Broken, Unavailable
+from kvferry.contract.played import Target
 from kvferry.contract.rules import Report
 from kvferry.contract.script import Script
 from kvferry.contract.scripted import Driver, ScriptedKvferry

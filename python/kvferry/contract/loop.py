@@ -19,7 +19,7 @@ CALL_LIMIT_S = 60.0
 
 
 class Loop:
-    """The thread, from :meth:`begin` to :meth:`end_loop`. Subclasses have the work in :meth:`_tick` and :meth:`_ended`."""
+    """The thread, from :meth:`begin` to :meth:`end_loop`. Subclasses do their work in :meth:`_tick` and callbacks."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()

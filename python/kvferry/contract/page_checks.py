@@ -1,6 +1,8 @@
 """Checks of slots and pages: what an engine names, and what its memory holds meanwhile."""
 
+import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 HOLD_S = 30.0
 #: Slots whose end is remembered, and pages of failed loads.
 _REMEMBERED_MAX = 65_536
+#: Most messages that are named in one text.
+_SHOWN_MAX = 5
 
 _Slot = tuple[bytes, int]
 
@@ -63,11 +67,11 @@ class _Hold:
 
 @dataclass
 class _Failed:
-    """A page that a load did not bring, and the bytes that the load has left there, by rank."""
+    """A page that a load did not bring, and a digest of what the load has left there, by rank."""
 
     slot: int
     position: int
-    data: list[bytes]
+    digests: list[bytes]
     load: int
 
 
@@ -84,9 +88,11 @@ class PageChecks:
         self._holds: dict[tuple[bytes, int], _Hold] = {}
         self._pages: dict[tuple[bytes, int], set[_Hold]] = {}
         self._failed: dict[tuple[bytes, int], _Failed] = {}
-        #: The bytes of each device page at the end of its last copy, by rank, and the hash.
-        self._known: dict[tuple[bytes, int], tuple[list[bytes], bytes]] = {}
+        #: A digest of each device page at the end of its last copy, and the page's hash.
+        self._known: dict[tuple[bytes, int], tuple[bytes, bytes]] = {}
         self._told: set[tuple[int, int]] = set()
+        #: Lookups that found pages: their number, and the messages of the first ones.
+        self._hit_count = 0
         self._hits: list[int] = []
         self._loads = 0
 
@@ -245,10 +251,11 @@ class PageChecks:
             if isinstance(body, wire.LookupAnswer):
                 view.end, view.answered_at = view.device_pages + body.hit_pages, time.monotonic()
                 if body.hit_pages:
-                    self._hits.append(request.number)
+                    self._hit_count += 1
+                    self._hits = [*self._hits, request.number][:_SHOWN_MAX]
             else:
                 del self._slots[engine, request.body.slot]
-                self._gone.add((engine, request.body.slot))
+                self._went((engine, request.body.slot))
             return
         hold = self._holds.get((engine, request.id))
         if hold is None:
@@ -298,9 +305,15 @@ class PageChecks:
         if len(self._told) < _REMEMBERED_MAX:
             self._told.add((identity, page))
 
+    def _went(self, slot: _Slot) -> None:
+        if len(self._gone) >= _REMEMBERED_MAX:
+            self._gone.pop()
+        self._gone.add(slot)
+
     def leader_restarted(self) -> None:
         """The slots of the leader are gone; pages stay in use until an answer."""
-        self._gone.update(self._slots)
+        for slot in self._slots:
+            self._went(slot)
         self._slots.clear()
         self._failed.clear()
 
@@ -308,8 +321,9 @@ class PageChecks:
         """An engine stays away, and another process has its memory, if any."""
         for hold in [hold for hold in self._holds.values() if hold.engine == engine]:
             self._release(hold)
-        for key in [key for key in self._slots if key[0] == engine]:
-            del self._slots[key]
+        for remembered in (self._slots, self._known, self._failed):
+            for key in [key for key in remembered if key[0] == engine]:
+                del remembered[key]
 
     # Bytes.
 
@@ -320,18 +334,19 @@ class PageChecks:
             for at, (position, page) in enumerate(copy.pages):
                 data = [rank[at] for rank in copy.data]
                 if at >= copy.loaded and len(self._failed) < _REMEMBERED_MAX:
-                    self._failed[engine, page] = _Failed(copy.slot, position, data, copy.request.id)
+                    digests = [_digest([each]) for each in data]
+                    self._failed[engine, page] = _Failed(copy.slot, position, digests, copy.request.id)
                 else:
                     self._failed.pop((engine, page), None)
-                self._known[engine, page] = data, copy.keys[at][2]
+                self._known[engine, page] = _digest(data), copy.keys[at][2]
             return
         first = min(position for position, _ in copy.pages)
         for key, failed in list(self._failed.items()):
             named = any(page == key[1] for _, page in copy.pages)
             if key[0] != engine or not (named or (failed.slot == copy.slot and failed.position < first)):
                 continue
-            now = [memory.read(0, key[1]) for memory in memories]
-            if any(one == other for one, other in zip(now, failed.data, strict=True)):
+            now = [_digest([memory.read(0, key[1])]) for memory in memories]
+            if any(one == other for one, other in zip(now, failed.digests, strict=True)):
                 text = (
                     f"store {copy.request.id} of pages from {first} on: device page {key[1]}, page {failed.position} "
                     f"of slot {failed.slot}, holds what the failed load {failed.load} has left"
@@ -349,14 +364,14 @@ class PageChecks:
             before = [rank[at] for rank in copy.data]
             if [memory.read(0, page) for memory in memories] == before:
                 if copy.is_store:
-                    self._known[engine, page] = before, copy.keys[at][2]
+                    self._known[engine, page] = _digest(before), copy.keys[at][2]
                 continue
             kept = False
             if (identity, page) in self._told:
                 continue
             self._tell_once(identity, page)
             known = self._known.get((engine, page))
-            stale = known is not None and known[0] == before and known[1] != copy.keys[at][2]
+            stale = known is not None and known[0] == _digest(before) and known[1] != copy.keys[at][2]
             if copy.is_store and (stale or not any(map(any, before))):
                 what = "the bytes of another page" if stale else "zeros"
                 text = (
@@ -384,8 +399,16 @@ class PageChecks:
         for (engine, slot), view in self._slots.items():
             if engine in connected:
                 self._report.broken("slots-finished", f"slot {slot} is open at the end", view.number)
-        if self._hits and self._loads:
+        if self._hit_count and self._loads:
             self._report.exercised("hits-used")
-        elif self._hits:
-            text = f"{len(self._hits)} lookups found pages, and none was loaded"
-            self._report.broken("hits-used", text, *self._hits[:5])
+        elif self._hit_count:
+            text = f"{self._hit_count} lookups found pages, and none was loaded"
+            self._report.broken("hits-used", text, *self._hits)
+
+
+def _digest(data: Sequence[bytes]) -> bytes:
+    """Stands for the bytes of a page of all ranks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for each in data:
+        digest.update(each)
+    return digest.digest()

@@ -25,6 +25,8 @@ _CLOSED_BY_S = 2.0
 UNKNOWN_REQUEST, UNKNOWN_ANSWER = 900, 901
 #: Requests without an answer that are remembered for each engine.
 _UNANSWERED_MAX = 65_536
+#: Engines, ranks and tools that are remembered; the oldest is forgotten for a further one.
+_ENGINES_MAX = 1024
 
 _Key = tuple[str, str, bytes]
 
@@ -88,7 +90,12 @@ class SessionChecks:
         return peer.endpoint.name, peer.hello.role, peer.hello.engine
 
     def _of(self, session: Session, peer: Peer) -> _Engine:
-        return self._engines.setdefault((peer.endpoint.name, session.role, session.engine), _Engine())
+        return self._engine((peer.endpoint.name, session.role, session.engine))
+
+    def _engine(self, key: _Key) -> _Engine:
+        if key not in self._engines and len(self._engines) >= _ENGINES_MAX:
+            del self._engines[next(iter(self._engines))]
+        return self._engines.setdefault(key, _Engine())
 
     def _seen(self, peer: Peer) -> _Watched:
         return self._watched.setdefault(peer, _Watched())
@@ -122,8 +129,10 @@ class SessionChecks:
             report.exercised("hello-fields")
         if hello is None:
             return
+        if len(self._welcomed) >= _ENGINES_MAX:
+            self._welcomed.pop()
         self._welcomed.add((peer.endpoint.name, peer.connection.process))
-        engine = self._engines.setdefault((peer.endpoint.name, hello.role, hello.engine), _Engine())
+        engine = self._engine((peer.endpoint.name, hello.role, hello.engine))
         engine.process = peer.connection.process
         if engine.back_until is not None:
             engine.back_until = None
@@ -151,7 +160,7 @@ class SessionChecks:
             return
         if peer.session.role not in ("engine", "rank"):
             return
-        engine = self._engines[self._key(peer)]
+        engine = self._engine(self._key(peer))
         if not any(other is not peer for other in peer.session.peers):
             engine.back_until = now + RETURN_S
             wanted = (Kind.LOAD, Kind.STORE, Kind.FINISH)
@@ -223,7 +232,7 @@ class SessionChecks:
 
     def repeated(self, peer: Peer, message: Incoming, earlier: bytes | None) -> None:
         """An id was sent again: ``earlier`` is the body of the first message with it."""
-        engine = self._engines[self._key(peer)]
+        engine = self._engine(self._key(peer))
         self._was_repeated(engine, message.id)
         process = engine.ids.process if engine.ids else peer.connection.process
         known = peer.session is not None and message.id in peer.session.answers
