@@ -306,6 +306,10 @@ fn no_file_exceeds_the_line_limit() {
     }
 }
 
+fn python_arrows() -> impl Iterator<Item = &'static Arrow> {
+    PYTHON_ARROWS.iter().chain(CONTRACT_ARROWS)
+}
+
 #[test]
 fn python_modules_use_only_modules_below_them() {
     let mut seen = 0;

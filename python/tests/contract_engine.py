@@ -43,9 +43,11 @@ class ToyEngine:
         model: str = "model",
         engine: bytes | None = None,
         ids: int | None = None,
+        wait_s: float = WAIT_S,
     ):
         self.mistakes = set(mistakes)
         self.model = model
+        self._wait_s = wait_s
         self._tensor = torch.zeros((PAGES, 1, PAGE_TOKENS, _FLOATS // PAGE_TOKENS))
         content = b"content" if "one_content" in self.mistakes else model.encode()
         place = Place(rank=0, tp_size=1, shard=0, content=content)
@@ -115,7 +117,7 @@ class ToyEngine:
         namespace = b"" if "one_namespace" in self.mistakes else f"{self.model} {salt}".encode()
         hashes = self.hashes(prompt, salt)
         eventually("a leader and a worker are there", lambda: self._rank.registered and self._client.listening, WAIT_S)
-        lookup = self._client.lookup(slot, hashes, namespace=namespace, timeout_s=WAIT_S)
+        lookup = self._client.lookup(slot, hashes, namespace=namespace, timeout_s=self._wait_s)
         found = self._end(lookup)
         hit = found.hit_pages if isinstance(found, wire.LookupAnswer) else 0
         pages = [self._free.pop(0) for _ in range(count)]
@@ -127,7 +129,7 @@ class ToyEngine:
         if meanwhile is not None:
             meanwhile()
         if "no_finish" not in self.mistakes:
-            self._end(self._client.finish(slot, timeout_s=WAIT_S))
+            self._end(self._client.finish(slot, timeout_s=self._wait_s))
         self._free += pages
         return loaded
 
@@ -135,7 +137,7 @@ class ToyEngine:
         named = min(hit + 1, count) if "loads_more" in self.mistakes and hit else hit
         if not named:
             return 0
-        answer = self._end(self._client.load(slot, [Part(0, 0, pages[:named])], timeout_s=WAIT_S))
+        answer = self._end(self._client.load(slot, [Part(0, 0, pages[:named])], timeout_s=self._wait_s))
         if "ignores_load_answer" in self.mistakes:
             return hit
         return answer.pages if isinstance(answer, wire.LoadAnswer) else 0
@@ -156,10 +158,10 @@ class ToyEngine:
             if "other_hashes" in self.mistakes:
                 more = [bytes(32) for _ in more]
             parts = [Part(0, first, pages[first:])]
-            store = self._client.store(slot, parts, more=more, more_from=more_from, timeout_s=WAIT_S)
+            store = self._client.store(slot, parts, more=more, more_from=more_from, timeout_s=self._wait_s)
             again = None
             if "store_twice" in self.mistakes:
-                again = self._client.store(slot, parts, timeout_s=WAIT_S)
+                again = self._client.store(slot, parts, timeout_s=self._wait_s)
             self._rank.wrote(again.id if again else store.id)
             if "written_early" in self.mistakes or "overwrites" in self.mistakes:
                 self._reported(store.id)

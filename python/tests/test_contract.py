@@ -27,7 +27,7 @@ from kvferry.contract.leader_rules import LEADER_RULES
 from kvferry.contract.peers import Settings
 from kvferry.contract.played import Target
 from kvferry.contract.rules import Outcome, Report
-from kvferry.contract.script import Event, Script
+from kvferry.contract.script import ACTIONS, Event, Script
 from kvferry.contract.scripted import Driver, ScriptedKvferry
 
 SETTINGS = Settings(heartbeat_ms=200)
@@ -87,9 +87,10 @@ def scripted(script: Script | None = None, settings: Settings = SETTINGS, **more
 # A running kvferry.
 
 
-def test_a_real_kvferry_keeps_every_rule() -> None:
-    with running(ranks=1, g2="64MiB") as daemon:
-        report = LeaderChecks(Target(daemon.socket_dir)).run()
+@pytest.mark.parametrize("settings", [{"ranks": 1}, {"ranks": 2, "kv_shards": 1}], ids=str)
+def test_a_real_kvferry_keeps_every_rule(settings: dict[str, int]) -> None:
+    with running(g2="64MiB", **settings) as daemon:
+        report = LeaderChecks(Target(daemon.socket_dir, kv_shards=settings.get("kv_shards", 0))).run()
         print(report.as_text())
         assert report.named(Outcome.BROKEN) == []
         assert report.named(Outcome.NOT_EXERCISED) == []
@@ -143,6 +144,19 @@ def test_a_correct_engine_keeps_every_rule() -> None:
 
 def late(kind: str, *numbers: int) -> Script:
     return Script([Event(kind, number, "late", 400) for number in numbers])
+
+
+def test_requests_without_an_answer_and_failed_loads_are_no_mistakes_of_the_engine() -> None:
+    script = Script([Event("store", 3, "silent"), Event("load", 1, "fail"), Event("lookup", 4, "not_ready")])
+    with scripted(script) as run:
+        engine = ToyEngine(run.socket_dir, wait_s=1.0)
+        loaded = [run.prompt(engine, name, prompt) for name, prompt in PROMPTS[:6]]
+        assert loaded[1] == 0, "the load failed"
+        engine.close()
+    assert run.report is not None
+    assert run.broken == {}
+    assert run.report.outcome("failed-pages-computed") is Outcome.KEPT
+    assert run.report.notes == [], "every event was played"
 
 
 #: A mistake of the engine, the rule that it breaks, and the script that shows it.
@@ -401,6 +415,23 @@ def test_the_command_checks_a_kvferry_and_refuses_one_in_use(capsys: pytest.Capt
         assert main([*where, "--discard-pages"]) == PASSED
 
 
+def test_pages_of_an_engine_are_not_put_at_risk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with running(ranks=1, g2="16MiB") as daemon:
+        where = ["leader", "--socket-dir", str(daemon.socket_dir)]
+        engine = ToyEngine(daemon.socket_dir)
+        engine.run(ABCD)
+        assert main(where) == CANNOT_RUN
+        assert "rank 0 of replica 0 has the memory of an engine" in capsys.readouterr().err
+        assert engine.run(ABCD) == 4, "the engine has its pages still"
+        engine.close()
+        eventually("the rank has left", lambda: not _attached(daemon.socket_dir))
+        assert main(where) == CANNOT_RUN
+        assert "holds 4 pages of an engine that is not connected" in capsys.readouterr().err
+    with running(ranks=1, g2="16MiB", g3="16MiB", g3_dir=tmp_path / "disk") as daemon:
+        assert main(["leader", "--socket-dir", str(daemon.socket_dir)]) == CANNOT_RUN
+        assert "has a disk tier, whose pages may be of an engine" in capsys.readouterr().err
+
+
 def _attached(socket_dir: Path) -> bool:
     with AdminClient(socket_dir / "leader") as admin:
         return admin.status().ranks[0].attached
@@ -480,6 +511,14 @@ def test_a_rule_that_nothing_has_shown_is_not_kept() -> None:
 def test_a_second_server_in_one_directory_is_refused() -> None:
     with scripted() as run, pytest.raises(OSError, match="served by another process"):
         ScriptedKvferry(run.socket_dir, SETTINGS).start()
+
+
+def test_the_page_of_the_contract_names_every_rule_and_every_event() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
+    for rule in (*LEADER_RULES, *CONNECTOR_RULES):
+        assert f"| `{rule.name}` | {rule.text} | {rule.where} |" in page
+    for do in {do for each in ACTIONS.values() for do in each}:
+        assert f"| `{do}` |" in page
 
 
 def test_every_rule_names_a_place_that_the_wire_page_has() -> None:

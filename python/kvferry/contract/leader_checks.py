@@ -102,6 +102,11 @@ class LeaderChecks:
                 f"kvferry holds {held} pages of an engine that is not connected, which a registration of other memory "
                 "removes: check a kvferry of your own, or give --discard-pages"
             )
+        if any(tier.tier > 2 for tier in answer.tiers) and not target.discard_pages:
+            raise Unavailable(
+                "kvferry has a disk tier, whose pages may be of an engine and get lost: check a kvferry of your own "
+                "without g3, or give --discard-pages"
+            )
         ranks = [rank.rank for rank in answer.ranks if rank.replica == target.replica]
         self._engine.count = target.ranks or max(ranks, default=0) + 1
         self._engine.page_tokens = target.page_tokens or answer.engine_page_tokens or 16

@@ -224,7 +224,7 @@ class OwnMemory:
         self, *, pages: int, page_tokens: int, page_bytes: int, rank: int, ranks: int, shard: int, content: bytes
     ):
         self.pages, self.page_bytes = pages, page_bytes
-        self._page_tokens, self._rank, self._ranks, self._shard = page_tokens, rank, ranks, shard
+        self._page_tokens, self._rank, self._ranks, self.shard = page_tokens, rank, ranks, shard
         self._content = content
         self._piece = page_bytes // (2 * self.LAYERS)
         size = pages * page_bytes
@@ -279,7 +279,7 @@ class OwnMemory:
             "content": self._content,
             "rank": self._rank,
             "tp_size": self._ranks,
-            "shard": self._shard,
+            "shard": self.shard,
             "allocations": [{"kind": "shared_memory", "handle": {"ticket": ticket}, "bytes": self._size}],
             "nonce": {"allocation": 0, "offset_bytes": self._nonce_at, "bytes": nonce},
         }

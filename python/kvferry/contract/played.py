@@ -123,10 +123,11 @@ class PlayedEngine:
             of(rank.wrote(through), wire.Empty, "written")
 
     def fill(self, pages: list[int]) -> list[list[bytes]]:
-        """Writes random bytes into pages of every rank; returns them, by rank."""
+        """Writes random bytes into pages of every rank, the same in one shard; returns them, by rank."""
+        shards: dict[int, list[bytes]] = {}
         data = []
         for rank in self.ranks:
-            data.append([secrets.token_bytes(PAGE_BYTES) for _ in pages])
+            data.append(shards.setdefault(rank.memory.shard, [secrets.token_bytes(PAGE_BYTES) for _ in pages]))
             for page, content in zip(pages, data[-1], strict=True):
                 rank.memory.write(page, content)
         return data
