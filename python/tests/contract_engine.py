@@ -75,7 +75,7 @@ class ToyEngine:
         return torch.from_numpy((noise % 1000 + 1).astype(np.float32)).reshape(1, PAGE_TOKENS, -1)
 
     def hashes(self, prompt: Sequence[int], salt: str) -> list[bytes]:
-        found, before = [], b""
+        found, before = [], os.urandom(16) if "random_hashes" in self.mistakes else b""
         for at in range(0, len(prompt), PAGE_TOKENS):
             own = repr(list(prompt[at : at + PAGE_TOKENS])).encode()
             if "page_hashes" in self.mistakes:
@@ -137,7 +137,9 @@ class ToyEngine:
         named = min(hit + 1, count) if "loads_more" in self.mistakes and hit else hit
         if not named:
             return 0
-        answer = self._end(self._client.load(slot, [Part(0, 0, pages[:named])], timeout_s=self._wait_s))
+        after = 1 << 62 if "waits_for_nothing" in self.mistakes else 0
+        parts = [Part(0, 0, pages[:named])]
+        answer = self._end(self._client.load(slot, parts, after=after, timeout_s=self._wait_s))
         if "ignores_load_answer" in self.mistakes:
             return hit
         return answer.pages if isinstance(answer, wire.LoadAnswer) else 0
@@ -154,9 +156,9 @@ class ToyEngine:
             compute()
         first = min(loaded, count - 1) if "ignores_hits" not in self.mistakes else 0
         if hit < count or loaded < hit or "ignores_hits" in self.mistakes:
-            more, more_from = self.hashes(prompt, ""), 0
+            more, more_from = (), 0
             if "other_hashes" in self.mistakes:
-                more = [bytes(32) for _ in more]
+                more = [bytes(32) for _ in range(count)]
             parts = [Part(0, first, pages[first:])]
             store = self._client.store(slot, parts, more=more, more_from=more_from, timeout_s=self._wait_s)
             again = None

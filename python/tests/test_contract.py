@@ -14,16 +14,19 @@ from typing import Any
 
 import pytest
 import zmq
-from contract_engine import ToyEngine, tokens
+from contract_engine import WAIT_S, ToyEngine, tokens
 from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
 from kvferry.admin import AdminClient
+from kvferry.contract import checks, session_checks
 from kvferry.contract.__main__ import CANNOT_RUN, FAILED, PASSED, main
 from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.hash_checks import Prompt
 from kvferry.contract.leader_checks import LeaderChecks
 from kvferry.contract.leader_rules import LEADER_RULES
+from kvferry.contract.live import Connection, Rank
+from kvferry.contract.pages import OwnMemory
 from kvferry.contract.peers import Settings
 from kvferry.contract.played import Target
 from kvferry.contract.rules import Outcome, Report
@@ -172,6 +175,8 @@ MISTAKES: dict[str, tuple[str, Script]] = {
     "written_early": ("written-after-the-bytes", late("store", 1, 2)),
     "overwrites": ("pages-kept", late("store", 1, 2)),
     "no_finish": ("slots-finished", Script(())),
+    "random_hashes": ("hashes-repeat", Script(())),
+    "waits_for_nothing": ("load-after-lower", Script(())),
 }
 
 
@@ -179,7 +184,7 @@ MISTAKES: dict[str, tuple[str, Script]] = {
 def test_a_mistake_of_an_engine_is_named_by_its_rule(mistake: str) -> None:
     rule, script = MISTAKES[mistake]
     with scripted(script, owed_limit_s=1.0) as run:
-        engine = ToyEngine(run.socket_dir, mistake)
+        engine = ToyEngine(run.socket_dir, mistake, wait_s=1.0 if mistake == "waits_for_nothing" else WAIT_S)
         prompts = PROMPTS[:4]
         if mistake == "ignores_load_answer":
             prompts = [("abcd", ABCD), ("abcd", ABCD), ("abcdg", tokens("a", "b", "c", "d", "g"))]
@@ -335,6 +340,33 @@ def no_deadline(run: Run, raw: Raw) -> None:
     raw.receive()
 
 
+def hello_of_version_2(run: Run, raw: Raw) -> None:
+    raw.send(wire.Kind.HELLO, 0, wire.Hello(role="engine", engine=raw.engine), version=2)
+    raw.receive()
+
+
+def no_pong(run: Run, raw: Raw) -> None:
+    run.kvferry.add(Event("hello", 2, "probe"))
+    raw.again()
+    while not run.kvferry.report.named(Outcome.BROKEN):
+        raw.send(wire.Kind.STATUS, 1, wire.Status())
+        time.sleep(0.05)
+
+
+def ends_at_unknown_answer(run: Run, raw: Raw) -> None:
+    run.kvferry.add(Event("hello", 2, "probe"))
+    raw.again()
+    while (received := raw.receive()).kind != 901:
+        raw.send(wire.Kind.PONG, received.correlation, wire.Empty(), deadline_ms=0)
+    raw.close()
+
+
+def ends_at_unknown_field(run: Run, raw: Raw) -> None:
+    """The client connects again and again, because it does not understand the welcome."""
+    raw.again()
+    raw.close()
+
+
 def wrong_kind(run: Run, raw: Raw) -> None:
     raw.send(wire.Kind.WRITTEN, 1, wire.Written(1))
     raw.receive()
@@ -364,20 +396,124 @@ CLIENTS: dict[str, tuple[str, Callable[[Run, Raw], None]]] = {
     "another_body": ("one-request-per-id", another_body),
     "no_answer_to_unknown": ("unknown-requests-answered", no_answer_to_unknown),
     "not_repeated": ("unanswered-repeated", not_repeated),
+    "hello_of_version_2": ("hello-fields", hello_of_version_2),
+    "no_pong": ("pings-answered", no_pong),
+    "ends_at_unknown_answer": ("unknown-answers-dropped", ends_at_unknown_answer),
+    "ends_at_unknown_field": ("unknown-fields-skipped", ends_at_unknown_field),
     "unreadable": ("well-formed", unreadable),
     "load_of_no_slot": ("slots-opened", load_of_no_slot),
 }
 
 
 @pytest.mark.parametrize("mistake", CLIENTS)
-def test_a_mistake_of_a_client_is_named_by_its_rule(mistake: str) -> None:
+def test_a_mistake_of_a_client_is_named_by_its_rule(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, plays = CLIENTS[mistake]
+    # Nobody answers late here.
+    monkeypatch.setattr(session_checks, "RETURN_S", 1.0)
+    monkeypatch.setattr(session_checks, "REPEAT_S", 0.5)
     with scripted() as run:
-        raw = Raw(run.socket_dir, first_kind=wire.Kind.STATUS if mistake == "no_hello" else wire.Kind.HELLO)
+        no_hello_yet = mistake in ("no_hello", "hello_of_version_2")
+        raw = Raw(run.socket_dir, first_kind=wire.Kind.STATUS if no_hello_yet else wire.Kind.HELLO)
         plays(run, raw)
         eventually("the break is seen", lambda: run.kvferry.report.named(Outcome.BROKEN))
         raw.close()
     assert list(run.broken) == [rule]
+
+
+def without_content(registration: dict[str, Any]) -> None:
+    del registration["content"]
+
+
+def without_proof(registration: dict[str, Any]) -> None:
+    registration["nonce"]["bytes"] = bytes(32)
+
+
+def with_other_stride(registration: dict[str, Any]) -> None:
+    registration["groups"][0]["tensors"][1]["page_stride_bytes"] *= 2
+
+
+def beyond_the_end(registration: dict[str, Any]) -> None:
+    registration["groups"][0]["tensors"][3]["offset_bytes"] += 1 << 20
+
+
+@contextlib.contextmanager
+def raw_rank(run: Run) -> Iterator[Rank]:
+    memory = OwnMemory(pages=4, page_tokens=4, page_bytes=4096, rank=0, ranks=1, shard=0, content=b"c")
+    rank = Rank(run.socket_dir, secrets.token_bytes(16), memory, 0, 0)
+    try:
+        yield rank
+    finally:
+        rank.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (without_content, "content-given"),
+        (without_proof, "registration-proven"),
+        (with_other_stride, "registration-consistent"),
+        (beyond_the_end, "registration-consistent"),
+    ],
+)
+def test_a_mistake_of_a_registration_is_named_by_its_rule(change: Callable[[dict[str, Any]], None], rule: str) -> None:
+    with scripted() as run, raw_rank(run) as rank:
+        assert isinstance(rank.register(change), wire.Error)
+        run.kvferry.stop()
+    assert list(run.broken) == [rule]
+
+
+@pytest.mark.parametrize("mistake", ["no_registration", "no_written", ""])
+def test_a_rank_that_lost_its_connection_registers_and_reports_again(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "RETURN_S", 0.5)
+    monkeypatch.setattr(checks, "WRITTEN_AGAIN_S", 0.5)
+    with scripted(owed_limit_s=0.5) as run, raw_rank(run) as rank:
+        assert isinstance(rank.register(), wire.Registered)
+        assert isinstance(rank.wrote(5), wire.Empty)
+        run.kvferry.drop_worker()
+        rank.connection.close()
+        rank.connection = Connection(rank.directory, "rank", rank.name, rank=0).opened()
+        connections = [rank.connection]
+        if mistake != "no_registration":
+            assert isinstance(rank.register(), wire.Registered)
+            if not mistake:
+                assert isinstance(rank.wrote(5), wire.Empty)
+            engine = Connection(run.socket_dir / "leader", "engine", rank.name).opened()
+            connections.append(engine)
+            # A store of pages that work 5 has written.
+            hashes = bytes(16)
+            found = engine.ask(wire.Kind.LOOKUP, 6, wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=hashes))
+            assert found == wire.LookupAnswer(0)
+            engine.send(wire.Kind.STORE, 7, wire.Store(1, [wire.Part(0, [1])], after=5))
+        rule = {"no_registration": "registers-again", "no_written": "written-again"}.get(mistake)
+        if rule:
+
+            def broken() -> bool:
+                for each in connections:
+                    each.beat()
+                return bool(run.kvferry.report.named(Outcome.BROKEN))
+
+            eventually("the break is seen", broken)
+        else:
+            assert engine.answer(7) == wire.StoreAnswer(1, 0)
+        if mistake != "no_registration":
+            assert engine.ask(wire.Kind.FINISH, 8, wire.Finish(1)) == wire.Empty()
+        run.kvferry.stop()
+        for each in connections:
+            each.close()
+    assert list(run.broken) == ([rule] if rule else [])
+    if not mistake:
+        assert run.report is not None
+        assert {run.report.outcome(each) for each in ("registers-again", "written-again")} == {Outcome.KEPT}
+
+
+def test_every_rule_of_a_connector_has_a_mistake_that_breaks_it() -> None:
+    found = {rule for rule, _ in (*MISTAKES.values(), *CLIENTS.values())}
+    # Those of the tests above.
+    found |= {"content-given", "registration-proven", "registration-consistent", "registers-again", "written-again"}
+    found |= {"spaces-apart", "ids-grow"}
+    assert found == {rule.name for rule in CONNECTOR_RULES}
 
 
 def test_credits_that_are_used_up_and_not_exceeded_are_right() -> None:

@@ -175,6 +175,8 @@ class CopyChecks:
         body = wire.Store(slot, [wire.Part(0, [[0, LENGTH]])])
         self._engine.talk.send(Kind.STORE, identity, body, deadline_ms=_MS)
         self._engine.talk.send(Kind.STORE, identity, body, deadline_ms=_MS)
+        # Both have arrived before the store can end.
+        want(not self._engine.talk.answered(identity), "a store was answered before written")
         self._engine.wrote(identity)
         first = self._engine.talk.answer(identity)
         want(not self._engine.talk.answered(identity), "a request that was repeated while it was open has two answers")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry import wire
+from kvferry.contract.bodies import name_of
 from kvferry.contract.copy_checks import CopyChecks
 from kvferry.contract.leader_rules import LEADER_RULES
 from kvferry.contract.live import Broken, Connection, Rank, Unavailable
@@ -260,8 +261,8 @@ class LeaderChecks:
         connections = self._engine.connections
         left = [envelope for each in connections if not each.spoiled for envelope in each.unread]
         if left:
-            ids = sorted(envelope.correlation for envelope in left)[:10]
-            self.report.broken("one-answer", f"{len(left)} answers came to no request, or a second time: ids {ids}")
+            first = ", ".join(f"{name_of(each.kind)} {each.correlation}" for each in left[:10])
+            self.report.broken("one-answer", f"{len(left)} answers came to no request, or a second time: {first}")
         elif any(connection.answers for connection in connections):
             self.report.exercised("one-answer")
         errors = [error for connection in connections for error in connection.errors]

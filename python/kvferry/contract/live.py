@@ -234,7 +234,7 @@ class Rank:
         self.directory = socket_dir / f"worker-{replica}-{rank}"
         self.memory = memory
         self.connection = Connection(self.directory, "rank", engine, rank=rank, replica=replica).opened()
-        self._engine = engine
+        self.name = engine
         self._ids = itertools.count(1)
 
     def hand_over(self) -> bytes:
@@ -255,7 +255,7 @@ class Rank:
         registration = self.memory.describe(self.hand_over())
         if change is not None:
             change(registration)
-        return self.ask(Kind.REGISTER, wire.Register(after, self._engine, registration))
+        return self.ask(Kind.REGISTER, wire.Register(after, self.name, registration))
 
     def ask(self, kind: int, body: msgspec.Struct) -> Any:
         """Sends a request to the worker, and returns its answer."""

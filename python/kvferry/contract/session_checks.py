@@ -21,6 +21,8 @@ REPEAT_S = 3.0
 _DEADLINE_MARGIN_S = 1.0
 #: A connection that its client closes this soon after something unknown was sent counts as closed for that reason.
 _CLOSED_BY_S = 2.0
+#: Connections that a client closes so, one after another, before its welcome counts as not understood.
+_UNWELCOME_MAX = 2
 #: Kinds without a meaning: a request and an answer.
 UNKNOWN_REQUEST, UNKNOWN_ANSWER = 900, 901
 #: Requests without an answer that are remembered for each engine.
@@ -73,6 +75,8 @@ class _Engine:
     #: Until when the client must be back, and its process.
     back_until: float | None = None
     process: int = 0
+    #: Connections in a row that the client closed soon after the welcome, without a message.
+    unwelcome: int = 0
 
 
 class SessionChecks:
@@ -154,8 +158,13 @@ class SessionChecks:
             rule = "unknown-answers-dropped" if seen.probe == 2 else "unknown-requests-answered"
             self._report.broken(rule, f"connection {peer.number} was closed by its client: {reason}")
         if not by_us and seen.messages == 0 and now - peer.opened_at < _CLOSED_BY_S:
-            text = f"connection {peer.number} was closed by its client after a welcome with an unknown field"
-            self._report.broken("unknown-fields-skipped", text)
+            engine = self._engine(self._key(peer))
+            engine.unwelcome += 1
+            if engine.unwelcome == _UNWELCOME_MAX:
+                text = (
+                    f"{engine.unwelcome} connections were closed by their client after a welcome with an unknown field"
+                )
+                self._report.broken("unknown-fields-skipped", text)
         if not by_us or silent or peer.session is None or reason == "the checks ended":
             return
         if peer.session.role not in ("engine", "rank"):
@@ -173,6 +182,8 @@ class SessionChecks:
         """A message came after the hello."""
         seen = self._seen(peer)
         seen.messages += 1
+        if seen.messages == 1:
+            self._engine(self._key(peer)).unwelcome = 0
         if message.version == peer.version:
             self._report.exercised("agreed-version")
         elif not seen.version_told:
@@ -236,6 +247,9 @@ class SessionChecks:
         self._was_repeated(engine, message.id)
         process = engine.ids.process if engine.ids else peer.connection.process
         known = peer.session is not None and message.id in peer.session.answers
+        if known:
+            # The answer is sent again, over this connection.
+            engine.unanswered.pop(message.id, None)
         if known and process != peer.connection.process:
             text = (
                 f"{bodies.name_of(message.kind)} has id {message.id}, which process {process} of the engine used before"
