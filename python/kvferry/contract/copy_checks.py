@@ -158,7 +158,8 @@ class CopyChecks:
         self._engine.talk.send(Kind.STORES, together, wire.Stores(stores), deadline_ms=_MS)
         self._engine.wrote(second)
         answer = of(self._engine.talk.answer(together), wire.StoresAnswer, "stores")
-        # Answers of single stores may come in addition.
+        # Answers of single stores may come in addition, before or after that of all.
+        self._engine.talk.answered(-1)
         self._engine.talk.unread = [
             each for each in self._engine.talk.unread if each.correlation not in (first, second)
         ]

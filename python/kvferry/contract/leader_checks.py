@@ -37,6 +37,8 @@ class LeaderChecks:
     def __init__(self, target: Target):
         self.report = Report(LEADER_RULES)
         self._engine = PlayedEngine(target)
+        #: An id that is lower than those of each check.
+        self._began: list[tuple[int, str]] = []
 
     # Running.
 
@@ -62,6 +64,7 @@ class LeaderChecks:
         return self.report
 
     def _check(self, rule: str, action: Callable[[], None]) -> bool:
+        self._began.append((next(self._engine.ids), rule))
         try:
             action()
         except Broken as broken:
@@ -257,11 +260,16 @@ class LeaderChecks:
         limit_s = 3 * beats_s + 2.0 - (time.monotonic() - since)
         want(idle.ends(max(limit_s, 0.5)), f"a client that sent nothing for {3 * beats_s + 2:.1f} s is still connected")
 
+    def _named(self, answer: wire.Envelope) -> str:
+        """Names an answer, and the check that has sent its request."""
+        checks = [rule for began, rule in self._began if began < answer.correlation]
+        return f"{name_of(answer.kind)} {answer.correlation} of the check {checks[-1] if checks else 'of none'}"
+
     def _sums(self) -> None:
         connections = self._engine.connections
         left = [envelope for each in connections if not each.spoiled for envelope in each.unread]
         if left:
-            first = ", ".join(f"{name_of(each.kind)} {each.correlation}" for each in left[:10])
+            first = ", ".join(self._named(each) for each in left[:10])
             self.report.broken("one-answer", f"{len(left)} answers came to no request, or a second time: {first}")
         elif any(connection.answers for connection in connections):
             self.report.exercised("one-answer")
