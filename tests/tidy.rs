@@ -4,15 +4,27 @@
 
 mod tidy {
     mod circles;
+    pub(crate) mod contract_arrows;
     pub(crate) mod python_arrows;
+    pub(crate) mod trtllm_arrows;
 }
-
-use tidy::trtllm::TRTLLM_ARROWS;
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use tidy::contract_arrows::CONTRACT_ARROWS;
 use tidy::python_arrows::PYTHON_ARROWS;
+use tidy::trtllm_arrows::TRTLLM_ARROWS;
+
+/// A module of the Python package, the modules that it may use, and external packages that it imports when it is loaded.
+type Arrow = (
+    &'static str,
+    &'static [&'static str],
+    &'static [&'static str],
+);
+
+/// Folders of the Python package.
+const PYTHON_FOLDERS: &[&str] = &["contract", "sglang", "trtllm", "vllm"];
 
 /// Allowed dependencies between the modules of the product: each may use the modules that are listed after it. Those
 /// between packages are the dependency lists of their manifests.
@@ -307,7 +319,8 @@ fn no_file_exceeds_the_line_limit() {
 }
 
 fn python_arrows() -> impl Iterator<Item = &'static Arrow> {
-    PYTHON_ARROWS.iter().chain(CONTRACT_ARROWS)
+    let parts = [PYTHON_ARROWS, CONTRACT_ARROWS, TRTLLM_ARROWS];
+    parts.into_iter().flatten()
 }
 
 #[test]
@@ -317,27 +330,24 @@ fn python_modules_use_only_modules_below_them() {
         let module = name
             .strip_prefix("python/kvferry/")
             .and_then(|name| name.strip_suffix(".py"));
-        let mut known = PYTHON_ARROWS.iter().chain(TRTLLM_ARROWS);
-        let arrows = known.find(|(from, _, _)| Some(*from) == module);
+        let arrows = python_arrows().find(|(from, _, _)| Some(*from) == module);
         let (from, allowed, packages) =
             arrows.unwrap_or_else(|| panic_at(&name, 0, "belongs to no known module"));
         // Indented imports are skipped: they are only for type checkers, or they handle a missing package.
-        let below = |engine: &str, module: &str| match module {
+        let below = |folder: &str, module: &str| match module {
             "" => String::new(),
-            _ => format!("{engine}/{module}"),
+            _ => format!("{folder}/{module}"),
         };
         for (line, text) in text.lines().enumerate() {
             let words: Vec<&str> = text.split([' ', '.', ',']).collect();
             let used: Vec<String> = match words[..] {
-                [
-                    "from",
-                    "kvferry",
-                    engine @ ("sglang" | "vllm"),
-                    "import",
-                    ref modules @ ..,
-                ] => modules.iter().map(|module| below(engine, module)).collect(),
-                ["from", "kvferry", engine @ ("sglang" | "vllm"), module, ..] => {
-                    vec![below(engine, module)]
+                ["from", "kvferry", folder, "import", ref modules @ ..]
+                    if PYTHON_FOLDERS.contains(&folder) =>
+                {
+                    modules.iter().map(|module| below(folder, module)).collect()
+                }
+                ["from", "kvferry", folder, module, ..] if PYTHON_FOLDERS.contains(&folder) => {
+                    vec![below(folder, module)]
                 }
                 ["from", "kvferry", "import", ref modules @ ..] => {
                     modules.iter().map(ToString::to_string).collect()
@@ -345,7 +355,7 @@ fn python_modules_use_only_modules_below_them() {
                 ["from", "kvferry", module, ..] => vec![module.to_owned()],
                 [
                     "from" | "import",
-                    package @ ("sglang" | "torch" | "vllm" | "zmq"),
+                    package @ ("sglang" | "tensorrt_llm" | "torch" | "vllm" | "zmq"),
                     ..,
                 ] => {
                     if !packages.contains(&package) {
@@ -369,7 +379,7 @@ fn python_modules_use_only_modules_below_them() {
 #[test]
 fn the_page_of_the_structure_names_every_python_module() {
     let page = fs::read_to_string(root().join("docs/architecture.md")).expect("a page");
-    for (module, _, _) in PYTHON_ARROWS {
+    for (module, _, _) in python_arrows() {
         let module = module.rsplit('/').next().unwrap_or(module);
         let named = page.contains(&format!("`{module}`"));
         assert!(

@@ -15,6 +15,7 @@ import torch
 from daemon import Daemon, eventually, running
 from signals import stop
 
+from kvferry import present_namespace
 from kvferry.memory import Group, KvMemory, Place
 from kvferry.rank import RankSession
 from kvferry.sglang import abandoned as abandoned_module
@@ -565,6 +566,27 @@ def test_a_late_lookup_begins_a_pause() -> None:
 def test_hashes_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="32"):
         packed(["ab"])
+
+
+def test_the_bytes_that_events_publish_come_last() -> None:
+    """SGLang's number of a page is the first 16 digits of its hash; the leader keeps the last 16 bytes."""
+    digits = "01acecb507abfe1a" + "354aa8064f4af5d3f1acd019e37db3c11c97523b71c76e9d"
+    assert packed([digits, digits[::-1]])[:32].hex() == digits[16:] + digits[:16]
+    assert int.from_bytes(packed([digits])[-8:], "big", signed=True) == 120731552294108698
+
+
+def test_the_present_namespace_is_left_for_readers_of_events() -> None:
+    with one_rank() as (daemon, engine):
+        path = present_namespace.path_of(daemon.socket_dir, 0)
+
+        def shown() -> bytes:
+            return bytes.fromhex(path.read_text()) if path.exists() else b""
+
+        first = engine.leader.namespace()
+        eventually("the namespace is shown", lambda: shown() == first)
+        engine.leader.leave_pages("a test")
+        assert engine.leader.namespace() != first
+        eventually("the next namespace is shown", lambda: shown() == engine.leader.namespace())
 
 
 def test_settings_name_the_key_the_value_and_the_remedy() -> None:

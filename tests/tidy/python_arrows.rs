@@ -1,8 +1,10 @@
 //! The structure of the Python package.
 
+use crate::Arrow;
+
 /// Modules of the Python package, and the modules that each may use. The third list: external packages that only these
 /// modules import when they are loaded.
-pub(crate) const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
+pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     ("__init__", &[], &[]),
     ("wire", &[], &[]),
     ("checksum_table", &[], &[]),
@@ -278,6 +280,7 @@ pub(crate) const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         &[
             "engine_client",
             "finishes",
+            "present_namespace",
             "resets",
             "sglang/breaker",
             "sglang/loads",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
+from kvferry.present_namespace import PresentNamespace
 from kvferry.resets import Forgetting
 from kvferry.sglang import loads
 from kvferry.sglang.breaker import Breaker
@@ -48,6 +49,7 @@ class LeaderSide:
         #: The weights have changed without a flush of SGLang's cache: new pages may follow pages of old weights.
         self._mixed = False
         self._switch = Switch(settings.socket_dir)
+        self._shown = PresentNamespace(settings.socket_dir, settings.replica)
         self._logged_absent = False
         self._tails_known_of = 0
         #: Id of the last load; 0 if the last call of :meth:`load` has sent none.
@@ -71,7 +73,7 @@ class LeaderSide:
     # The client's thread.
 
     def _watch(self) -> float | None:
-        times = [self._switch.look(), self._tell_away()]
+        times = [self._switch.look(), self._tell_away(), self._shown.show(self._namespaces.present)]
         self._tell_tails()
         return min(at for at in times if at is not None)
 
@@ -122,6 +124,8 @@ class LeaderSide:
         """Begins a private namespace: what was stored before is not found any more."""
         logger.info("kvferry: %s: pages that were stored before are not used any more", why)
         self._forgetting.add(self._namespaces.leave())
+        # The client's thread shows the new one to readers of events.
+        self._client.poke()
 
     def next_step(self) -> None:
         """Does what is due once in each step. Does not wait."""

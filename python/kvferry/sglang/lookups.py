@@ -26,6 +26,8 @@ LOOKUPS_MAX = 4096
 HASHES_MAX = 4 << 20
 #: Bytes of one of SGLang's page hashes.
 HASH_BYTES = 32
+#: Bytes of a hash that are the number of its page in SGLang's events.
+EVENT_BYTES = 8
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvferry.sglang.loads import Ended
-from kvferry.sglang.lookups import HASH_BYTES
+from kvferry.sglang.lookups import EVENT_BYTES, HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -201,12 +201,12 @@ class Transfers:
 
 
 def packed(hashes: "Sequence[str]") -> bytes:
-    """Returns SGLang's hashes as bytes.
+    """Returns SGLang's hashes as bytes, the first 8 of each last: SGLang's events name a page by these.
 
     Raises:
         ValueError: for a hash that has not 32 bytes.
     """
-    found = bytes.fromhex("".join(hashes))
-    if len(found) != len(hashes) * HASH_BYTES:
-        raise ValueError(f"{len(hashes)} hashes have {len(found)} bytes, not {HASH_BYTES} each")
-    return found
+    found = [bytes.fromhex(each) for each in hashes]
+    if wrong := [each for each in found if len(each) != HASH_BYTES]:
+        raise ValueError(f"{len(wrong)} of {len(hashes)} hashes have {len(wrong[0])} bytes, not {HASH_BYTES}")
+    return b"".join(each[EVENT_BYTES:] + each[:EVENT_BYTES] for each in found)

@@ -1,7 +1,9 @@
 //! Modules of the connector for TensorRT-LLM, and the modules that each may use.
 
+use crate::Arrow;
+
 /// As `PYTHON_ARROWS`.
-pub const TRTLLM_ARROWS: &[(&str, &[&str], &[&str])] = &[
+pub(crate) const TRTLLM_ARROWS: &[Arrow] = &[
     ("trtllm/compat", &[], &[]),
     ("trtllm/settings", &[], &[]),
     ("trtllm/hashes", &[], &[]),
