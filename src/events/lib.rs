@@ -5,6 +5,8 @@
 //! page, and announces the pages in kvferry in the engine's format once the engine has described them. [`Feed`] follows
 //! the leader, [`Numbers`] the engine's stream, and [`Kept`] has the batches that subscribers may request again.
 
+#![forbid(unsafe_code)]
+
 mod batch;
 mod feed;
 mod join;
