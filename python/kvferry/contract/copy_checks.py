@@ -196,6 +196,8 @@ class CopyChecks:
         self._engine.talk.answered(-1)
         self._engine.reconnect()
         self._engine.talk.send(Kind.STORE, identity, body, deadline_ms=_MS)
+        # The request has arrived again before the store can end: otherwise it has two answers.
+        want(not self._engine.talk.answered(identity), "a store was answered before written")
         self._engine.wrote(identity)
         answer = of(
             self._engine.talk.answer(identity), wire.StoreAnswer, "a store that was repeated over a new connection"
