@@ -21,6 +21,7 @@ pub const CONTRACT_ARROWS: &[Arrow] = &[
     (
         "contract/leader_checks",
         &[
+            "contract/bodies",
             "contract/copy_checks",
             "contract/leader_rules",
             "contract/live",
