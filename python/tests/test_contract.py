@@ -149,6 +149,19 @@ def late(kind: str, *numbers: int) -> Script:
     return Script([Event(kind, number, "late", 400) for number in numbers])
 
 
+def test_a_request_that_is_repeated_counts_once_for_the_script() -> None:
+    script = Script([Event("finish", 1, "drop"), Event("finish", 2, "late", 1000), Event("store", 1, "busy")])
+    with scripted(script) as run:
+        raw = Raw(run.socket_dir)
+        raw.send(wire.Kind.FINISH, 1, wire.Finish(1), deadline_ms=60_000)
+        raw.again()
+        raw.send(wire.Kind.FINISH, 1, wire.Finish(1), deadline_ms=60_000)
+        assert raw.receive().kind == wire.Kind.FINISH_ANSWER
+        assert [event.number for event in run.kvferry.events_left] == [2, 1], "the second finish has not come"
+        raw.close()
+    assert run.broken == {}
+
+
 def test_requests_without_an_answer_and_failed_loads_are_no_mistakes_of_the_engine() -> None:
     script = Script([Event("store", 3, "silent"), Event("load", 1, "fail"), Event("lookup", 4, "not_ready")])
     with scripted(script) as run:

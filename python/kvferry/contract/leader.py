@@ -143,7 +143,7 @@ class Leader:
     def handle(self, request: Request) -> None:
         """Carries a request out, unless the script has another end for it."""
         event = None
-        if request.kind in (Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.FINISH):
+        if request.kind in (Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.FINISH) and not request.again:
             event = self.script.next(Kind(request.kind).name.lower())
         if event is not None and self._played(request, event):
             return
@@ -181,6 +181,7 @@ class Leader:
             case "drop" | "lose_answer":
                 if event.do == "drop":
                     session.open.pop(request.id, None)
+                    session.payloads[request.id] = request.payload
                 for peer in list(session.peers):
                     self._server.close(peer, f"the script: {event.do}")
                 return event.do == "drop"

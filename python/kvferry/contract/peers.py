@@ -47,7 +47,7 @@ class Session:
     process: int
     open: dict[int, "Request"] = field(default_factory=dict)
     answers: "collections.OrderedDict[int, tuple[int, bytes]]" = field(default_factory=collections.OrderedDict)
-    #: The body of each request that was answered or refused as busy, to compare repeated ones.
+    #: The body of each request that was answered, refused as busy or lost by the script, to compare repeated ones.
     payloads: "collections.OrderedDict[int, bytes]" = field(default_factory=collections.OrderedDict)
     peers: "set[Peer]" = field(default_factory=set)
     away_since: float = 0.0
@@ -98,6 +98,8 @@ class Request:
     #: The answer is held back by this many seconds.
     late_s: float = 0.0
     done: bool = False
+    #: The id was received before, by the same leader.
+    again: bool = False
 
 
 class Service(Protocol):

@@ -13,7 +13,6 @@ ACTIONS = {
     "load": ("late", "busy", "drop", "lose_answer", "drop_worker", "restart", "silent", "half", "fail"),
     "store": ("late", "busy", "drop", "lose_answer", "drop_worker", "restart", "silent"),
     "finish": ("late", "drop", "lose_answer", "drop_worker", "restart"),
-    "written": ("drop_worker",),
 }
 #: Most events of one script.
 EVENTS_MAX = 10_000

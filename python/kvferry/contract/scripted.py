@@ -89,6 +89,11 @@ class ScriptedKvferry:
         self._server.call(lambda: self._leader.script.add(event))
 
     @property
+    def events_left(self) -> list[Event]:
+        """The events of the script that were not played yet."""
+        return self._server.call(self._leader.script.left)
+
+    @property
     def report(self) -> Report:
         """What was seen so far."""
         if self._stopped:

@@ -373,6 +373,7 @@ class Server(Loop):
         assert peer.session is not None
         deadline = time.monotonic() + min(deadline_ms / 1000, DEADLINE_MAX_S)
         request = Request(identity, kind, peer.session, peer, number, body, deadline, payload)
+        request.again = identity in peer.session.payloads
         peer.session.open[identity] = request
         return request
 
