@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -128,10 +129,11 @@ class SglangEngine:
         return self.log.read()
 
     def end(self) -> None:
-        """Ends all processes, so that they remove their files in shared memory, and waits until they are gone.
+        """Ends all processes, and waits until they are gone; removes what SGLang itself leaves in shared memory.
 
         Processes that do not end are killed: a crashed engine waits for core dumps.
         """
+        left = self._shared_files()
         with contextlib.suppress(OSError):
             self._orders.close()
         group = self.process.pid
@@ -150,3 +152,16 @@ class SglangEngine:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
             eventually("the engine's processes are gone", gone)
+        finally:
+            for path in left:
+                path.unlink(missing_ok=True)
+
+    def _shared_files(self) -> set[Path]:
+        """Semaphores and SGLang's own files in shared memory that the engine's processes have open."""
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(process.name)) == self.process.pid:
+                    maps = (process / "maps").read_text()
+                    found.update(re.findall(r"/dev/shm/(?:sem\.mp-|sgl)\S+", maps))
+        return {Path(path) for path in found}

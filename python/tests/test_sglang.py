@@ -42,16 +42,21 @@ class Fixture:
         return self.engine
 
 
+def of_engines() -> set[str]:
+    """KV memory and files of SGLang in shared memory."""
+    return shared_memory() | {path.name for path in Path("/dev/shm").glob("sgl*")}
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fixture]:
-    before = shared_memory()
+    before = of_engines()
     fixture = Fixture(tmp_path_factory.mktemp("k", numbered=True) / "s")
     try:
         yield fixture
     finally:
         if fixture.engine is not None:
             fixture.engine.end()
-    assert shared_memory() == before
+    assert of_engines() == before
 
 
 @contextlib.contextmanager
