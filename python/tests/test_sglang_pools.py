@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.memory import KvMemory, Place
-from kvferry.sglang import content, interface, pools, updates
+from kvferry.sglang import content, interface, pools, supported, updates
 from kvferry.sglang.namespaces import Namespaces
 from kvferry.sglang.ranks import Ranks
 from kvferry.sglang.settings import Settings
@@ -102,6 +102,48 @@ def test_subclasses_and_small_pages_are_not_served() -> None:
     assert "PageMajorMHATokenToKVPool" in pools.why_not_served(PageMajorMHATokenToKVPool(), TOKENS)
     assert "--page-size 16" in pools.why_not_served(MHATokenToKVPool(), 1)
     assert "SimpleNamespace" in pools.why_not_served(SimpleNamespace(), TOKENS)
+
+
+def engine(**changes: Any) -> str:
+    """Why an engine is not served: ``params`` and ``arguments`` are changes of SGLang's."""
+    params = SimpleNamespace(
+        **{
+            "page_size": TOKENS,
+            "pp_size": 1,
+            "attn_cp_size": 1,
+            "is_eagle": False,
+            "mtp_draft_device_pools": (),
+            "sidecar_draft_device_pools": (),
+            **changes.get("params", {}),
+        }
+    )
+    arguments = {"pp_size": 1, "dp_size": 1, "disaggregation_mode": "null", **changes.get("arguments", {})}
+    components, multimodal = changes.get("components", ["FULL"]), changes.get("multimodal", False)
+    return supported.why_not_served(arguments, params, components, multimodal=multimodal, pool=MHATokenToKVPool())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"components": ["FULL", "SWA"]}, "FULL, SWA"),
+        ({"components": ["FULL", "MAMBA"]}, "FULL, MAMBA"),
+        ({"arguments": {"pp_size": 2}}, "pipeline"),
+        ({"arguments": {"attn_cp_size": 2}}, "context"),
+        ({"arguments": {"dcp_size": 2}}, "decodes"),
+        ({"arguments": {"dp_size": 2}}, "dp_size is 2"),
+        ({"arguments": {"attn_dp_size": 2}}, "attention"),
+        ({"arguments": {"disaggregation_mode": "prefill"}}, "'prefill'"),
+        ({"arguments": {"enable_memory_saver": True}}, "sleeps"),
+        ({"params": {"is_eagle": True}}, "draft"),
+        ({"params": {"sidecar_draft_device_pools": (1,)}}, "draft"),
+        ({"params": {"pp_size": 2}}, "pipeline"),
+        ({"params": {"page_size": 1}}, "--page-size"),
+        ({"multimodal": True}, "images"),
+    ],
+)
+def test_engines_that_are_not_served_are_named_with_the_reason(change: dict[str, Any], said: str) -> None:
+    assert engine() == ""
+    assert said in engine(**change)
 
 
 def test_slots_form_pages_only_if_they_are_whole_and_aligned() -> None:

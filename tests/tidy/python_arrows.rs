@@ -246,6 +246,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     ("sglang/settings", &["options"], &[]),
     ("sglang/pools", &["memory"], &["torch"]),
     ("sglang/content", &["sglang/interface", "weights"], &[]),
+    ("sglang/supported", &["sglang/pools"], &[]),
     ("sglang/abandoned", &["rank"], &[]),
     (
         "sglang/lookups",
@@ -304,6 +305,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
             "sglang/pools",
             "sglang/ranks",
             "sglang/settings",
+            "sglang/supported",
             "sglang/transfers",
             "sglang/updates",
         ],

@@ -24,6 +24,7 @@ from kvferry.sglang.leader import LeaderSide
 from kvferry.sglang.namespaces import Namespaces
 from kvferry.sglang.ranks import Ranks
 from kvferry.sglang.settings import Settings
+from kvferry.sglang.supported import why_not_served
 from kvferry.sglang.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Linker(UnifiedCacheLinker):
         self._transfers: Transfers | None = None
         self._page_tokens = params.page_size
         self._stream: torch.cuda.Stream | None = None
-        why = interface.refusal(_differences(named)) or why_not_served(server_args, params, named)
+        why = interface.refusal(_differences(named)) or _why_not_served(server_args, params, named["components"])
         memory: KvMemory | None = None
         ranks = Ranks(_group(params))
         if not why:
@@ -215,34 +216,13 @@ def _differences(named: dict[str, Any]) -> list[str]:
     return [*found, constructor] if constructor else found
 
 
-def why_not_served(server_args: "ServerArgs", params: "CacheInitParams", named: dict[str, Any]) -> str:
-    """Returns why an engine is not served, with the remedy where there is one; empty where it is."""
-    components = named["components"]
-    if set(components) != {ComponentType.FULL}:
-        names = ", ".join(sorted(component.name for component in components))
-        return f"the model has the components {names}, and only FULL is served yet"
-    arguments = server_args.resolved_dict()
-    for name, what in (
-        ("pp_size", "pipeline parallelism"),
-        ("attn_cp_size", "context parallelism"),
-        ("dcp_size", "context parallelism of decodes"),
-        ("dp_size", "data parallelism"),
-        ("attn_dp_size", "data parallelism of attention"),
-    ):
-        if (arguments.get(name) or 1) > 1:
-            return f"{name} is {arguments[name]}: {what} is not served yet"
-    if params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
-        return "the engine has draft layers with KV of their own, which are not served yet"
-    if arguments.get("disaggregation_mode") not in (None, "null"):
-        return f"disaggregation_mode is {arguments['disaggregation_mode']!r}, which is not served yet"
-    if arguments.get("enable_memory_saver"):
-        return "enable_memory_saver is set: memory that is taken back while the engine sleeps cannot be shared"
-    if _is_multimodal(server_args):
-        return "the model takes images or sound, of which SGLang's hashes of pages name too little"
-    return pools.why_not_served(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
-
-
-def _is_multimodal(server_args: "ServerArgs") -> bool:
+def _why_not_served(server_args: "ServerArgs", params: "CacheInitParams", components: set[ComponentType]) -> str:
     from sglang.srt.configs.model_config import ModelConfig
 
-    return bool(ModelConfig.from_server_args(server_args).is_multimodal)
+    return why_not_served(
+        server_args.resolved_dict(),
+        params,
+        [component.name for component in components],
+        multimodal=bool(ModelConfig.from_server_args(server_args).is_multimodal),
+        pool=params.token_to_kv_pool_allocator.get_kvcache(),
+    )
