@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 import signal
 import threading
@@ -104,8 +105,9 @@ class OneRank:
 
 
 @contextlib.contextmanager
-def one_rank(**settings: Any) -> Iterator[tuple[Daemon, OneRank]]:
-    with running(ranks=1, ratio=1) as daemon:
+def one_rank(up: dict[str, Any] | None = None, **settings: Any) -> Iterator[tuple[Daemon, OneRank]]:
+    """A daemon with the flags ``up``, and an engine with ``settings``."""
+    with running(**{"ranks": 1, "ratio": 1, **(up or {})}) as daemon:
         engine = OneRank(daemon, **settings)
         try:
             ready(daemon, engine)
@@ -137,6 +139,36 @@ def test_stored_pages_are_found_loaded_and_equal() -> None:
         assert engine.find("tail", names[1:3]) == 2
         assert engine.transfers.load("tail", names[1:3], [1, 2])
         assert torch.equal(engine.tensor[[1, 2]], content[1:])
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[logging.LogRecord]]:
+    """The log records of the package, each once, whatever handlers engines have added."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("kvferry")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("up", "found"), [({"ratio": 1}, 3), ({"ratio": 32, "page_index": "true"}, 3), ({"ratio": 32}, 0)]
+)
+def test_tails_are_found_or_their_absence_is_logged_once(up: dict[str, Any], found: int) -> None:
+    with recorded() as records, one_rank(up) as (_, engine):
+        content = engine.store("a", [3, 4, 5, 6, 7], 1)
+        names = hashes("a", 5)
+        assert engine.find("whole", names) == 5
+        assert engine.find("tail", names[2:]) == found
+        if found:
+            assert engine.transfers.load("tail", names[2:], [20, 21, 22])
+            assert torch.equal(engine.tensor[[20, 21, 22]], content[2:])
+        logged = [record for record in records if "--page-index true, or with --ratio 1" in record.getMessage()]
+        assert len(logged) == (0 if found else 1)
 
 
 def test_a_load_needs_the_pages_that_its_lookup_found() -> None:
