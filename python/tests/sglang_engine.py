@@ -19,11 +19,27 @@ from daemon import TIMEOUT_S, eventually
 from engine import HERE, START_LIMIT_S, Answer
 
 PYTHON = os.environ.get("KVFERRY_SGLANG_PYTHON", "")
+#: SGLang compiles the function that hashes pages at its first use.
+HASHING_NEEDS = b"#include <openssl/sha.h>\n"
 PAGE_TOKENS = 32
 #: Longest time in which an engine ends by itself.
 END_LIMIT_S = 30.0
 #: Tokens that the device holds.
 DEVICE_TOKENS = 4096
+
+
+def why_not() -> str:
+    """Returns why SGLang cannot run here; empty if it can. In continuous integration it must."""
+    if not PYTHON:
+        return "KVFERRY_SGLANG_PYTHON names no Python with SGLang: cargo xtask test installs one"
+    if os.environ.get("CI") == "true":
+        return ""
+    try:
+        check = ["g++", "-x", "c++", "-fsyntax-only", "-"]
+        compiles = subprocess.run(check, input=HASHING_NEEDS, capture_output=True, timeout=TIMEOUT_S).returncode == 0
+    except OSError:
+        compiles = False
+    return "" if compiles else "SGLang needs g++ and the headers of OpenSSL (Debian: apt install g++ libssl-dev)"
 
 
 def arguments(socket_dir: Path | None, **changes: Any) -> dict[str, Any]:

@@ -17,12 +17,10 @@ import make_model
 import pytest
 from daemon import Daemon, eventually, running
 from engine import said, shared_memory, tokens
-from sglang_engine import DEVICE_TOKENS, PAGE_TOKENS, PYTHON, SglangEngine, arguments
+from sglang_engine import DEVICE_TOKENS, PAGE_TOKENS, SglangEngine, arguments, why_not
 from signals import stop
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON, reason="KVFERRY_SGLANG_PYTHON names no Python with SGLang: cargo xtask test installs one"
-)
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
 PROMPT = tokens(300, seed=1)
 #: Tokens of the prompt that a hit can bring: at least one is computed.
