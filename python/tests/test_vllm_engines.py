@@ -173,7 +173,7 @@ def test_every_group_is_loaded_on_each_of_two_ranks(name: str) -> None:
             settled(engine, daemon)
             engine.reset()
             assert said(engine.generate(BASE)) == cold
-            assert engine.external_hits() == (len(BASE) - 1) // model.hit_tokens * model.hit_tokens
+            assert engine.external_hits() == (len(BASE) - 1) // model.chunk_tokens * model.chunk_tokens
             assert not found_wrong(engine)
             daemon.poison()
             engine.reset()
