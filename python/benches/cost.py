@@ -17,6 +17,7 @@ copies (:mod:`other_connectors`).
 
 import argparse
 import contextlib
+import gc
 import os
 import tempfile
 import threading
@@ -59,29 +60,50 @@ RANK_HOOKS = (
 )
 
 
+class Collections:
+    """CPU time of Python's garbage collections, which fall into whichever call allocates when they are due."""
+
+    def __init__(self) -> None:
+        self.spent_s = self._begun = 0.0
+        gc.callbacks.append(self._collects)
+
+    def _collects(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self._begun = time.thread_time()
+        else:
+            self.spent_s += time.thread_time() - self._begun
+
+
+COLLECTIONS = Collections()
+
+
 class Clocked:
     """Adds up the time in some methods of an object."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]):
         self.calls = []
+        self.own = []
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     #: Seconds of each call since the last :meth:`take`.
     calls: list[float]
+    #: CPU time of each of these calls, without garbage collections.
+    own: list[float]
 
     def _timed(self, call: Any) -> Any:
         def timed(*arguments: Any, **named: Any) -> Any:
-            begun = time.perf_counter()
+            begun, cpu, collections = time.perf_counter(), time.thread_time(), COLLECTIONS.spent_s
             try:
                 return call(*arguments, **named)
             finally:
                 self.calls.append(time.perf_counter() - begun)
+                self.own.append(time.thread_time() - cpu - (COLLECTIONS.spent_s - collections))
 
         return timed
 
     def take(self) -> list[float]:
-        calls, self.calls = self.calls, []
+        calls, self.calls, self.own = self.calls, [], []
         return calls
 
 
@@ -214,6 +236,7 @@ def prompts(connector: Kvferry | Other, arguments: argparse.Namespace) -> None:
     kinds = [(kind, arrival) for kind in ("cold", "warm") for arrival in ("a busy", "an idle")]
     for at, (kind, arrival) in enumerate(kinds):
         spent: dict[str, list[float]] = {name: [] for name in SCHEDULER_HOOKS}
+        own: dict[str, list[float]] = {name: [] for name in SCHEDULER_HOOKS}
         loaded = 0
         # Warm prompts are sent once before they are measured.
         once = range(-different, 0) if kind == "warm" else range(0)
@@ -233,11 +256,12 @@ def prompts(connector: Kvferry | Other, arguments: argparse.Namespace) -> None:
                 continue
             loaded += sum(stepped.scheduled(asking)) < tokens
             for name, each in every.items():
+                own[name] += [max(each.own)] if each.own else []
                 spent[name] += [max(calls)] if (calls := each.take()) else []
         print(f"{arguments.prompts} {kind} prompts of {tokens} tokens, {arrival} engine, {loaded} of them loaded")
         for name, times in spent.items():
             if times:
-                print(f"  {name}: {percentiles(times)}")
+                print(f"  {name}: {percentiles(times)}; its own CPU time: {percentiles(own[name])}")
 
 
 @contextlib.contextmanager
