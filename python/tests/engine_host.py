@@ -173,9 +173,9 @@ class Host:
         return [group.attention for group in self.scheduler.connector._scheduler._served.groups]
 
     def units(self, order: dict[str, Any]) -> dict[str, int]:
-        """Tokens of the largest page, and of the unit of hits, which depend on the processor for some models."""
+        """Tokens of the smallest page, and of the unit of hits, which depend on the processor for some models."""
         served = self.scheduler.connector._scheduler._served
-        return {"page": max(group.page_tokens for group in served.groups), "hit": served.hit_tokens}
+        return {"page": min(group.page_tokens for group in served.groups), "hit": served.hit_tokens}
 
     def spoil(self, order: dict[str, Any]) -> None:
         """Changes the pages of this group that the next load brings, before its request runs."""
