@@ -61,13 +61,19 @@ RANK_HOOKS = (
 
 
 class Collections:
-    """CPU time of Python's garbage collections, which fall into whichever call allocates when they are due."""
+    """CPU time of Python's garbage collections on the thread of the hooks.
+
+    They fall into whichever call allocates when they are due.
+    """
 
     def __init__(self) -> None:
         self.spent_s = self._begun = 0.0
+        self._thread = threading.get_ident()
         gc.callbacks.append(self._collects)
 
     def _collects(self, phase: str, _info: dict[str, int]) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if phase == "start":
             self._begun = time.thread_time()
         else:

@@ -7,7 +7,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -291,15 +290,22 @@ def silence(run: Run, raw: Raw) -> None:
     eventually("the report has the silence", lambda: run.kvferry.report.named(Outcome.BROKEN))
 
 
+def until_broken(run: Run, send: Callable[[], Any]) -> None:
+    """Sends again and again until the report names a broken rule."""
+
+    def broken() -> bool:
+        send()
+        return bool(run.kvferry.report.named(Outcome.BROKEN))
+
+    eventually("a rule is broken", broken)
+
+
 def no_rehello(run: Run, raw: Raw) -> None:
     raw.send(wire.Kind.STATUS, 1, wire.Status())
     raw.receive()
     run.kvferry.drop_leader()
     # The socket connects again by itself, and the client does not notice.
-    until = time.monotonic() + 2
-    while time.monotonic() < until and not run.kvferry.report.named(Outcome.BROKEN):
-        raw.send(wire.Kind.PING, 0, wire.Empty())
-        time.sleep(0.05)
+    until_broken(run, lambda: raw.send(wire.Kind.PING, 0, wire.Empty()))
 
 
 def never_back(run: Run, raw: Raw) -> None:
@@ -325,18 +331,14 @@ def another_body(run: Run, raw: Raw) -> None:
 
 def no_answer_to_unknown(run: Run, raw: Raw) -> None:
     run.kvferry._server.call(lambda: [run.kvferry._server.ask(peer, 900) for peer in run.kvferry._server.peers()])
-    while not run.kvferry.report.named(Outcome.BROKEN):
-        raw.send(wire.Kind.PING, 0, wire.Empty())
-        time.sleep(0.05)
+    until_broken(run, lambda: raw.send(wire.Kind.PING, 0, wire.Empty()))
 
 
 def not_repeated(run: Run, raw: Raw) -> None:
     run.kvferry.add(Event("finish", 1, "drop"))
     raw.send(wire.Kind.FINISH, 1, wire.Finish(1), deadline_ms=60_000)
     raw.again()
-    while not run.kvferry.report.named(Outcome.BROKEN):
-        raw.send(wire.Kind.PING, 0, wire.Empty())
-        time.sleep(0.05)
+    until_broken(run, lambda: raw.send(wire.Kind.PING, 0, wire.Empty()))
 
 
 def stray_answer(run: Run, raw: Raw) -> None:
@@ -361,9 +363,7 @@ def hello_of_version_2(run: Run, raw: Raw) -> None:
 def no_pong(run: Run, raw: Raw) -> None:
     run.kvferry.add(Event("hello", 2, "probe"))
     raw.again()
-    while not run.kvferry.report.named(Outcome.BROKEN):
-        raw.send(wire.Kind.STATUS, 1, wire.Status())
-        time.sleep(0.05)
+    until_broken(run, lambda: raw.send(wire.Kind.STATUS, 1, wire.Status()))
 
 
 def ends_at_unknown_answer(run: Run, raw: Raw) -> None:

@@ -344,6 +344,18 @@ def test_routers_without_tiers_read_each_page_once(context: zmq.Context) -> None
         stores.close()
 
 
+def test_a_signal_ends_the_wait_for_an_engine(tmp_path: Path) -> None:
+    flags = ["--socket-dir", tmp_path, "--engine", f"tcp://127.0.0.1:{port()}", "--publish"]
+    at = f"tcp://127.0.0.1:{port()}"
+    command = [PROGRAM, "events", *map(str, flags), at, "--log", "info"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "does not publish" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 0
+    process.stderr.close()
+
+
 def test_wrong_flags_are_refused() -> None:
     for flags, text in (
         (["--engine", "127.0.0.1:1"], "give tcp://HOST:PORT"),

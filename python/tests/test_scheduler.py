@@ -763,7 +763,7 @@ def test_a_request_that_does_not_read_the_cache_holds_nothing(engine: Engine) ->
 
 
 def test_an_absent_leader_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "vllm.kvferry")
+    caplog.set_level("INFO", "kvferry")
     engine.leader.lost_at = time.monotonic() - 5
     for _ in range(3):
         engine.leader.turn()

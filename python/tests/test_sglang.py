@@ -20,7 +20,8 @@ from engine import said, shared_memory, tokens
 from sglang_engine import DEVICE_TOKENS, PAGE_TOKENS, SglangEngine, arguments, why_not
 from signals import stop
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
 PROMPT = tokens(300, seed=1)
 #: Tokens of the prompt that a hit can bring: at least one is computed.

@@ -36,7 +36,7 @@ pub enum EventError {
     /// Not MessagePack, or nested too deep.
     #[error("the batch is not MessagePack: {0}")]
     Encoding(#[from] decode::Error),
-    /// Bytes behind it.
+    /// Bytes follow it.
     #[error("{0} bytes follow the batch")]
     Trailing(usize),
     /// Another structure.

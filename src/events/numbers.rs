@@ -15,8 +15,8 @@ pub enum Step {
     Skip,
     /// Batches before it are missing: request a replay from this number on, then present this batch again.
     Replay(u64),
-    /// Another stream than before: what the engine held before means nothing. A batch that came live is presented again;
-    /// a replay is requested from 0 on instead.
+    /// Another stream than before, or a gap that no replay fills: what the engine held before means nothing. A batch that
+    /// came live is presented again. A replay is requested from 0 on instead; one from 0 goes on with the same batch.
     Restarted,
 }
 
@@ -76,6 +76,8 @@ impl Numbers {
                 }
             }
             Some(last) if number <= last.number => Step::Skip,
+            // A batch between is missing in the replay, too.
+            Some(last) if number > last.number + 1 => self.restart(),
             _ => self.apply(number, payload),
         }
     }
@@ -164,12 +166,23 @@ mod tests {
     }
 
     #[test]
-    fn a_replay_that_begins_later_loses_the_state() {
+    fn a_gap_in_a_replay_loses_the_state() {
+        let mut numbers = Numbers::default();
+        assert_eq!(live(&mut numbers, 9), Step::Replay(0));
+        assert_eq!(numbers.replayed(4, &batch(4)), Step::Apply);
+        assert_eq!(numbers.replayed(6, &batch(6)), Step::Restarted);
+        assert_eq!(numbers.replayed(6, &batch(6)), Step::Apply);
+        assert_eq!(numbers.replayed(7, &batch(7)), Step::Apply);
+        // Number 8 is missing at the end of the replay.
+        assert_eq!(numbers.after_replay(9, &batch(9)), (Step::Apply, true));
+    }
+
+    #[test]
+    fn a_replay_to_one_who_knows_nothing_may_begin_later() {
         let mut numbers = Numbers::default();
         assert_eq!(live(&mut numbers, 7), Step::Replay(0));
         assert_eq!(numbers.replayed(5, &batch(5)), Step::Apply);
         assert_eq!(numbers.replayed(6, &batch(6)), Step::Apply);
-        // Those before 5 are lost, which the caller knows by the number of the first one.
         assert_eq!(numbers.after_replay(7, &batch(7)), (Step::Apply, false));
     }
 

@@ -26,6 +26,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     ("client", &["batches", "wire"], &["zmq"]),
     ("admin", &["client", "wire"], &[]),
     ("present_namespace", &[], &[]),
+    ("absence", &[], &[]),
     ("engine_client", &["client", "served", "wire"], &[]),
     ("memory", &["client", "cuda", "proofs"], &["torch"]),
     ("recording", &["client", "wire"], &[]),
@@ -192,6 +193,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     (
         "vllm/scheduler",
         &[
+            "absence",
             "client",
             "engine_client",
             "finishes",
@@ -279,6 +281,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     (
         "sglang/leader",
         &[
+            "absence",
             "engine_client",
             "finishes",
             "present_namespace",

@@ -46,6 +46,7 @@ pub(crate) const TRTLLM_ARROWS: &[Arrow] = &[
     (
         "trtllm/side",
         &[
+            "absence",
             "client",
             "engine_client",
             "finishes",

@@ -92,7 +92,7 @@ class PlayedEngine:
         return self.talk.ask(kind, next(self.ids), body, **how)
 
     def hashes(self, count: int = LENGTH) -> list[bytes]:
-        """Returns hashes of pages that nobody has stored."""
+        """Returns hashes of pages that no engine has stored."""
         return [secrets.token_bytes(32) for _ in range(count)]
 
     def lookup(

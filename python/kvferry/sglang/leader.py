@@ -4,6 +4,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from kvferry.absence import Absence
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
 from kvferry.present_namespace import PresentNamespace
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from kvferry.sglang.settings import Settings
 
 logger = logging.getLogger("kvferry")
-
-#: Time without a connection to the leader after which a warning is logged.
-ABSENT_S = 1.0
 
 
 class LeaderSide:
@@ -50,7 +48,7 @@ class LeaderSide:
         self._mixed = False
         self._switch = Switch(settings.socket_dir)
         self._shown = PresentNamespace(settings.socket_dir, settings.replica)
-        self._logged_absent = False
+        self._absence = Absence()
         self._tails_known_of = 0
         #: Id of the last load; 0 if the last call of :meth:`load` has sent none.
         self.loading = 0
@@ -73,27 +71,9 @@ class LeaderSide:
     # The client's thread.
 
     def _watch(self) -> float | None:
-        times = [self._switch.look(), self._tell_away(), self._shown.show(self._namespaces.present)]
+        times = [self._switch.look(), self._absence.look(self._client), self._shown.show(self._namespaces.present)]
         self._tell_tails()
         return min(at for at in times if at is not None)
-
-    def _tell_away(self) -> float | None:
-        """Logs once that the leader is away, and that it is back; returns when that is due."""
-        lost_at = self._client.lost_at
-        if lost_at is None:
-            if self._logged_absent:
-                logger.info("kvferry: the leader in %s is connected", self._client.directory)
-            self._logged_absent = False
-        elif not self._logged_absent:
-            if time.monotonic() - lost_at < ABSENT_S:
-                return lost_at + ABSENT_S
-            self._logged_absent = True
-            logger.warning(
-                "kvferry: no leader answers in %s (%s): requests run without the cache until one does",
-                self._client.directory,
-                self._client.problem,
-            )
-        return None
 
     def _tell_tails(self) -> None:
         """Logs once for each leader that it does not find what SGLang looks up most of the time."""

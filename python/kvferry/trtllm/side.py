@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvferry import wire
+from kvferry.absence import Absence
 from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
@@ -35,8 +36,6 @@ logger = logging.getLogger("kvferry")
 LOOKUP_LIMIT_S = 0.5
 #: Age of an unanswered lookup from which on no other one is sent: the leader is silent.
 SILENT_S = 0.1
-#: Time without a connection to the leader after which a warning is logged.
-ABSENT_S = 1.0
 #: Most requests that are tracked; the oldest is dropped, and stores no further pages. The leader has as many slots.
 TRACKED_MAX = 65_536
 
@@ -54,7 +53,7 @@ class SchedulerSide:
         self._namespace = identity.namespace(settings)
         self._tracked: dict[int, Tracked] = {}
         self._switch = Switch(settings.socket_dir)
-        self._logged_absent = False
+        self._absence = Absence()
         self._late: PendingRequest | None = None
         # Ids and slots start from the clock, so that they also grow over a restart of an engine.
         self._next_slot = base = time.time_ns() // 1000
@@ -89,24 +88,7 @@ class SchedulerSide:
 
     def _watch(self) -> float | None:
         """Looks at the switch, and logs once that the leader is away and that it is back. On the client's thread."""
-        return min(self._switch.look(), self._tell_away() or float("inf"))
-
-    def _tell_away(self) -> float | None:
-        lost_at = self._client.lost_at
-        if lost_at is None:
-            if self._logged_absent:
-                logger.info("kvferry: the leader in %s is connected", self._client.directory)
-            self._logged_absent = False
-        elif not self._logged_absent:
-            if time.monotonic() - lost_at < ABSENT_S:
-                return lost_at + ABSENT_S
-            self._logged_absent = True
-            logger.warning(
-                "kvferry: no leader answers in %s (%s): requests run without the cache until one does",
-                self._client.directory,
-                self._client.problem,
-            )
-        return None
+        return min(self._switch.look(), self._absence.look(self._client) or float("inf"))
 
     # New requests.
 

@@ -14,6 +14,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from kvferry.absence import Absence
 from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Time without a connection to the leader after which a warning is logged.
-ABSENT_S = 1.0
 #: Age up to which vLLM waits for a store that will free pages, instead of preempting a request.
 FREES_SOON_S = 0.1
 #: Longest wait for the cancelled stores when vLLM resets its pool of pages. A worker that is alive ends them within one
@@ -98,7 +97,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._per_request = PerRequests()
         self._switch = Switch(settings.socket_dir)
-        self._logged_absent = False
+        self._absence = Absence()
         # Ids and slots start from the clock, so that they also grow over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
         watch = {"watch": calls.recorder} if calls is not None else {}
@@ -189,27 +188,10 @@ class SchedulerSide:
 
     def _watch(self) -> float | None:
         """Looks at the switch, and logs once that the leader is away and that it is back. On the client's thread."""
-        times = [self._switch.look(), self._tell_away()]
+        times = [self._switch.look(), self._absence.look(self._client)]
         if self._sizes is not None:
             times.append(self._sizes.turn(self._client))
         return min(at for at in times if at is not None)
-
-    def _tell_away(self) -> float | None:
-        lost_at = self._client.lost_at
-        if lost_at is None:
-            if self._logged_absent:
-                logger.info("kvferry: the leader in %s is connected", self._client.directory)
-            self._logged_absent = False
-        elif not self._logged_absent:
-            if time.monotonic() - lost_at < ABSENT_S:
-                return lost_at + ABSENT_S
-            self._logged_absent = True
-            logger.warning(
-                "kvferry: no leader answers in %s (%s): requests run without the cache until one does",
-                self._client.directory,
-                self._client.problem,
-            )
-        return None
 
     # Requests.
 

@@ -3,6 +3,7 @@
 mod streams;
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::time::{Instant, sleep_until};
@@ -12,7 +13,8 @@ use crate::cli::{ClientArguments, block_on, print_line, status};
 use crate::error::CommandError;
 use kvferry_client::AdminClient;
 use kvferry_events::{
-    Batch, Event, Feed, GONE_MAX, Join, JoinSettings, Kept, Mode, Numbers, PAGES_MAX, Shape, Step,
+    Batch, Event, Feed, GONE_MAX, Join, JoinSettings, Kept, Mode, Numbers, PAGES_MAX, PLACES_MAX,
+    Shape, Step,
 };
 use kvferry_protocol::Events;
 use kvferry_transport::{Clock, Failure};
@@ -125,13 +127,39 @@ impl Arguments {
                 None => Follows::File(file),
             };
             let leader = status::admin(&socket_paths, "events");
-            let mut events = Merged::start(&self, leader, follows).await?;
-            print_line(&format!("publishing at {}", self.publish));
+            // The engine may not publish yet: a signal also ends the wait for it.
             tokio::select! {
-                result = events.run() => result,
+                result = self.publish_merged(leader, follows) => result,
                 () = signals.any() => Ok(()),
             }
         })
+    }
+
+    async fn publish_merged(
+        &self,
+        leader: AdminClient,
+        follows: Follows,
+    ) -> Result<(), CommandError> {
+        let mut events = Merged::start(self, leader, follows).await?;
+        print_line(&format!("publishing at {}", self.publish));
+        events.run().await
+    }
+}
+
+/// Logs a problem that is looked at again and again, each time that it changes.
+#[derive(Default)]
+struct Problem(String);
+
+impl Problem {
+    fn is(&mut self, text: String) {
+        if text != self.0 {
+            tracing::warn!("{text}");
+        }
+        self.0 = text;
+    }
+
+    fn is_over(&mut self) {
+        self.0.clear();
     }
 }
 
@@ -143,23 +171,27 @@ enum Follows {
 
 impl Follows {
     /// The present namespace; `None` while the engine has none, so that no page is found.
-    fn look(&self) -> Option<Vec<u8>> {
-        match self {
-            Self::Always(namespace) => Some(namespace.clone()),
-            Self::File(path) => {
-                let text = std::fs::read_to_string(path).ok()?;
-                match hex(text.trim()) {
-                    Ok(Namespace(namespace)) if !text.trim().is_empty() => Some(namespace),
-                    Ok(_) => None,
-                    Err(why) => {
-                        tracing::warn!("{}: {why}", path.display());
-                        None
-                    }
-                }
-            }
-        }
+    ///
+    /// # Errors
+    /// A file that cannot be read, or that has no namespace: its path, and why. A missing file is no error.
+    fn look(&self) -> Result<Option<Vec<u8>>, String> {
+        let path = match self {
+            Self::Always(namespace) => return Ok(Some(namespace.clone())),
+            Self::File(path) => path,
+        };
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(format!("{}: {error}", path.display())),
+        };
+        let Namespace(namespace) =
+            hex(text.trim()).map_err(|why| format!("{}: {why}", path.display()))?;
+        Ok((!namespace.is_empty()).then_some(namespace))
     }
 }
+
+/// A read of the leader's changes.
+type Reading = Pin<Box<dyn Future<Output = Result<Events, Failure>> + Send>>;
 
 /// The state of the command.
 struct Merged {
@@ -176,6 +208,11 @@ struct Merged {
     /// Of the engine's last batch.
     rank: Option<u64>,
     signed: bool,
+    /// Why the namespace cannot be read, and why the leader's changes cannot.
+    no_namespace: Problem,
+    no_changes: Problem,
+    /// Whether it was logged that pages are left out.
+    told_left_out: bool,
 }
 
 impl Merged {
@@ -219,6 +256,9 @@ impl Merged {
             kept: Kept::new(micros_since_1970()),
             rank: None,
             signed: false,
+            no_namespace: Problem::default(),
+            no_changes: Problem::default(),
+            told_left_out: false,
         })
     }
 
@@ -235,16 +275,19 @@ impl Merged {
                 .unwrap_or(look_at);
             tokio::select! {
                 frame = self.engine.receive() => self.engine_frame(&frame?).await,
-                answer = &mut read => {
-                    if let Some(events) = answer {
+                answer = &mut read => match answer {
+                    Ok(events) => {
                         answered_at = Instant::now();
+                        self.no_changes.is_over();
                         let changes = self.feed.answered(self.clock.now(), &events);
                         self.kvferry(&changes).await;
                         read = self.read(Duration::ZERO);
-                    } else {
+                    }
+                    Err(failure) => {
+                        self.no_changes.is(format!("the leader's changes cannot be read: {failure}"));
                         read = self.read(RETRY);
                     }
-                }
+                },
                 request = self.publisher.request() => self.publisher.replay(request, &self.kept).await,
                 () = sleep_until(next) => {}
             }
@@ -261,18 +304,42 @@ impl Merged {
                     tracing::warn!(
                         "no leader answers for {ABSENT:?}: every page in kvferry is removed"
                     );
-                    self.kvferry(&changes).await;
-                    read = self.read(Duration::ZERO);
                 }
+                self.kvferry(&changes).await;
+                // The answer of the read before would continue what was forgotten.
+                read = self.read(Duration::ZERO);
             }
             let changes = self.feed.turn(self.clock.now());
             self.kvferry(&changes).await;
+            self.tell_left_out();
+        }
+    }
+
+    /// Logs once that pages are left out.
+    fn tell_left_out(&mut self) {
+        let (places, pages) = (self.feed.left_out(), self.join.left_out());
+        if !self.told_left_out && (places > 0 || pages > 0) {
+            self.told_left_out = true;
+            tracing::warn!(
+                "{PAGES_MAX} pages or {PLACES_MAX} places of kvferry are known: further ones are not announced as pages \
+                 in kvferry"
+            );
         }
     }
 
     /// Follows the present namespace of the engine; returns whether it has changed.
     async fn follow(&mut self) -> bool {
-        let namespace = self.follows.look();
+        let namespace = match self.follows.look() {
+            Ok(namespace) => {
+                self.no_namespace.is_over();
+                namespace
+            }
+            Err(why) => {
+                self.no_namespace
+                    .is(format!("{why}: no page in kvferry is announced"));
+                None
+            }
+        };
         if self.feed.follows(namespace.as_deref()) {
             return false;
         }
@@ -281,11 +348,8 @@ impl Merged {
         true
     }
 
-    /// The next read of the leader's changes, after a pause. `None`: none was answered.
-    fn read(
-        &self,
-        pause: Duration,
-    ) -> std::pin::Pin<Box<dyn Future<Output = Option<Events>> + Send>> {
+    /// The next read of the leader's changes, after a pause; never ready while no namespace is followed.
+    fn read(&self, pause: Duration) -> Reading {
         let leader = self.leader.clone();
         let request = self.feed.read(WAIT);
         Box::pin(async move {
@@ -294,13 +358,7 @@ impl Merged {
                 return std::future::pending().await;
             };
             let limit = Duration::from_millis(request.wait_ms.into()) + READ_LIMIT;
-            match leader.read_events(request, limit).await {
-                Ok(events) => Some(events),
-                Err(failure) => {
-                    tell(&failure);
-                    None
-                }
-            }
+            leader.read_events(request, limit).await
         })
     }
 
@@ -325,14 +383,19 @@ impl Merged {
             let frames = self.engine.replay(from).await;
             let mut again = false;
             for each in frames {
-                match self.numbers.replayed(each.number, &each.payload) {
-                    Step::Apply => self.engine_batch(&each.payload).await,
-                    Step::Restarted => {
-                        self.engine_lost("the engine has started again").await;
-                        again = from != 0;
+                let mut step = self.numbers.replayed(each.number, &each.payload);
+                if step == Step::Restarted {
+                    self.engine_lost("the engine has started again, or its replay has a gap")
+                        .await;
+                    if from != 0 {
+                        again = true;
                         break;
                     }
-                    Step::Skip | Step::Replay(_) => {}
+                    // Nothing older can be requested: its batches apply from here on.
+                    step = self.numbers.replayed(each.number, &each.payload);
+                }
+                if step == Step::Apply {
+                    self.engine_batch(&each.payload).await;
                 }
             }
             if !again {
@@ -395,10 +458,6 @@ impl Merged {
             self.publisher.publish(number, payload).await;
         }
     }
-}
-
-fn tell(failure: &Failure) {
-    tracing::warn!(%failure, "the leader's changes cannot be read");
 }
 
 #[expect(

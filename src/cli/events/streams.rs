@@ -16,13 +16,14 @@ use zeromq::{
 use crate::error::CommandError;
 use kvferry_events::{BATCH_BYTES_MAX, Kept};
 
-/// Longest wait for the next batch of a replay.
+/// Longest wait for the next batch of a replay, and for the whole replay. Nothing is published meanwhile.
 const REPLAY_PAUSE_MAX: Duration = Duration::from_secs(5);
+const REPLAY_LIMIT: Duration = Duration::from_secs(30);
 /// Batches of one replay, and their bytes, at most.
 const REPLAY_BATCHES_MAX: usize = 100_000;
 const REPLAY_BYTES_MAX: usize = 256 << 20;
-/// Longest wait for a subscriber that takes a replay, for one batch.
-const SEND_LIMIT: Duration = Duration::from_secs(1);
+/// Longest wait for a subscriber that takes a replay. Nothing is published meanwhile.
+const SEND_LIMIT: Duration = Duration::from_secs(5);
 /// The number that ends a replay.
 const END: u64 = u64::MAX;
 
@@ -94,7 +95,9 @@ impl EngineStream {
         let Some(endpoint) = &self.replay else {
             return frames;
         };
-        if let Err(error) = replay(endpoint, from, &mut frames).await {
+        let replayed = timeout(REPLAY_LIMIT, replay(endpoint, from, &mut frames)).await;
+        let late = |_| Err(format!("it does not end within {REPLAY_LIMIT:?}"));
+        if let Err(error) = replayed.unwrap_or_else(late) {
             tracing::warn!(%error, "the engine's replay at {endpoint} from batch {from}");
         }
         frames
@@ -206,23 +209,27 @@ impl Publisher {
         let Some(socket) = &mut self.replay else {
             return;
         };
-        let last = (END, &[][..]);
-        for (number, payload) in kept.since(request.from).chain([last]) {
-            let mut message = ZmqMessage::from(request.peer.clone());
-            message.push_back(Bytes::new());
-            let topic = if number == END {
-                Bytes::new()
-            } else {
-                self.topic.clone()
-            };
-            message.push_back(topic);
-            message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
-            message.push_back(Bytes::copy_from_slice(payload));
-            let sent = timeout(SEND_LIMIT, socket.send(message)).await;
-            if !matches!(sent, Ok(Ok(()))) {
-                tracing::info!("a subscriber does not take its replay");
-                return;
+        let send = async {
+            let last = (END, &[][..]);
+            for (number, payload) in kept.since(request.from).chain([last]) {
+                let mut message = ZmqMessage::from(request.peer.clone());
+                message.push_back(Bytes::new());
+                let topic = if number == END {
+                    Bytes::new()
+                } else {
+                    self.topic.clone()
+                };
+                message.push_back(topic);
+                message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
+                message.push_back(Bytes::copy_from_slice(payload));
+                socket.send(message).await?;
             }
+            Ok::<(), zeromq::ZmqError>(())
+        };
+        match timeout(SEND_LIMIT, send).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::info!(%error, "a replay was not sent"),
+            Err(_) => tracing::info!("a subscriber does not take its replay within {SEND_LIMIT:?}"),
         }
     }
 }
