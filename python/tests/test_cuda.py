@@ -378,6 +378,9 @@ gpu = gpu_rank.context()
 layers = {str(number): gpu_rank.on_device(gpu.allocate(2 << 20)) for number in range(3)}
 group = Group(layers, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
 memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+# As the memory of an engine that has served: bytes that are the same everywhere prove nothing.
+for layer in layers.values():
+    gpu.write(layer.address, random.randbytes(gpu_rank.PAGES * gpu_rank.PAGE_BYTES))
 rank = RankSession(Path(sys.argv[1]) / "worker-0-0", gpu_rank.ENGINE, 0, 0, memory)
 over = threading.Event()
 def write():
