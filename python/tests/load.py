@@ -58,8 +58,8 @@ class Driver:
         #: Steps after which each running request is aborted.
         self._running: dict[str, int | None] = {}
         self._answers: dict[str, list[int]] = {}
-        #: Log-probabilities of the tokens.
-        self._logprobs: dict[str, list[float]] = {}
+        #: Log-probabilities of the likeliest tokens of each step.
+        self._logprobs: dict[str, list[list[tuple[int, float]]]] = {}
         self._aborted: list[str] = []
         self._longest_step_s = self._longest_pause_s = 0.0
 
@@ -79,9 +79,10 @@ class Driver:
             for output in outputs:
                 if output.finished and self._running.pop(output.request_id, 0) != 0:
                     (made,) = output.outputs
-                    steps = zip(made.token_ids, made.logprobs, strict=True)
                     self._answers[output.request_id] = list(made.token_ids)
-                    self._logprobs[output.request_id] = [step[token].logprob for token, step in steps]
+                    self._logprobs[output.request_id] = [
+                        [(token, one.logprob) for token, one in step.items()] for step in made.logprobs
+                    ]
             self._abort()
         return {
             "answers": self._answers,
