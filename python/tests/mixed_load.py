@@ -42,15 +42,6 @@ def changes() -> dict[str, Any]:
     }
 
 
-def changes_alone() -> dict[str, Any]:
-    """Arguments of the engine without kvferry.
-
-    With as many pages as fit, it finds in its own cache what the other engine loads. Both then compute the same parts
-    of each prompt: parts of other lengths round otherwise, so much in bfloat16 that tokens change.
-    """
-    return {**changes(), "num_gpu_blocks_override": None}
-
-
 def run(
     engine: Engine, *, count: int = COUNT, seed: int = 1, at_a_time: int = AT_A_TIME, aborts: float = 0.0
 ) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from mixed_load import (
     COUNT,
     FULL,
     changes,
-    changes_alone,
     leaks_nothing,
     run,
     says_the_same,
@@ -51,7 +50,7 @@ def engine(daemon: Daemon) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Engine]:
     """An engine without kvferry."""
-    engine = Engine(config(None, **changes_alone()))
+    engine = Engine(config(None, **changes()))
     try:
         yield engine
     finally:
