@@ -48,6 +48,7 @@ const WITHOUT_IO: &[(&str, &[&str])] = &[
             "thiserror",
         ],
     ),
+    ("plan", &["kvferry-types", "thiserror"]),
     (
         "core",
         &[

@@ -363,6 +363,7 @@ mod tests {
                     page_axis: 0,
                     page_bytes: PAGE_BYTES,
                     page_stride_bytes: PAGE_BYTES,
+                    slices: None,
                 }],
             }],
             hash_tokens: 0,

@@ -88,6 +88,7 @@ fn group_memory(settings: &RankSettings, group: usize) -> GroupMemory {
             page_axis: 0,
             page_bytes: geometry.fragment_bytes,
             page_stride_bytes: stride,
+            slices: None,
         }
     };
     let tensors = (0..geometry.layers)

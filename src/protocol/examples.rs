@@ -16,7 +16,7 @@ use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
     ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FlushAnswer, FragmentPair,
     GroupGeometry, GroupId, GroupMemory, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord,
-    Rank, Registration, ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline,
+    Rank, Registration, ResetAnswer, Slices, StoreAnswer, Stored, TensorRole, TensorView, Timeline,
     TransferId,
 };
 
@@ -599,6 +599,7 @@ fn registration() -> Registration {
                 page_axis: 0,
                 page_bytes: 2048,
                 page_stride_bytes: 2048,
+                slices: None,
             }],
         }],
         hash_tokens: 0,
@@ -630,13 +631,23 @@ fn registration() -> Registration {
     }
 }
 
-/// Ways to reach the memory of a GPU.
-/// A sliding window beside full attention, in the same bytes.
+/// A sliding window beside full attention, in the same bytes. The window says which heads the rank has: 2 of 4.
 fn of_two_groups() -> Registration {
     let full = registration();
+    let tensor = TensorView {
+        shape: vec![4, 16, 2, 32],
+        strides: vec![1024, 64, 32, 1],
+        slices: Some(Slices::Heads {
+            kv_heads: 4,
+            head_axis: 2,
+            token_axis: 1,
+        }),
+        ..full.groups[0].tensors[0].clone()
+    };
     let window = GroupMemory {
         attention: Attention::SlidingWindow,
         window_tokens: 128,
+        tensors: vec![tensor],
         ..full.groups[0].clone()
     };
     Registration {
@@ -647,6 +658,7 @@ fn of_two_groups() -> Registration {
     }
 }
 
+/// Ways to reach the memory of a GPU.
 fn device_registration() -> Registration {
     let host = registration();
     let chunks = [

@@ -42,7 +42,7 @@ pub use per_tier::PerTier;
 pub use record::{INVENTORY_ENTRY_BYTES, PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
-    GroupMemory, Nonce, Registration, TensorRole, TensorView, Timeline,
+    GroupMemory, Nonce, Registration, Slices, StatePart, TensorRole, TensorView, Timeline,
 };
 pub use request::{PRIORITIES, PRIORITY_DEFAULT, Part, Request, ResetScope};
 pub use sharding::Sharding;

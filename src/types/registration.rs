@@ -24,6 +24,19 @@ pub enum TensorRole {
     State,
 }
 
+impl TensorRole {
+    /// The name on the wire.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::K => "k",
+            Self::V => "v",
+            Self::Kv => "kv",
+            Self::Latent => "latent",
+            Self::State => "state",
+        }
+    }
+}
+
 /// The tokens that a token of a group's layers attends to, which decides how long its pages are needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -146,6 +159,56 @@ pub struct TensorView {
     pub page_bytes: u64,
     /// Distance from one page to the next, in bytes.
     pub page_stride_bytes: u64,
+    /// Which part of the model's KV the rank's pages hold. `None`: pages are usable by ranks of equal engines only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slices: Option<Slices>,
+}
+
+/// How the ranks of an engine share the bytes of a tensor, from which a plan is made for an engine with another number of
+/// ranks or tokens of a page. Rank r of T holds:
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Slices {
+    /// The heads from r x `kv_heads` / T to (r + 1) x `kv_heads` / T, or, with more ranks than heads, head
+    /// r x `kv_heads` / T.
+    Heads {
+        /// KV heads of the whole model in this tensor. Divides the number of ranks, or is divided by it.
+        kv_heads: u32,
+        /// The axis of the shape that counts the rank's heads.
+        head_axis: u32,
+        /// The axis of the shape that counts the tokens of a page.
+        token_axis: u32,
+    },
+    /// Everything, as every other rank.
+    Whole {
+        /// The axis of the shape that counts the tokens of a page.
+        token_axis: u32,
+    },
+    /// Of each part of a state the rows from r x `dim` / T to (r + 1) x `dim` / T.
+    Parts {
+        /// The parts in their order in memory, which fill the page.
+        parts: Vec<StatePart>,
+    },
+}
+
+impl Slices {
+    /// The name on the wire.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Heads { .. } => "heads",
+            Self::Whole { .. } => "whole",
+            Self::Parts { .. } => "parts",
+        }
+    }
+}
+
+/// A part of a state that is split along one dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StatePart {
+    /// Length of the dimension in the whole model: a multiple of the number of ranks.
+    pub dim: u32,
+    /// Bytes of one index of the dimension with everything that lies inside it.
+    pub row_bytes: u64,
 }
 
 /// Bytes of the engine's memory that the worker must find through its own mapping. The bytes of [`Registration::nonce`]

@@ -52,6 +52,7 @@ impl Memory {
                     page_axis: 0,
                     page_bytes: PAGE_BYTES,
                     page_stride_bytes: PAGE_BYTES,
+                    slices: None,
                 }],
             }],
             hash_tokens: 0,

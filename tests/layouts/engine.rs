@@ -240,6 +240,7 @@ pub fn view(
         page_axis: page_axis as u32,
         page_bytes: elements * u64::from(element_bytes),
         page_stride_bytes: page.1 * u64::from(element_bytes),
+        slices: None,
     }
 }
 

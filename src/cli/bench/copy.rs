@@ -182,6 +182,7 @@ pub(super) fn registration(fragment: u64, pages: u32) -> Registration {
                 page_axis: 0,
                 page_bytes: fragment,
                 page_stride_bytes: fragment,
+                slices: None,
             }],
         }],
         hash_tokens: 0,

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 pub use proofs::{ProofError, pieces_without_proof, verify_proofs};
 
 use super::layout::{MemoryLayout, Pieces};
+use kvferry_plan::{PlanSide, Side};
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, ChunkHandle,
     GroupMemory, Registration, TensorRole, Timeline,
@@ -91,7 +92,15 @@ pub fn validate(registration: &Registration) -> Result<MemoryLayout, Registratio
     proofs::check_one(registration, "nonce", &registration.nonce)?;
     proofs::check(registration)?;
     check_timeline(registration)?;
+    check_slices(registration)?;
     Ok(MemoryLayout::derive(registration))
+}
+
+/// Checks what the tensors say of the rank's slices, from which plans are made later.
+fn check_slices(registration: &Registration) -> Result<(), RegistrationError> {
+    Side::of(PlanSide::Alone, registration)
+        .map_err(|error| RegistrationError::new("slices", "contradictory", error.to_string()))?;
+    Ok(())
 }
 
 fn check_limits(registration: &Registration) -> Result<(), RegistrationError> {

@@ -1,5 +1,7 @@
 use super::*;
-use kvferry_types::{Allocation, AllocationKind, Attention, Chunk, Nonce, Rank, TensorView};
+use kvferry_types::{
+    Allocation, AllocationKind, Attention, Chunk, Nonce, Rank, Slices, TensorView,
+};
 
 type Spoil = fn(&mut Registration);
 
@@ -17,6 +19,7 @@ pub(crate) fn separate_layers() -> Registration {
         page_axis: 0,
         page_bytes: 60,
         page_stride_bytes: 128,
+        slices: None,
     });
     let allocations = (0..4).map(|layer| Allocation {
         kind: AllocationKind::SharedMemory,
@@ -318,6 +321,7 @@ fn planes_with_scales() -> Registration {
         page_axis: 1,
         page_bytes: 120,
         page_stride_bytes: 60,
+        slices: None,
         ..tensors[0].clone()
     };
     tensors[1] = TensorView {
@@ -329,6 +333,7 @@ fn planes_with_scales() -> Registration {
         element_bytes: 4,
         page_bytes: 8,
         page_stride_bytes: 8,
+        slices: None,
         ..tensors[1].clone()
     };
     registration.groups[0].layers = 2;
@@ -535,6 +540,28 @@ fn a_registration_without_content_is_refused_with_the_remedy() {
     let mut longest = separate_layers();
     longest.content = vec![0; CONTENT_BYTES_MAX];
     assert!(validate(&longest).is_ok());
+}
+
+#[test]
+fn slices_that_contradict_the_shape_are_refused() {
+    let sliced = |kv_heads| {
+        let mut registration = separate_layers();
+        for tensor in &mut registration.groups[0].tensors {
+            tensor.slices = Some(Slices::Heads {
+                kv_heads,
+                head_axis: 2,
+                token_axis: 1,
+            });
+        }
+        validate(&registration)
+    };
+    let layout = |registration| validate(&registration).expect("a layout");
+    assert_eq!(sliced(6), Ok(layout(separate_layers())));
+    assert_eq!(
+        sliced(8).expect_err("a contradiction").to_string(),
+        "slices is contradictory: group 0, layer 0, k: the registration has shape[head_axis] 3, but kv_heads is 8, of \
+         which each of 2 ranks holds 4"
+    );
 }
 
 #[test]

@@ -61,6 +61,7 @@ impl Layout {
                 page_axis: 0,
                 page_bytes: fragment,
                 page_stride_bytes: stride * self.element_bytes,
+                slices: None,
             }
         });
         let (allocations, bytes) = match self.shape {
