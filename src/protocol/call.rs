@@ -1,13 +1,14 @@
-//! The answer of each request, for the types and for the kinds.
+//! The answer of each request, for their types.
 
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Events, Finish, Flush,
     FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
     ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
-    Stores, StoresAnswer, TierFlushed, TransferOrder as Transfer, Unregister, Welcome, Written,
+    Stores, StoresAnswer, TierFlushed, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;
+use crate::table::for_each_kind;
 use kvferry_types::{
     CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer,
 };
@@ -24,22 +25,14 @@ pub trait Call: Into<Message> {
 }
 
 macro_rules! calls {
-    ($($request:ident => $answer:ident($body:ty);)*) => {
-        /// The kind that answers a request; `None` for answers.
-        pub(super) fn answer(kind: MessageKind) -> Option<MessageKind> {
-            match kind {
-                MessageKind::Ping => Some(MessageKind::Pong),
-                $(MessageKind::$request => Some(MessageKind::$answer),)*
-                _ => None,
-            }
-        }
+    ($($(#[$doc:meta])* $number:literal $name:ident $text:literal: $body:ident, [$($sender:ident)*] to $receiver:ident,
+        $stability:ident, $class:ident $($answer:ident $(($answer_body:ty))?)?;)*) => {
+        $($($(
+            impl Call for $body {
+                type Answer = $answer_body;
+                const KIND: MessageKind = MessageKind::$name;
 
-        $(
-            impl Call for $request {
-                type Answer = $body;
-                const KIND: MessageKind = MessageKind::$request;
-
-                fn answer(message: Message) -> Result<$body, Box<Message>> {
+                fn answer(message: Message) -> Result<$answer_body, Box<Message>> {
                     match message {
                         Message::$answer(answer) => Ok(answer),
                         other => Err(Box::new(other)),
@@ -47,37 +40,13 @@ macro_rules! calls {
                 }
             }
 
-            impl From<$request> for Message {
-                fn from(request: $request) -> Self {
-                    Self::$request(request)
+            impl From<$body> for Message {
+                fn from(request: $body) -> Self {
+                    Self::$name(request)
                 }
             }
-        )*
+        )?)?)*
     };
 }
 
-calls! {
-    Hello => Welcome(Welcome);
-    Lookup => LookupAnswer(LookupAnswer);
-    Load => LoadAnswer(LoadAnswer);
-    Store => StoreAnswer(StoreAnswer);
-    Stores => StoresAnswer(StoresAnswer);
-    Finish => FinishAnswer(Empty);
-    Reset => ResetAnswer(ResetAnswer);
-    Flush => FlushAnswer(FlushAnswer);
-    CancelStores => CancelStoresAnswer(CancelStoresAnswer);
-    ReadEvents => Events(Events);
-    Register => Registered(Registered);
-    Written => WrittenAnswer(Empty);
-    Abandon => AbandonAnswer(Empty);
-    Unregister => Unregistered(Empty);
-    Attach => Attached(Attached);
-    Memory => MemoryAnswer(MemoryAnswer);
-    Transfer => Ended(Ended);
-    Cancel => Ended(Ended);
-    Invalidate => Invalidated(Invalidated);
-    ReadInventory => Inventory(Inventory);
-    FlushTier => TierFlushed(TierFlushed);
-    Readiness => ReadinessAnswer(Empty);
-    Status => StatusAnswer(StatusAnswer);
-}
+for_each_kind!(calls);

@@ -2,7 +2,6 @@
 
 use serde_json::{Value, json};
 
-use crate::call::answer;
 use crate::error::ErrorCode;
 use crate::kind::MessageKind;
 use crate::role::Role;
@@ -17,8 +16,10 @@ pub fn catalogue() -> Value {
             json!({
                 "number": kind.number(),
                 "name": kind.name(),
-                "answer": answer(*kind).map(MessageKind::name),
+                "answer": kind.answer().map(MessageKind::name),
+                "stability": kind.stability(),
                 "said_by": senders(*kind),
+                "said_to": kind.receiver(),
                 "body": Message::schema(*kind),
             })
         })
@@ -62,9 +63,10 @@ pub fn catalogue() -> Value {
     })
 }
 
-/// The roles of the clients that send `kind`.
-fn senders(kind: MessageKind) -> Vec<Role> {
-    let mut roles = vec![Role::Engine, Role::Rank, Role::Worker, Role::Admin];
-    roles.retain(|role| kind.sent_by(*role));
-    roles
+/// The roles of the clients that send `kind`, and `server` where servers do.
+fn senders(kind: MessageKind) -> Vec<Value> {
+    let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+    let roles = roles.into_iter().filter(|role| kind.sent_by(*role));
+    let server = kind.sent_by_server().then(|| json!("server"));
+    roles.map(|role| json!(role)).chain(server).collect()
 }

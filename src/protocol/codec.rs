@@ -19,6 +19,7 @@ use crate::limits::{
     PARTS_MAX, SMALL_BODY_BYTES_MAX, STORES_MAX, TEXT_BYTES_MAX,
 };
 use crate::named::Named;
+use crate::table::for_each_kind;
 use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
 use kvferry_types::{
     CancelStoresAnswer, Epoch, FlushAnswer, LoadAnswer, LookupAnswer, PageList, PageRun, RequestId,
@@ -26,7 +27,8 @@ use kvferry_types::{
 };
 
 macro_rules! messages {
-    ($($(#[$doc:meta])* $name:ident($body:ty);)*) => {
+    ($($(#[$doc:meta])* $number:literal $name:ident $text:literal: $body:ident, [$($sender:ident)*] to $receiver:ident,
+        $stability:ident, $class:ident $($answer:ident $(($answer_body:ty))?)?;)*) => {
         /// A message: its kind and its body.
         #[derive(Debug, Clone, PartialEq)]
         pub enum Message {
@@ -63,104 +65,7 @@ macro_rules! messages {
     };
 }
 
-messages! {
-    /// See [`MessageKind::Hello`].
-    Hello(Hello);
-    /// See [`MessageKind::Welcome`].
-    Welcome(Welcome);
-    /// See [`MessageKind::Error`].
-    Error(ErrorBody);
-    /// See [`MessageKind::Ping`].
-    Ping(Empty);
-    /// See [`MessageKind::Pong`].
-    Pong(Empty);
-    /// See [`MessageKind::Lookup`].
-    Lookup(Lookup);
-    /// See [`MessageKind::LookupAnswer`].
-    LookupAnswer(LookupAnswer);
-    /// See [`MessageKind::Load`].
-    Load(Load);
-    /// See [`MessageKind::LoadAnswer`].
-    LoadAnswer(LoadAnswer);
-    /// See [`MessageKind::Store`].
-    Store(Store);
-    /// See [`MessageKind::StoreAnswer`].
-    StoreAnswer(StoreAnswer);
-    /// See [`Stores`].
-    Stores(Stores);
-    /// See [`StoresAnswer`].
-    StoresAnswer(StoresAnswer);
-    /// See [`MessageKind::Finish`].
-    Finish(Finish);
-    /// See [`MessageKind::FinishAnswer`].
-    FinishAnswer(Empty);
-    /// See [`Reset`].
-    Reset(Reset);
-    /// See [`ResetAnswer`].
-    ResetAnswer(ResetAnswer);
-    /// See [`Flush`].
-    Flush(Flush);
-    /// See [`FlushAnswer`].
-    FlushAnswer(FlushAnswer);
-    /// See [`CancelStores`].
-    CancelStores(CancelStores);
-    /// See [`CancelStoresAnswer`].
-    CancelStoresAnswer(CancelStoresAnswer);
-    /// See [`ReadEvents`].
-    ReadEvents(ReadEvents);
-    /// See [`Events`].
-    Events(Events);
-    /// See [`MessageKind::Register`].
-    Register(Register);
-    /// See [`MessageKind::Registered`].
-    Registered(Registered);
-    /// See [`MessageKind::Written`].
-    Written(Written);
-    /// See [`MessageKind::WrittenAnswer`].
-    WrittenAnswer(Empty);
-    /// See [`Abandon`].
-    Abandon(Abandon);
-    /// Answer to [`Abandon`].
-    AbandonAnswer(Empty);
-    /// See [`MessageKind::Unregister`].
-    Unregister(Unregister);
-    /// See [`MessageKind::Unregistered`].
-    Unregistered(Empty);
-    /// See [`MessageKind::Attach`].
-    Attach(Attach);
-    /// See [`MessageKind::Attached`].
-    Attached(Attached);
-    /// See [`MessageKind::Transfer`].
-    Transfer(TransferOrder);
-    /// See [`MessageKind::Ended`].
-    Ended(Ended);
-    /// See [`MessageKind::Cancel`].
-    Cancel(Cancel);
-    /// See [`Invalidate`].
-    Invalidate(Invalidate);
-    /// See [`Invalidated`].
-    Invalidated(Invalidated);
-    /// See [`ReadInventory`].
-    ReadInventory(ReadInventory);
-    /// See [`Inventory`].
-    Inventory(Inventory);
-    /// See [`FlushTier`].
-    FlushTier(FlushTier);
-    /// See [`TierFlushed`].
-    TierFlushed(TierFlushed);
-    /// See [`Readiness`].
-    Readiness(Readiness);
-    /// Answer to [`Readiness`].
-    ReadinessAnswer(Empty);
-    /// See [`Memory`].
-    Memory(Memory);
-    /// See [`MemoryAnswer`].
-    MemoryAnswer(MemoryAnswer);
-    /// See [`MessageKind::Status`].
-    Status(Status);
-    /// See [`MessageKind::StatusAnswer`].
-    StatusAnswer(StatusAnswer);
-}
+for_each_kind!(messages);
 
 /// A message with the fields of its header.
 #[derive(Debug, Clone, PartialEq)]

@@ -19,6 +19,7 @@ mod orders;
 mod pairs;
 mod request;
 mod role;
+mod table;
 mod transfer;
 
 pub use body::{

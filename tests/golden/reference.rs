@@ -137,6 +137,48 @@ fn the_page_of_error_codes_is_made_of_the_wires() {
     page("error-codes.md", &text);
 }
 
+#[test]
+fn the_page_of_messages_is_made_of_the_wires() {
+    let mut text = page_begin(
+        "Messages",
+        "Every kind of message, with who sends it to whom and the fields of its body. *server*: leader and worker; \
+         *peer*: either side. Kinds between leader and workers are *internal*: engines and tools neither send nor get \
+         them. Types and descriptions of the fields: `schema/messages.json`.",
+    );
+    text += "\n| number | kind | from | to | | answer | fields |\n| ---: | --- | --- | --- | --- | --- | --- |\n";
+    let catalogue = kvferry_protocol::catalogue();
+    for kind in catalogue["kinds"].as_array().expect("a list") {
+        let word = |field: &str| kind[field].as_str().unwrap_or_default().to_owned();
+        let senders = kind["said_by"].as_array().expect("a list").iter();
+        let senders: Vec<&str> = senders.filter_map(Value::as_str).collect();
+        let fields = kind["body"]["properties"].as_object();
+        let fields: Vec<String> = fields
+            .into_iter()
+            .flat_map(|fields| fields.keys().map(|name| format!("`{name}`")))
+            .collect();
+        let internal = if word("stability") == "internal" {
+            "internal"
+        } else {
+            ""
+        };
+        let answer = match word("answer") {
+            none if none.is_empty() => none,
+            answer => format!("`{answer}`"),
+        };
+        writeln!(
+            text,
+            "| {} | `{}` | {} | {} | {internal} | {answer} | {} |",
+            kind["number"],
+            word("name"),
+            senders.join(", "),
+            word("said_to"),
+            fields.join(", ")
+        )
+        .expect("a string takes text");
+    }
+    page("messages.md", &text);
+}
+
 /// A row for each property of an object's schema.
 fn properties(schema: &Value) -> Vec<[String; 3]> {
     let properties = schema["properties"].as_object().expect("an object");
