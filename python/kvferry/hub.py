@@ -21,12 +21,33 @@ def commit_of(repository: str, revision: str | None, cache: str | None) -> str |
     """Returns the commit from which vLLM reads a model of this name; None if it is not known."""
     if not _NAME.fullmatch(repository):
         return None
+    if (commit := _commit_in(revision)) is not None:
+        return commit
+    folder = _snapshot(repository, revision, cache, whole=False)
+    return os.path.basename(folder) if folder else None
+
+
+def _commit_in(revision: str | None) -> str | None:
     # vLLM resolves a branch to a commit once, and keeps the commit with the branch's name.
     for commit in (getattr(revision, "resolved", None), revision):
         if commit is not None and _COMMIT.fullmatch(commit):
             return str(commit)
+    return None
+
+
+def branch_changed_at(repository: str, revision: str | None, cache: str | None) -> float:
+    """Returns when the local cache learned the commit of a branch, in seconds of the wall clock.
+
+    0 for a revision that is a commit, and :data:`kvferry.files.UNKNOWN` if it is not known.
+    """
+    if _commit_in(revision) is not None:
+        return 0.0
     folder = _snapshot(repository, revision, cache, whole=False)
-    return os.path.basename(folder) if folder else None
+    try:
+        found = os.stat(os.path.join(os.path.dirname(os.path.dirname(folder or "")), "refs", revision or "main"))
+    except OSError:
+        return files.UNKNOWN
+    return found.st_ctime
 
 
 def snapshot_at(path: str) -> tuple[str, str] | None:

@@ -53,8 +53,13 @@ def identify(
         return Weights(there, there, True, path, shown)
     if snapshot is None and local is None and from_path:
         commit = hub.commit_of(path, revision, cache)
-        # The configuration was read before the weights: if the branch moved in between, the weights' commit is unknown.
-        if commit is not None and config_commit in (None, commit):
+        # If the branch moved while the engine started, the weights may be those of either commit. The configuration was
+        # read before the weights.
+        if config_commit is not None:
+            certain = config_commit == commit
+        else:
+            certain = hub.branch_changed_at(path, revision, cache) <= files.began_at()
+        if commit is not None and certain:
             snapshot = path, commit
     if snapshot is not None and from_path:
         repository, commit = snapshot

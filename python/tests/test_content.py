@@ -109,6 +109,20 @@ def test_a_branch_that_moved_while_the_engine_started_is_not_trusted(hub: Path) 
     assert not content.weights_of(config("org/model", commit=COMMITS[1], **cached), settings()).shared
 
 
+def test_without_a_commit_of_the_configuration_the_branch_must_be_older_than_the_engine(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = {"download_dir": str(hub)}
+    branch = hub / "models--org--model" / "refs" / "main"
+    for seconds, shared in ((1.0, True), (-1.0, False)):
+        began_at = branch.stat().st_ctime + seconds
+        monkeypatch.setattr("kvferry.files.began_at", lambda began_at=began_at: began_at)
+        assert content.weights_of(config("org/model", **cached), settings()).shared == shared
+    assert content.weights_of(config("org/model", revision=COMMITS[0], **cached), settings()).shared
+    branch.unlink()
+    assert not content.weights_of(config("org/model", **cached), settings()).shared
+
+
 @pytest.mark.parametrize("model", ["org/unknown", "s3://bucket/model", "/nowhere/model", "org/repository:Q4"])
 def test_weights_that_cannot_be_identified_are_private_to_this_start(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

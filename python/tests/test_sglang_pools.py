@@ -199,11 +199,12 @@ class Transfer:
 
 
 Params = type("Params", (), {"__dataclass_fields__": dict.fromkeys(interface._PARAMS)})
+Checker = type("Checker", (), dict.fromkeys(interface.CHECKER_METHODS, len))
 Updater = type("Updater", (), dict.fromkeys(interface.WEIGHT_METHODS, len))
 
 
 def test_the_known_interface_has_no_difference_and_each_change_is_named() -> None:
-    assert interface.differences(Known, Wrapper, Transfer, Params, Updater) == []
+    assert interface.differences(Known, Wrapper, Transfer, Params, Updater, Checker) == []
     assert interface.refusal([]) == ""
 
     class More(Known):
@@ -213,7 +214,8 @@ def test_the_known_interface_has_no_difference_and_each_change_is_named() -> Non
         def lookup(self, rid: str) -> list[int]: ...  # type: ignore[override]
         def reset(self) -> None: ...
 
-    found = interface.differences(More, type("Other", (), {}), Transfer, Params, type("None_", (), {}))
+    nothing = type("None_", (), {})
+    found = interface.differences(More, type("Other", (), {}), Transfer, Params, nothing, nothing)
     text = interface.refusal(found)
     for said in (
         "More.prefetch must be written",
@@ -221,6 +223,7 @@ def test_the_known_interface_has_no_difference_and_each_change_is_named() -> Non
         "More.reset is not abstract",
         "Other.match is missing",
         "None_.update_weights_from_disk is missing",
+        "None_._reset_tensors is missing",
         f"Install SGLang {interface.KNOWN_VERSION}",
     ):
         assert said in text
@@ -252,7 +255,7 @@ def described(**changes: Any) -> tuple[str, str]:
     ranks, pool = changes.pop("ranks", 1), changes.pop("pool", MHATokenToKVPool())
     arguments = {"model_path": str(make_model.llama()), "load_format": "auto", "dtype": "float32", **changes}
     weights = content.of_weights(arguments, CONFIG, settings, start)
-    named = content.namespace_of(arguments, CONFIG, settings, weights, ranks=ranks, pool=pool)
+    named = content.namespace_of(arguments, CONFIG, settings, weights, start, ranks=ranks, pool=pool)
     return named, content.content_of(arguments, weights, ranks=ranks, pool=pool)
 
 
@@ -273,11 +276,36 @@ class HalfPool(MHATokenToKVPool):
         {"settings": {"namespace": "mine"}},
         {"attention_backend": "triton"},
         {"model_loader_extra_config": "{}"},
+        {"kt_weight_path": "/nowhere/int4"},
+        {"forward_hooks": [{"name": "steer"}]},
+        {"an_argument_of_a_later_version": 1},
     ],
 )
 def test_everything_that_pages_depend_on_is_in_the_namespace(change: dict[str, Any]) -> None:
     assert described() == described(start="start 2"), "files that are older than the engine name its weights"
     assert described(**change)[0] != described()[0]
+
+
+@pytest.mark.parametrize("name", ["port", "log_level", "random_seed", "max_running_requests", "tokenizer_path"])
+def test_arguments_that_change_no_page_are_not_in_the_namespace(name: str) -> None:
+    assert described(**{name: "one"}) == described(**{name: "another"})
+
+
+def test_files_of_arguments_are_identified_like_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text("1")
+    named = {"quantization_param_path": str(scales)}
+    monkeypatch.setattr(content.files, "began_at", lambda: scales.stat().st_ctime - 1)
+    assert described(**named)[0] != described(**named, start="start 2")[0], "it changed since the engine began"
+    monkeypatch.setattr(content.files, "began_at", lambda: scales.stat().st_ctime)
+    first = described(**named)[0]
+    assert first == described(**named, start="start 2")[0]
+    scales.write_text("22")
+    monkeypatch.setattr(content.files, "began_at", lambda: scales.stat().st_ctime)
+    assert first != described(**named)[0]
+    # Who names the weights promises them, as far as names, sizes and times do not contradict.
+    declared = {**named, "settings": {"weights": "mine"}}
+    assert described(**declared)[0] == described(**declared, start="start 2")[0]
 
 
 def test_weights_that_cannot_be_identified_are_of_this_start_alone(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ summary in one line, and is part of each registration of KV memory.
 
 import hashlib
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
+from kvferry import files
 from kvferry.sglang import interface
+from kvferry.sglang.harmless import HARMLESS
 from kvferry.weights import Weights, cut, described, identify, models_elsewhere, sorted_json, without_path
 
 if TYPE_CHECKING:
@@ -45,30 +48,6 @@ _OF_WEIGHTS = (
     "torchao_config",
     "model_loader_extra_config",
 )
-#: Further arguments on which the bytes of pages depend: which computations are carried out, and how.
-_OF_COMPUTATION = (
-    "load_format",
-    "json_model_override_args",
-    "decrypted_config_file",
-    "model_impl",
-    "model_config_parser",
-    "context_length",
-    "trust_remote_code",
-    "device",
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "disable_chunked_prefix_cache",
-    "enable_torch_compile",
-    "enable_deterministic_inference",
-    "enable_tf32_matmul",
-    "fp8_gemm_runner_backend",
-    "fp4_gemm_runner_backend",
-    "moe_runner_backend",
-    "moe_a2a_backend",
-    "ep_size",
-    "is_embedding",
-)
 
 
 def of_weights(arguments: dict[str, Any], hf_config: Any, settings: "Settings", start: str) -> Weights:
@@ -92,7 +71,14 @@ def of_weights(arguments: dict[str, Any], hf_config: Any, settings: "Settings", 
 
 
 def namespace_of(
-    arguments: dict[str, Any], hf_config: Any, settings: "Settings", weights: Weights, *, ranks: int, pool: Any
+    arguments: dict[str, Any],
+    hf_config: Any,
+    settings: "Settings",
+    weights: Weights,
+    start: str,
+    *,
+    ranks: int,
+    pool: Any,
 ) -> str:
     """Returns a text of everything that page bytes depend on, except for the tokens and the memory's shape."""
     import torch
@@ -101,13 +87,24 @@ def namespace_of(
     parts = {
         "sglang": interface.version(),
         **_weights_parts(arguments, weights.name, weights.revision, ranks, pool),
-        **{name: arguments.get(name) for name in _OF_COMPUTATION},
+        **_of_computation(arguments, settings, start),
         "config": sorted_json(without_path(hf_config.to_dict())),
         "page_size": pool.page_size,
         "platform": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "namespace": settings.namespace,
     }
     return "\n".join(f"{name}={described(value)}" for name, value in parts.items())
+
+
+def _of_computation(arguments: dict[str, Any], settings: "Settings", start: str) -> dict[str, Any]:
+    """Returns the arguments on which pages may depend. Files that they name are identified like those of weights."""
+    found = {name: value for name, value in arguments.items() if name not in HARMLESS}
+    for name, value in found.items():
+        local = files.look(value) if isinstance(value, str) and os.sep in value else None
+        if local is not None:
+            unchanged = settings.weights or local.changed_at <= files.began_at()
+            found[name] = local.text(declared=bool(settings.weights)) if unchanged else f"{value} of start {start}"
+    return {f"argument {name}": sorted_json(found[name]) for name in sorted(found)}
 
 
 def content_of(arguments: dict[str, Any], weights: Weights, *, ranks: int, pool: Any) -> str:

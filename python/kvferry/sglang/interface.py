@@ -29,6 +29,8 @@ WEIGHT_METHODS = (
     "update_weights_from_ipc",
     "update_weights_from_tensor",
 )
+#: Methods of ``WeightChecker`` that overwrite the weights of a running engine, with random values.
+CHECKER_METHODS = ("_reset_tensors",)
 #: Fields of classes.
 _TRANSFER = ("name", "device_indices", "keys")
 _PARAMS = (
@@ -52,7 +54,7 @@ def version() -> str:
         return "unknown"
 
 
-def differences(linker: type, wrapper: type, transfer: type, params: type, updater: type) -> list[str]:
+def differences(linker: type, wrapper: type, transfer: type, params: type, updater: type, checker: type) -> list[str]:
     """Returns the differences from the known interface, one line each."""
     found = []
     abstract = set(getattr(linker, "__abstractmethods__", ()))
@@ -72,7 +74,8 @@ def differences(linker: type, wrapper: type, transfer: type, params: type, updat
     for cls, names in ((transfer, _TRANSFER), (params, _PARAMS)):
         fields = getattr(cls, "__dataclass_fields__", {})
         found += [f"{cls.__name__}.{name} is missing" for name in names if name not in fields]
-    found += [f"{updater.__name__}.{name} is missing" for name in WEIGHT_METHODS if not hasattr(updater, name)]
+    for changes, names in ((updater, WEIGHT_METHODS), (checker, CHECKER_METHODS)):
+        found += [f"{changes.__name__}.{name} is missing" for name in names if not hasattr(changes, name)]
     return found
 
 

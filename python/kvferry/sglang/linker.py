@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.utils.weight_checker import WeightChecker
 
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
@@ -62,10 +63,14 @@ class Linker(UnifiedCacheLinker):
         why = interface.refusal(_differences(named)) or _why_not_served(server_args, params, named["components"])
         memory: KvMemory | None = None
         ranks = Ranks(_group(params))
+        # Before any branch, because each rank must take part.
+        drawn = ranks.of_first([int.from_bytes(secrets.token_bytes(7), "big") for _ in range(2)])
+        #: Names this start of the engine on all ranks.
+        self._engine = b"".join(part.to_bytes(8, "big") for part in drawn)
         if not why:
             try:
                 memory = self._share(server_args, params, ranks)
-            except (Unsupported, ValueError, RuntimeError) as error:
+            except (Unsupported, OSError, ValueError, RuntimeError) as error:
                 why = str(error)
         served = ranks.all(not why)
         if why or not served or memory is None:
@@ -83,14 +88,17 @@ class Linker(UnifiedCacheLinker):
         self._pool = pool = params.token_to_kv_pool_allocator.get_kvcache()
         model = ModelConfig.from_server_args(server_args)
         arguments = server_args.resolved_dict()
-        #: Names this start of the engine on all ranks.
-        drawn = ranks.of_first([int.from_bytes(secrets.token_bytes(7), "big") for _ in range(2)])
-        self._engine = b"".join(part.to_bytes(8, "big") for part in drawn)
         self._weights = content.of_weights(arguments, model.hf_config, self._settings, self._engine.hex())
         # Names of adapters do not change with their files.
         self._private = bool(arguments.get("enable_lora") or arguments.get("lora_paths")) and not self._settings.weights
         self._namespace = content.namespace_of(
-            arguments, model.hf_config, self._settings, self._weights, ranks=ranks.size, pool=pool
+            arguments,
+            model.hf_config,
+            self._settings,
+            self._weights,
+            self._engine.hex(),
+            ranks=ranks.size,
+            pool=pool,
         )
         heads = 1 if pools.is_mla(pool) else model.get_total_num_kv_heads()
         shards = min(ranks.size, heads)
@@ -112,6 +120,7 @@ class Linker(UnifiedCacheLinker):
         if ranks.rank == 0:
             content.tell_unknown_weights(self._weights)
             updates.watch(WeightUpdater, interface.WEIGHT_METHODS)
+            updates.watch(WeightChecker, interface.CHECKER_METHODS)
             leader = LeaderSide(
                 settings,
                 engine=self._engine,
@@ -210,7 +219,7 @@ def _group(params: "CacheInitParams") -> Any:
 
 def _differences(named: dict[str, Any]) -> list[str]:
     found = interface.differences(
-        UnifiedCacheLinker, UnifiedCacheLinkerWrapper, PoolTransfer, CacheInitParams, WeightUpdater
+        UnifiedCacheLinker, UnifiedCacheLinkerWrapper, PoolTransfer, CacheInitParams, WeightUpdater, WeightChecker
     )
     constructor = interface.constructor_difference(named)
     return [*found, constructor] if constructor else found

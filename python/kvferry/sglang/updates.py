@@ -1,7 +1,7 @@
 """Counts the changes of an engine's weights.
 
-SGLang changes the weights of a running engine with or without a flush of its cache, and tells a linker nothing of it.
-The methods that change them are therefore wrapped, in the process of each rank.
+SGLang changes the weights of a running engine with or without a flush of its cache, and calls no method of a linker for
+it. The methods that change them are therefore wrapped, on rank 0, whose namespace decides for all ranks.
 """
 
 import functools
