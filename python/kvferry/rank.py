@@ -126,10 +126,11 @@ class RankSession:
         """
         if not self.announces(through):
             return
-        self._announced = through
         self._needed = max(self._needed, through if needed is None else needed)
         marked = self._progress.mark(stream, through)
         check = record() if record is not None and not marked else None
+        # After what may raise, so that the call can be repeated.
+        self._announced = through
         with self._lock:
             self._outbox.needs(self._needed)
             if self._progress.submitted(through, marked, check):

@@ -306,6 +306,38 @@ def test_an_aborted_request_keeps_its_blocks_while_it_loads(executor: Executor, 
     daemon.wait_idle()
 
 
+def test_a_load_that_nobody_waits_for_never_ends_the_engine(
+    connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_LOAD_RETRY_MS", "2000")
+    monkeypatch.setattr(trtllm_stubs.connector("loads"), "_BEYOND_S", 0.3)
+    executor = start(connector, daemon, model)
+    try:
+        executor.complete(TOKENS)
+        worker = daemon.pid(rank=daemon.ranks - 1)
+        stop(worker)
+        number = loads(executor, TOKENS).request_id
+        side = executor.scheduler._side
+        # The executor tells a connector of an abort only after the load; another version may do so at once.
+        assert side.finished(number), "its blocks must be kept"
+        load = side.loads._open[number]
+
+        def turned(done: Callable[[], bool]) -> bool:
+            side.turn()
+            return done()
+
+        eventually("nothing is known of the load", lambda: turned(lambda: load.unknown))
+        assert time.monotonic() - load.began_at > 2.0
+        assert side.holds(number)
+        # A later leader knows when the workers copy nothing for the earlier one.
+        daemon.kill()
+        daemon.start()
+        eventually("the blocks are quiet", lambda: turned(lambda: not side.holds(number)))
+        daemon.wait_idle()
+    finally:
+        executor.close()
+
+
 def test_slots_are_finished_and_nothing_stays_held(executor: Executor, daemon: Daemon) -> None:
     for seed in range(6):
         executor.complete(prompt(seed % 3, 5 * BLOCK + 1))
@@ -424,6 +456,33 @@ def test_a_rank_that_cannot_report_its_work_stores_nothing(
     executor.clear()
     assert executor.complete(TOKENS).matched == 0
     assert request in executor.finished
+
+
+@pytest.mark.parametrize("rank", [0, -1], ids=["first", "last"])
+def test_a_report_that_failed_is_repeated_without_another_pass(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    executor.complete(TOKENS)
+    executor.rest()
+    executor.clear()
+    session = executor.ranks[rank].worker._rank
+    wrote, failed = session.wrote, []
+
+    def once(*arguments: Any, **named: Any) -> None:
+        if not failed:
+            failed.append(arguments)
+            raise OSError("planted")
+        wrote(*arguments, **named)
+
+    monkeypatch.setattr(session, "wrote", once)
+    # The pass of this request is the last one before the load that waits for it.
+    executor.complete([1, 2, 3], max_new=1)
+    assert failed
+    hit = executor.complete(TOKENS)
+    # The process of rank 0 knows of the failure, and requests nothing more.
+    knows = session is executor.ranks[0].worker._rank
+    assert hit.matched == (0 if knows else 6 * BLOCK)
+    executor.rest()
 
 
 def test_an_engine_whose_device_reports_no_progress_loads_and_stores_nothing(executor: Executor) -> None:

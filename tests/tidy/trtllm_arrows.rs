@@ -12,7 +12,7 @@ pub(crate) const TRTLLM_ARROWS: &[Arrow] = &[
     ("trtllm/guard", &[], &[]),
     (
         "trtllm/content",
-        &["files", "hub", "trtllm/compat", "trtllm/settings"],
+        &["trtllm/compat", "trtllm/settings", "weights"],
         &[],
     ),
     ("trtllm/refusals", &["trtllm/content"], &[]),

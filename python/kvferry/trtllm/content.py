@@ -12,15 +12,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry import files, hub
 from kvferry.trtllm import compat
 from kvferry.trtllm.settings import Settings, variable_of
+from kvferry.weights import cut, identify
 
 logger = logging.getLogger("kvferry")
 
 #: Longest content, in bytes. Longer names in it are cut; the digest is always whole.
 CONTENT_BYTES_MAX = 512
-_NAME_CHARACTERS_MAX = 200
 #: Load formats with which only files at the model's path are read.
 _READ_FROM_PATH = frozenset(("auto",))
 #: Arguments that change no byte of a page, or that are named in another way. All others separate engines: an argument
@@ -74,7 +73,7 @@ class Identity:
         """Returns one line of at most :data:`CONTENT_BYTES_MAX` bytes that names model and arguments."""
         parts = [compat.version(), self.shown, self.revision, self.dtype, self.arguments]
         digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-        text = f"{_cut(self.model)}, revision {_cut(self.revision or 'default')}, dtype {_cut(self.dtype)}"
+        text = f"{cut(self.model)}, revision {cut(self.revision or 'default')}, dtype {cut(self.dtype)}"
         room = CONTENT_BYTES_MAX - len(digest) - 2
         return f"{text.encode()[:room].decode(errors='ignore')}, {digest}".encode()
 
@@ -86,35 +85,28 @@ def identity_of(llm_args: Any, settings: Settings, start: bytes) -> Identity:
     path = str(arguments["model"])
     revision = str(arguments["revision"]) if arguments.get("revision") is not None else None
     load_format = _word(arguments.get("load_format", "auto"))
-    snapshot = hub.snapshot_at(path)
-    local = files.look(path) if snapshot is None else None
-    from_path = load_format in _READ_FROM_PATH and arguments.get("checkpoint_loader") is None
-    if snapshot is None and local is None and from_path:
-        commit = hub.commit_of(path, revision, None)
-        snapshot = (path, commit) if commit is not None else None
-    there = local.text(declared=True) if local else path
-    if snapshot is not None and from_path:
-        there = weights = "{} at commit {}".format(*snapshot)
-        shared = True
-    elif settings.weights:
-        weights, shared = f"{there} declared as {settings.weights!r}", True
-    elif from_path and local is not None and local.changed_at <= files.began_at():
-        # Files that changed since the process began may not be those that were loaded.
-        weights, shared = local.text(), True
-    else:
-        weights, shared = f"{path} of start {start.hex()}", False
+    weights = identify(
+        path,
+        revision,
+        dummy=False,
+        from_path=load_format in _READ_FROM_PATH and arguments.get("checkpoint_loader") is None,
+        cache=None,
+        config_commit=None,
+        declared=settings.weights,
+        start=start.hex(),
+    )
     rest = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
     rest["kv_cache_config"] = {name: value for name, value in cache.items() if name not in _CACHE_ELSEWHERE}
     rest["load_format"] = load_format
     return Identity(
-        weights=weights,
-        shared=shared,
+        weights=weights.name,
+        shared=weights.shared,
         model=path,
         revision=revision,
         dtype=f"{arguments.get('dtype', 'auto')}, KV {cache.get('dtype', 'auto')}",
         page_tokens=int(cache["tokens_per_block"]),
         arguments=sorted_json(rest),
-        shown=there,
+        shown=weights.content,
     )
 
 
@@ -162,8 +154,3 @@ def _plain(value: Any) -> Any:
 def _word(value: Any) -> str:
     """Returns the name of an enum's member, or a text, in lower case."""
     return str(getattr(value, "name", value)).lower()
-
-
-def _cut(text: str) -> str:
-    one_line = " ".join(text.split())
-    return one_line if len(one_line) <= _NAME_CHARACTERS_MAX else f"...{one_line[-_NAME_CHARACTERS_MAX:]}"

@@ -38,10 +38,12 @@ class Load:
     first: int
     pages: list[int]
     began_at: float = field(default_factory=time.monotonic)
-    #: The open request, a lookup or a load; the connection over which it was first sent, and the pages that it names.
+    #: The open request, a load or another one, the connection over which it was first sent, and the pages it names.
     pending: PendingRequest | None = None
     looks: bool = False
     link: int = 0
+    #: With copies of unknown end: the last leader to which they may have been sent.
+    epoch: int = 0
     named: int = 0
     #: How often copies were requested.
     attempts: int = 0
@@ -116,6 +118,9 @@ class Loads:
 
     def _go_on(self, load: Load) -> None:
         now = time.monotonic()
+        if load.given_up:
+            self._ask_about(load, now)
+            return
         limit_s = self._settings.load_retry_ms / 1000
         if now - load.began_at > limit_s:
             raise LoadFailed(
@@ -136,8 +141,23 @@ class Loads:
             )
             tracked.opens(load.pending, self._client.epoch, end)
 
+    def _ask_about(self, load: Load, now: float) -> None:
+        """Finds out whether the pages of a request that has ended are quiet. The engine runs on meanwhile.
+
+        A leader takes stores back only once every worker has joined it, and a worker joins when it copies nothing for
+        an earlier leader. Such an answer of a later leader therefore ends the copies of the last load.
+        """
+        later = self._client.listening and self._client.epoch != load.epoch
+        if load.pending is None and load.unknown and later and now >= load.not_before:
+            load.looks = True
+            load.pending = self._client.cancel_stores(load.tracked.slot, timeout_s=LOOKUP_LIMIT_S)
+
     def _looked_up(self, load: Load, pending: PendingRequest) -> None:
         answer = pending.answer
+        if load.given_up:
+            load.unknown = load.unknown and not isinstance(answer, wire.CancelStoresAnswer)
+            self._again_later(load)
+            return
         found = min(answer.hit_pages, len(load.pages)) if isinstance(answer, wire.LookupAnswer) else 0
         if found:
             self._request(load, found)
@@ -178,6 +198,7 @@ class Loads:
             # no copy.
             refused = failure.reported and load.link != 0 and load.link == self._client.link
             load.unknown = not (failure.over or refused)
+            load.epoch = self._client.epoch
         if load.attempts == 1:
             logger.warning(
                 "kvferry: %d blocks of request %d were not loaded and are requested again: %s",

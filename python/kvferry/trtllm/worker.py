@@ -47,6 +47,8 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         self._side: SchedulerSide | None = None
         self._registered = self._on_device = False
         self._step = StepMetadata()
+        #: Whether the report of the last forward pass failed.
+        self._unreported = False
         #: Stores of each request that may still read its pages, as far as this rank knows.
         self._stores: dict[int, set[int]] = {}
         self._of: dict[int, int] = {}
@@ -156,8 +158,24 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         """Reports what this step writes as written, once the device has finished its forward pass. Does not wait."""
         rank, step = self._rank, self._step
         if rank is not None and rank.announces(step.written_through):
+            self._unreported = True
             record, stream = (record_end, torch.cuda.current_stream().cuda_stream) if self._on_device else (None, None)
             rank.wrote(step.written_through, record, stream, needed=step.needed_through)
+            self._unreported = False
+
+    def _report_again(self) -> None:
+        """Reports the work of a forward pass whose report failed. Loads wait for it, and no later pass may come."""
+        rank, step = self._rank, self._step
+        if rank is None:
+            return
+        try:
+            if self._on_device:
+                torch.cuda.synchronize()
+            rank.wrote(step.written_through, needed=step.needed_through)
+        except Exception:
+            self.failed("_report_again")
+            return
+        self._unreported = False
 
     def start_load_kv(self, stream: Any) -> None:
         """Does nothing: the scheduler's side has requested the loads."""
@@ -184,8 +202,10 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         give_up_at = time.monotonic() + self._settings.store_hold_ms / 1000
         self._saving.update(dict.fromkeys(finished_gen_req_ids, give_up_at))
         self._loading.update(dict.fromkeys(started_loading_req_ids))
+        if self._unreported:
+            self._report_again()
         if self._side is not None:
-            if self._rank is not None and self._rank.fault:
+            if self.fault or (self._rank is not None and self._rank.fault):
                 self._side.unmarked = True
             self._side.turn()
         loaded = [request for request in self._loading if self._is_loaded(request)]
