@@ -18,6 +18,7 @@ from signals import stop
 
 from kvferry import present_namespace
 from kvferry.memory import Group, KvMemory, Place
+from kvferry.present_namespace import PresentNamespace
 from kvferry.rank import RankSession
 from kvferry.sglang import abandoned as abandoned_module
 from kvferry.sglang import loads, lookups, offloads
@@ -619,6 +620,41 @@ def test_the_present_namespace_is_left_for_readers_of_events() -> None:
         engine.leader.leave_pages("a test")
         assert engine.leader.namespace() != first
         eventually("the next namespace is shown", lambda: shown() == engine.leader.namespace())
+        path.unlink()
+        eventually("a file that is gone is written again", lambda: shown() == engine.leader.namespace())
+        switched = daemon.socket_dir / "off"
+        switched.touch()
+        eventually("no page is found", lambda: shown() == b"")
+        switched.unlink()
+        eventually("pages are found", lambda: shown() == engine.leader.namespace())
+
+
+def test_an_engine_that_no_leader_has_welcomed_shows_no_namespace(tmp_path: Path) -> None:
+    """Another engine may have its seat."""
+    with one_rank() as (_, engine):
+        alone = LeaderSide(
+            Settings.read({"socket_dir": str(tmp_path)}),
+            engine=b"a" * 16,
+            namespaces=Namespaces("alone", private=False),
+            abandoned=Abandoned(engine.session),
+            weight_changes=lambda: 0,
+        )
+        try:
+            alone._watch()
+            assert not present_namespace.path_of(tmp_path, 0).exists()
+        finally:
+            alone.close()
+
+
+def test_an_engine_that_ends_shows_no_namespace(tmp_path: Path) -> None:
+    first, second = PresentNamespace(tmp_path, 0), PresentNamespace(tmp_path, 0)
+    path = present_namespace.path_of(tmp_path, 0)
+    first.show(b"first")
+    second.show(b"second")
+    first.close()
+    assert path.read_text() == f"{b'second'.hex()}\n", "it is another engine's by now"
+    second.close()
+    assert path.read_text() == "\n"
 
 
 def test_settings_name_the_key_the_value_and_the_remedy() -> None:

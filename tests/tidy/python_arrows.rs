@@ -197,6 +197,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
             "client",
             "engine_client",
             "finishes",
+            "present_namespace",
             "recording",
             "resets",
             "served",
@@ -247,7 +248,12 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     ("sglang/ranks", &[], &["torch"]),
     ("sglang/settings", &["options"], &[]),
     ("sglang/pools", &["memory"], &["torch"]),
-    ("sglang/content", &["sglang/interface", "weights"], &[]),
+    ("sglang/harmless", &[], &[]),
+    (
+        "sglang/content",
+        &["files", "sglang/harmless", "sglang/interface", "weights"],
+        &[],
+    ),
     ("sglang/supported", &["sglang/pools"], &[]),
     ("sglang/abandoned", &["rank"], &[]),
     (

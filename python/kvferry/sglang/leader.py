@@ -71,7 +71,10 @@ class LeaderSide:
     # The client's thread.
 
     def _watch(self) -> float | None:
-        times = [self._switch.look(), self._absence.look(self._client), self._shown.show(self._namespaces.present)]
+        times = [self._switch.look(), self._absence.look(self._client)]
+        if self._client.listening:
+            finds = self._settings.mode != "store" and not self._switch.off
+            times.append(self._shown.show(self._namespaces.present if finds else None))
         self._tell_tails()
         return min(at for at in times if at is not None)
 
@@ -186,4 +189,5 @@ class LeaderSide:
         self._lookups.drop_all()
         requests = self._offloads.end_all()
         self._client.close()
+        self._shown.close()
         return requests

@@ -110,6 +110,14 @@ class Namespaces:
         return digest
 
     @property
+    def of_model(self) -> bytes | None:
+        """The namespace in which requests without an adapter and a namespace of their own find pages now.
+
+        None before the first of them. For any thread.
+        """
+        return self._present.get(b"")
+
+    @property
     def present(self) -> list[bytes]:
         """The namespaces in which requests without a namespace of their own find pages now, of each adapter one.
 

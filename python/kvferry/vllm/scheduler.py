@@ -18,6 +18,7 @@ from kvferry.absence import Absence
 from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
+from kvferry.present_namespace import PresentNamespace
 from kvferry.recording import LeaderSizes
 from kvferry.resets import Forgetting
 from kvferry.served import Served, StoreCursor
@@ -94,10 +95,12 @@ class SchedulerSide:
         if private:
             # The weights may change at any time: no other engine may find what is computed here.
             self._namespaces.leave()
+        self._finds = settings.mode != "store"
         self._tracked: dict[str, Tracked] = {}
         self._per_request = PerRequests()
         self._switch = Switch(settings.socket_dir)
         self._absence = Absence()
+        self._shown = PresentNamespace(settings.socket_dir, replica)
         # Ids and slots start from the clock, so that they also grow over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
         watch = {"watch": calls.recorder} if calls is not None else {}
@@ -144,7 +147,6 @@ class SchedulerSide:
             describe=describe,
             verification=self.verification,
         )
-        self._finds = settings.mode != "store"
         #: The state of the namespaces that KV events follow, and whether the cache was on.
         self._followed = (-1, False)
         if events is not None:
@@ -187,8 +189,10 @@ class SchedulerSide:
         pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]
 
     def _watch(self) -> float | None:
-        """Looks at the switch, and logs once that the leader is away and that it is back. On the client's thread."""
+        """Looks at the switch, shows the namespace, and logs an absent leader. On the client's thread."""
         times = [self._switch.look(), self._absence.look(self._client)]
+        if self._client.listening:
+            times.append(self._shown.show(self._namespaces.of_model if self._finds and not self._switch.off else None))
         if self._sizes is not None:
             times.append(self._sizes.turn(self._client))
         return min(at for at in times if at is not None)
@@ -468,6 +472,7 @@ class SchedulerSide:
         if self._events is not None:
             self._events.close()
         self._client.close()
+        self._shown.close()
         if self.verification is not None:
             self.verification.close()
         if self._calls is not None:
