@@ -127,7 +127,7 @@ class KvMemory:
         from a sleeping engine puts other chunks at the same addresses.
 
         Raises:
-            Unsupported: nothing is moved then.
+            Unsupported: nothing is shared then. Unless a move itself failed, nothing is moved either.
         """
         self._place = place
         self._hash_tokens, self._hit_tokens = hash_tokens, hit_tokens
@@ -256,11 +256,16 @@ class KvMemory:
                 f"{_SHM} has {free} bytes free, the KV cache takes {wanted}: give it more room "
                 f"(mount -o remount,size=..., or --shm-size for a container), or make the KV cache smaller"
             )
-        for storage in by_address.values():
-            theirs, size = storage._share_fd_cpu_()
-            fd = os.dup(theirs)
-            self._pieces.append(Piece(size, storage.data_ptr(), fd=fd))
-            os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
+        try:
+            for storage in by_address.values():
+                theirs, size = storage._share_fd_cpu_()
+                fd = os.dup(theirs)
+                self._pieces.append(Piece(size, storage.data_ptr(), fd=fd))
+                os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
+        except (OSError, RuntimeError) as error:
+            # What was moved stays moved: only the engine knows who has its address.
+            self.close()
+            raise Unsupported(f"the KV cache cannot be moved to {_SHM}: {error}") from error
 
     def describe(self, tickets: list[bytes], *, timeline: bool = False) -> dict[str, Any]:
         """Returns a registration of all groups, with a new proof. ``tickets`` name the descriptors, in order.

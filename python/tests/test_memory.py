@@ -212,6 +212,26 @@ def test_memory_that_cannot_be_shared_is_refused_with_the_reason(monkeypatch: py
     assert not tensors["layer.0"].is_shared()
 
 
+def test_a_move_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"layer.{number}": torch.zeros(PAGES, 2, 4, 8) for number in range(2)}
+    dup, left = os.dup, [1]
+
+    def failing(fd: int) -> int:
+        if not left:
+            raise OSError("planted")
+        left.pop()
+        return dup(fd)
+
+    monkeypatch.setattr(memory.os, "dup", failing)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(Unsupported, match="cannot be moved to /dev/shm: planted"):
+        KvMemory([group(tensors)], PLACE)
+    moved = [tensor.untyped_storage() for tensor in tensors.values() if tensor.is_shared()]
+    assert moved
+    # Torch keeps one descriptor of its own for each moved storage.
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= len(moved)
+
+
 def three_groups() -> tuple[torch.Tensor, list[Group]]:
     """Full attention, windows and states in the same memory, in which a page belongs to one of them at a time."""
     storage = torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT)

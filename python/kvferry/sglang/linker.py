@@ -104,10 +104,12 @@ class Linker(UnifiedCacheLinker):
         shards = min(ranks.size, heads)
         described = content.content_of(arguments, self._weights, ranks=ranks.size, pool=pool)
         place = Place(ranks.rank, ranks.size, ranks.rank * shards // ranks.size, described.encode())
-        memory = KvMemory([pools.group_of(pool, self._page_tokens)], place)
-        if not memory.on_device:
-            pools.moved(pool)
-        return memory
+        try:
+            return KvMemory([pools.group_of(pool, self._page_tokens)], place)
+        finally:
+            # A part may have been moved before a failure.
+            if pools.is_on_cpu(pool):
+                pools.moved(pool)
 
     def _start(self, memory: KvMemory, ranks: Ranks) -> None:
         settings = self._settings

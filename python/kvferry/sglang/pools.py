@@ -48,6 +48,11 @@ def is_mla(pool: Any) -> bool:
     return type(pool).__name__ == MLA
 
 
+def is_on_cpu(pool: Any) -> bool:
+    """Whether the pool is in memory of the CPU, which sharing moves."""
+    return all(tensor.device.type == "cpu" for tensor in _tensors(pool))
+
+
 def group_of(pool: Any, page_tokens: int) -> Group:
     """Describes the tensors of a served pool: one for keys and one for values of each layer, or one latent."""
     shaped = {f"tensor {number}": _paged(tensor, page_tokens) for number, tensor in enumerate(_tensors(pool))}
