@@ -43,7 +43,7 @@ class Run:
             return engine.run(prompt, salt)
 
     def rounds(self, play: Callable[[int], None], never: Collection[str]) -> int:
-        """Plays rounds until every rule is exercised but those that this engine ``never`` exercises.
+        """Plays rounds until the script is over, and every rule is exercised but those that the engine ``never`` shows.
 
         An engine may pause its lookups or its stores after a failure, so that one round does not show everything.
         Returns the number of rounds.
@@ -52,12 +52,13 @@ class Run:
 
         def exercised() -> bool:
             play(next(numbers))
-            return self._not_seen() <= set(never)
+            return self._not_seen() <= set(never) and not self.kvferry.events_left
 
         try:
             eventually("every rule is exercised", exercised)
         except AssertionError as error:
             error.add_note(f"not exercised: {sorted(self._not_seen() - set(never))}")
+            error.add_note(f"not played: {self.kvferry.events_left}")
             raise
         return next(numbers)
 
