@@ -77,9 +77,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def scripted(script: Script | None = None, settings: Settings = SETTINGS, **more: Any) -> Iterator[Run]:
+def scripted(
+    script: Script | None = None, settings: Settings = SETTINGS, *, socket_dir: Path | None = None, **more: Any
+) -> Iterator[Run]:
     with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
-        socket_dir = Path(directory) / "s"
+        socket_dir = socket_dir or Path(directory) / "s"
         kvferry = ScriptedKvferry(socket_dir, settings, Script(()) if script is None else script, **more)
         kvferry.start()
         run = Run(socket_dir, kvferry)
