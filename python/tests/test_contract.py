@@ -228,6 +228,15 @@ def test_pages_of_two_models_in_one_namespace_and_content_are_found() -> None:
     assert list(run.broken) == ["spaces-apart"]
 
 
+def test_pages_of_two_salts_in_one_namespace_are_found() -> None:
+    with scripted() as run:
+        engine = ToyEngine(run.socket_dir, "one_namespace")
+        for salt in ("one", "two"):
+            run.prompt(engine, salt, ABCD, salt)
+        engine.close()
+    assert list(run.broken) == ["spaces-apart"]
+
+
 def test_ids_that_go_back_after_a_restart_are_found() -> None:
     name = secrets.token_bytes(16)
     with scripted() as run:
