@@ -15,7 +15,7 @@ from kvferry.contract.script import DEFAULT, Event, Script
 RANKS = 2
 #: Pages of its own, so that most of what it computed before is loaded. Prompts of the built-in workload are longer.
 DEVICE_PAGES = 64
-HEARTBEAT_MS = 500
+HEARTBEAT_MS = 1000
 
 
 def replay(run: Run, *flags: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_the_reference_engine_keeps_the_contract(tmp_path: Path) -> None:
         for number, prompt in enumerate((abcd, tokens("x", "b", "c", "d"), abcd)):
             declared(run, tmp_path, f"prompt {number}", prompt)
         # Idle for more than three heartbeats.
-        declared(run, tmp_path, "of another model", abcd, model="deepseek-v3-mla", again_ms=4 * HEARTBEAT_MS)
+        declared(run, tmp_path, "of another model", abcd, model="deepseek-v3-mla", again_ms=7 * HEARTBEAT_MS // 2)
     assert run.broken == {}
     assert run.not_exercised == set()
     assert run.report is not None

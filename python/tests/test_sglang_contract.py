@@ -108,7 +108,7 @@ def test_the_transfers_for_sglang_keep_the_contract(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(breaker, "PAUSE_FIRST_S", 0.1)
     monkeypatch.setattr(offloads, "PAUSE_S", 0.1)
     script = Script([*DEFAULT, Event("finish", 12, "drop"), Event("load", 7, "fail")])
-    with scripted(script, Settings(request_credits=3, heartbeat_ms=500)) as run:
+    with scripted(script, Settings(request_credits=3, heartbeat_ms=1000)) as run:
         engine = Linked(run)
         try:
 

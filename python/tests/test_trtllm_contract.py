@@ -44,7 +44,7 @@ def engine(
 ) -> Iterator[tuple[Run, Executor]]:
     """An executor beside a scripted kvferry. At the end of the run its engine is still connected."""
     (folder / "model.safetensors").write_bytes(b"weights")
-    settings = Settings(ranks=ranks, request_credits=3, heartbeat_ms=500)
+    settings = Settings(ranks=ranks, request_credits=3, heartbeat_ms=1000)
     with scripted(script, settings, **more) as run, trtllm_stubs.installed(trtllm_stubs.interface()):
         monkeypatch.setenv("KVFERRY_TRTLLM_SOCKET_DIR", str(run.socket_dir))
         monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_BUDGET_MS", "1000")
