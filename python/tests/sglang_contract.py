@@ -1,5 +1,6 @@
 """A run of the contract suite with a real SGLang: for ``test_sglang.py``, all of whose tests share one engine."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,10 +26,12 @@ def prompts(number: int) -> list[list[int]]:
 
 def play(socket_dir: Path, started: Callable[[], SglangEngine]) -> Run:
     """Plays a kvferry in this directory until the engine has exercised every rule. Returns the run with its report."""
+    engine = started()
+    # What SGLang compiles at its first use keeps the client's thread from running for seconds.
+    engine.generate(BASE, max_tokens=1)
     script = Script([*DEFAULT, Event("finish", 12, "drop")])
-    settings = Settings(request_credits=3, heartbeat_ms=1000)
+    settings = Settings(request_credits=3, heartbeat_ms=2000)
     with scripted(script, settings, socket_dir=socket_dir) as run:
-        engine = started()
         registered = "registration-proven"
         eventually("the rank is registered", lambda: run.kvferry.report.outcome(registered) is Outcome.KEPT)
         answers: dict[tuple[int, ...], object] = {}
@@ -51,8 +54,10 @@ def play(socket_dir: Path, started: Callable[[], SglangEngine]) -> Run:
             rest()
 
         rest()
+        begun = time.monotonic()
         for salt in ("one", "two"):
             alone(f"salted {salt}", BASE, salt)
-        run.rounds(round_, ())
+        rounds = run.rounds(round_, ())
         eventually("nothing is owed", lambda: not run.kvferry.waits())
+        print(f"{rounds} rounds, {time.monotonic() - begun:.1f} s")
     return run
