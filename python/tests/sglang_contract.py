@@ -1,5 +1,8 @@
 """A run of the contract suite with a real SGLang: for ``test_sglang.py``, all of whose tests share one engine."""
 
+import contextlib
+import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +27,21 @@ def prompts(number: int) -> list[list[int]]:
     return [base, base[: PAGE_TOKENS * 3] + tokens(PAGE_TOKENS * 2 + 5, seed=400 + number), moved, base, longer, moved]
 
 
+def served(socket_dir: Path) -> bool:
+    """Whether some process listens in the directory."""
+    for path in socket_dir.glob("*/*.sock"):
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(OSError):
+            probe.connect(os.fspath(path))
+            return True
+    return False
+
+
 def play(socket_dir: Path, started: Callable[[], SglangEngine]) -> Run:
     """Plays a kvferry in this directory until the engine has exercised every rule. Returns the run with its report."""
     engine = started()
     # What SGLang compiles at its first use keeps the client's thread from running for seconds.
     engine.generate(BASE, max_tokens=1)
+    eventually("the processes of an earlier daemon are gone", lambda: not served(socket_dir))
     script = Script([*DEFAULT, Event("finish", 12, "drop")])
     settings = Settings(request_credits=3, heartbeat_ms=2000)
     with scripted(script, settings, socket_dir=socket_dir) as run:
