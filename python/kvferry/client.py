@@ -276,6 +276,7 @@ class Client:
         until: Callable[[PendingRequest], None] | None = None,
         urgent: bool = False,
         wake: bool = True,
+        identity: int | None = None,
     ) -> PendingRequest:
         """Sends a request; returns at once. An ``urgent`` one overtakes those that wait for credits of the connection.
 
@@ -284,12 +285,16 @@ class Client:
         The peer must carry the request out within ``timeout_s``, and may answer up to ``grace_s`` later. Over a new
         connection the request is sent again under the same id, unless it is bound to one connection, ``link``.
         ``until`` is called with the ended request, on the client's thread, or by this call if the request is refused.
+        ``identity`` is the id of a load or a store that has ended, because the peer refused it as busy and did not
+        examine it: the same message is sent again as the same request, by a client without a ``watch``, which sees ids
+        in their order. By default the id is a new and the highest one.
         Without ``wake`` the request is sent when the thread wakes next, at the latest by :meth:`poke`: stores that are
         sent at one time share a message.
         """
         now = time.monotonic()
         with self._lock:
-            pending = PendingRequest(next(self._ids), message, now + timeout_s, now + timeout_s + grace_s, link)
+            number = next(self._ids) if identity is None else identity
+            pending = PendingRequest(number, message, now + timeout_s, now + timeout_s + grace_s, link)
             pending.until = until
             pending.urgent = urgent
             pending.watch = self._watch

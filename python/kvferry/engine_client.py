@@ -27,6 +27,7 @@ class Sends(Protocol):
         until: Ended = None,
         urgent: bool = False,
         wake: bool = True,
+        identity: int | None = None,
     ) -> PendingRequest:
         """Sends a request; returns its handle at once."""
 
@@ -78,17 +79,19 @@ class EngineRequests:
         timeout_s: float,
         grace_s: float = 0.0,
         until: Ended = None,
+        identity: int | None = None,
     ) -> PendingRequest:
         """Copies pages that a lookup found to the device pages that ``parts`` name.
 
-        ``after``: the load starts when every rank has reported this work as written. The answer is a
+        ``after``: the load starts when every rank has reported this work as written. ``identity``: the id of a load of
+        the same parts and the same work that the leader has refused as busy, to send it again. The answer is a
         :class:`kvferry.wire.LoadAnswer`.
         """
 
         def message() -> wire.Load:
             return wire.Load(slot, _parts(parts), after)
 
-        return self.request(Later(Kind.LOAD, message), timeout_s, grace_s=grace_s, until=until)
+        return self.request(Later(Kind.LOAD, message), timeout_s, grace_s=grace_s, until=until, identity=identity)
 
     def store(
         self: Sends,

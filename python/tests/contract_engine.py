@@ -34,7 +34,11 @@ def tokens(*words: str) -> list[int]:
 
 
 class ToyEngine:
-    """``mistakes``: names of the planted mistakes. ``ids``: the first id of its requests."""
+    """``mistakes``: names of the planted mistakes. ``ids``: the first id of its requests.
+
+    ``tails``: it stores the pages behind those that it has by a slot of their own, which names no page before them.
+    ``works``: its ranks report work by numbers of their own, which stores name in ``after``.
+    """
 
     def __init__(
         self,
@@ -44,8 +48,12 @@ class ToyEngine:
         engine: bytes | None = None,
         ids: int | None = None,
         wait_s: float = WAIT_S,
+        tails: bool = False,
+        works: bool = False,
     ):
         self.mistakes = set(mistakes)
+        self._tails = tails
+        self._works = itertools.count(1) if works else None
         self.model = model
         self._wait_s = wait_s
         self._tensor = torch.zeros((PAGES, 1, PAGE_TOKENS, _FLOATS // PAGE_TOKENS))
@@ -95,7 +103,7 @@ class ToyEngine:
         if failure is None:
             return pending.answer
         if not failure.over and pending.kind in (wire.Kind.LOAD, wire.Kind.STORE):
-            if "frees_on_busy" in self.mistakes:
+            if "frees_on_busy" in self.mistakes or "writes_on_busy" in self.mistakes:
                 return None
             self._rank.abandon([pending.id])
 
@@ -125,13 +133,25 @@ class ToyEngine:
         for at in range(loaded):
             kept = torch.equal(self._tensor[pages[at]], self._kv(prompt, at))
             assert kept or self.mistakes, f"page {at} of {prompt} was loaded and is wrong"
-        self._compute_and_store(slot, prompt, pages, loaded, hit)
+        if self._tails:
+            self._finish(slot)
+            slot = next(self._slots)
+            behind = 0 if "stores_what_failed" in self.mistakes else min(loaded, count - 1)
+            self._client.lookup(
+                slot, hashes[behind:], namespace=namespace, device_pages=count - behind, timeout_s=self._wait_s
+            )
+            self._compute_and_store(slot, prompt, pages, loaded, hit, before=behind)
+        else:
+            self._compute_and_store(slot, prompt, pages, loaded, hit)
         if meanwhile is not None:
             meanwhile()
         if "no_finish" not in self.mistakes:
-            self._end(self._client.finish(slot, timeout_s=self._wait_s))
+            self._finish(slot)
         self._free += pages
         return loaded
+
+    def _finish(self, slot: int) -> None:
+        self._end(self._client.finish(slot, timeout_s=self._wait_s))
 
     def _load(self, slot: int, pages: list[int], hit: int, count: int) -> int:
         named = min(hit + 1, count) if "loads_more" in self.mistakes and hit else hit
@@ -140,11 +160,14 @@ class ToyEngine:
         after = 1 << 62 if "waits_for_nothing" in self.mistakes else 0
         parts = [Part(0, 0, pages[:named])]
         answer = self._end(self._client.load(slot, parts, after=after, timeout_s=self._wait_s))
-        if "ignores_load_answer" in self.mistakes:
+        if "ignores_load_answer" in self.mistakes or "stores_what_failed" in self.mistakes:
             return hit
         return answer.pages if isinstance(answer, wire.LoadAnswer) else 0
 
-    def _compute_and_store(self, slot: int, prompt: Sequence[int], pages: list[int], loaded: int, hit: int) -> None:
+    def _compute_and_store(
+        self, slot: int, prompt: Sequence[int], pages: list[int], loaded: int, hit: int, *, before: int = 0
+    ) -> None:
+        """``before``: pages of the prompt before the first one of the slot."""
         count = len(pages)
         computed = range(loaded, count)
 
@@ -155,16 +178,19 @@ class ToyEngine:
         if "written_early" not in self.mistakes:
             compute()
         first = min(loaded, count - 1) if "ignores_hits" not in self.mistakes else 0
+        if "stores_what_failed" in self.mistakes:
+            first = 0
         if hit < count or loaded < hit or "ignores_hits" in self.mistakes:
             more, more_from = (), 0
             if "other_hashes" in self.mistakes:
                 more = [bytes(32) for _ in range(count)]
-            parts = [Part(0, first, pages[first:])]
-            store = self._client.store(slot, parts, more=more, more_from=more_from, timeout_s=self._wait_s)
+            parts = [Part(0, first - before, pages[first:])]
+            work = next(self._works) if self._works else 0
+            store = self._client.store(slot, parts, more=more, more_from=more_from, after=work, timeout_s=self._wait_s)
             again = None
             if "store_twice" in self.mistakes:
                 again = self._client.store(slot, parts, timeout_s=self._wait_s)
-            self._rank.wrote(again.id if again else store.id)
+            self._rank.wrote(work or (again.id if again else store.id))
             if "written_early" in self.mistakes or "overwrites" in self.mistakes:
                 self._reported(store.id)
                 compute()
@@ -173,6 +199,9 @@ class ToyEngine:
             stored = self._end(store)
             if again is not None:
                 self._end(again)
+            if stored is None and "writes_on_busy" in self.mistakes:
+                self._reported(work or store.id)
+                self._tensor[pages[-1]] += 1000
             if stored is None and "frees_on_busy" in self.mistakes:
                 # The pages are used for the next prompt.
                 self._free = pages + self._free

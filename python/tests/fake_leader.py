@@ -109,7 +109,9 @@ class Leader(EngineRequests):
         until: Any = None,
         urgent: bool = False,
         wake: bool = True,
+        identity: int | None = None,
     ) -> Asked:
+        assert identity is None, "requests are not sent again here"
         later = message
         if isinstance(later, Later):
             message = later.build()

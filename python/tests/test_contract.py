@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 from contract_engine import WAIT_S, ToyEngine, tokens
+from contract_run import SETTINGS, Run, scripted
 from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
@@ -21,18 +22,15 @@ from kvferry.admin import AdminClient
 from kvferry.contract import checks, session_checks
 from kvferry.contract.__main__ import CANNOT_RUN, FAILED, PASSED, main
 from kvferry.contract.connector_rules import CONNECTOR_RULES
-from kvferry.contract.hash_checks import Prompt
 from kvferry.contract.leader_checks import LeaderChecks
 from kvferry.contract.leader_rules import LEADER_RULES
 from kvferry.contract.live import Connection, Rank
 from kvferry.contract.pages import OwnMemory
-from kvferry.contract.peers import Settings
 from kvferry.contract.played import Target
-from kvferry.contract.rules import Outcome, Report
+from kvferry.contract.rules import Outcome
 from kvferry.contract.script import ACTIONS, Event, Script
 from kvferry.contract.scripted import Driver, ScriptedKvferry
 
-SETTINGS = Settings(heartbeat_ms=200)
 ABCD = tokens("a", "b", "c", "d")
 #: Prompts that share, branch and repeat pages: enough for every event of the default script.
 PROMPTS = [
@@ -49,41 +47,6 @@ PROMPTS = [
     ("p", tokens("p", "q")),
     ("pr", tokens("p", "q", "r")),
 ]
-
-
-class Run:
-    """A scripted kvferry, and the report after it."""
-
-    def __init__(self, socket_dir: Path, kvferry: ScriptedKvferry):
-        self.socket_dir = socket_dir
-        self.kvferry = kvferry
-        self.report: Report | None = None
-
-    def prompt(self, engine: ToyEngine, name: str, prompt: list[int], salt: str = "") -> int:
-        self.kvferry.begin(Prompt(name, f"{engine.model} {salt}", tuple(prompt)))
-        try:
-            return engine.run(prompt, salt)
-        finally:
-            self.kvferry.end()
-
-    @property
-    def broken(self) -> dict[str, list[str]]:
-        assert self.report is not None
-        return {name: [each.text for each in self.report.breaks(name)] for name in self.report.named(Outcome.BROKEN)}
-
-
-@contextlib.contextmanager
-def scripted(script: Script | None = None, settings: Settings = SETTINGS, **more: Any) -> Iterator[Run]:
-    with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
-        socket_dir = Path(directory) / "s"
-        kvferry = ScriptedKvferry(socket_dir, settings, Script(()) if script is None else script, **more)
-        kvferry.start()
-        run = Run(socket_dir, kvferry)
-        try:
-            yield run
-        finally:
-            run.report = kvferry.stop()
-            print(run.report.as_text())
 
 
 # A running kvferry.
@@ -189,6 +152,7 @@ MISTAKES: dict[str, tuple[str, Script]] = {
     "no_finish": ("slots-finished", Script(())),
     "random_hashes": ("hashes-repeat", Script(())),
     "waits_for_nothing": ("load-after-lower", Script(())),
+    "writes_on_busy": ("busy-keeps-pages", Script([Event("store", 1, "busy")])),
 }
 
 
@@ -210,12 +174,66 @@ def test_a_mistake_of_an_engine_is_named_by_its_rule(mistake: str) -> None:
     assert list(run.broken) == [rule]
 
 
+def test_an_engine_that_names_tails_and_numbers_its_works_keeps_every_rule() -> None:
+    script = Script([Event("store", 2, "busy"), Event("load", 2, "half"), Event("load", 3, "fail")])
+    with scripted(script) as run:
+        engine = ToyEngine(run.socket_dir, tails=True, works=True)
+        loaded = [run.prompt(engine, name, prompt) for name, prompt in PROMPTS]
+        run.prompt(engine, "salted", ABCD, "salt")
+        assert sum(loaded) > 5, loaded
+        engine.close()
+    assert run.broken == {}
+    assert run.report is not None
+    of_hashes = {"hashes-chained", "hashes-cover-tokens", "hashes-repeat", "spaces-apart", "hashes-agree"}
+    of_pages = {"pages-kept", "busy-keeps-pages", "one-store-of-a-page", "written-after-the-bytes", "hits-used"}
+    assert not (of_hashes | of_pages | {"failed-pages-computed", "slots-finished"}) & run.not_exercised
+
+
+#: The same for an engine that names tails and numbers its works.
+MISTAKES_WITH_TAILS: dict[str, tuple[str, Script]] = {
+    "page_hashes": ("hashes-chained", Script(())),
+    "random_hashes": ("hashes-repeat", Script(())),
+    "stores_what_failed": ("failed-pages-computed", Script([Event("load", 1, "half")])),
+    "writes_on_busy": ("busy-keeps-pages", Script([Event("store", 1, "busy")])),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_WITH_TAILS)
+def test_a_mistake_of_an_engine_that_names_tails_is_named_by_its_rule(mistake: str) -> None:
+    rule, script = MISTAKES_WITH_TAILS[mistake]
+    with scripted(script, owed_limit_s=1.0) as run:
+        engine = ToyEngine(run.socket_dir, mistake, tails=True, works=True)
+        for name, prompt in PROMPTS[:3]:
+            run.prompt(engine, name, prompt)
+        run.kvferry.stop()
+        engine.close()
+    assert list(run.broken) == [rule]
+
+
+def test_hashes_of_single_pages_are_found_without_declared_prompts_also_among_tails() -> None:
+    with scripted() as run:
+        engine = ToyEngine(run.socket_dir, "page_hashes", tails=True)
+        for prompt in (ABCD, tokens("x", "b", "c")):
+            engine.run(prompt)
+        engine.close()
+    assert list(run.broken) == ["hashes-chained"]
+
+
 def test_pages_of_two_models_in_one_namespace_and_content_are_found() -> None:
     with scripted() as run:
         for model in ("one", "two"):
             engine = ToyEngine(run.socket_dir, "one_namespace", "one_content", model=model)
             run.prompt(engine, model, ABCD)
             engine.close()
+    assert list(run.broken) == ["spaces-apart"]
+
+
+def test_pages_of_two_salts_in_one_namespace_are_found() -> None:
+    with scripted() as run:
+        engine = ToyEngine(run.socket_dir, "one_namespace")
+        for salt in ("one", "two"):
+            run.prompt(engine, salt, ABCD, salt)
+        engine.close()
     assert list(run.broken) == ["spaces-apart"]
 
 

@@ -101,7 +101,9 @@ class Leader(EngineRequests):
         until: Callable | None = None,
         urgent: bool = False,
         wake: bool = True,
+        identity: int | None = None,
     ) -> Asked:
+        assert identity is None, "requests are not sent again here"
         asked = Asked(next(self._ids), message, until)
         asked.timeout_s = timeout_s
         self.asked.append(asked)

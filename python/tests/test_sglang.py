@@ -15,6 +15,7 @@ from typing import Any
 
 import make_model
 import pytest
+import sglang_contract
 from daemon import Daemon, eventually, running
 from engine import said, shared_memory, tokens
 from sglang_engine import DEVICE_TOKENS, PAGE_TOKENS, SglangEngine, arguments, why_not
@@ -196,6 +197,12 @@ def test_a_leader_restarts_and_kvferry_goes_and_comes_back(one: Fixture) -> None
         assert said(engine.generate(PROMPT)) == said(cold)
         settled(daemon)
         eventually("pages are loaded again", loads)
+
+
+def test_the_linker_keeps_the_contract(one: Fixture) -> None:
+    run = sglang_contract.play(one.socket_dir, one.started)
+    assert run.broken == {}
+    assert run.not_exercised == set()
 
 
 def test_weights_that_change_with_or_without_a_flush_leave_the_pages(one: Fixture) -> None:

@@ -208,6 +208,40 @@ def test_no_copy_begins_while_an_earlier_one_may_still_run(
         executor.close()
 
 
+@pytest.mark.parametrize("ended", [False, True], ids=["the request runs", "the request has ended"])
+def test_a_load_that_the_leader_never_examines_ends_in_time(
+    ended: bool, connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_LOAD_RETRY_MS", "500")
+    executor = start(connector, daemon, model)
+    try:
+        side = executor.scheduler._side
+        sent: list[tuple[int | None, int]] = []
+
+        def load(*arguments: Any, identity: int | None, **named: Any) -> PendingRequest:
+            pending = PendingRequest(identity or side._client.draw(), wire.Load(1, []), 0.0, 0.0, None)
+            sent.append((identity, pending.id))
+            pending._end(None, Failure(Code.BUSY, "busy", reported=True, retry=True))
+            return pending
+
+        monkeypatch.setattr(side._client, "load", load)
+        if ended:
+            executor.complete(TOKENS)
+            executor.rest()
+            executor.clear()
+            executor.add(TOKENS)
+            executor.iterate()
+            assert side.finished(2), "the leader may examine the load still"
+            eventually("its blocks are free", lambda: side.turn() or not side.holds(2))
+        else:
+            assert "(busy)" in failing(executor)
+        (first, number), *again = sent
+        assert first is None
+        assert again == [(number, number)] * len(again) != []
+    finally:
+        executor.close()
+
+
 def test_a_silent_leader_costs_one_budget(
     connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

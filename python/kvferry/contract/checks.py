@@ -102,8 +102,7 @@ class Checks:
         """A request is answered."""
         self.sessions.answered(request, body, peer)
         if request.kind in (Kind.LOOKUP, Kind.LOAD, Kind.STORE):
-            written = self._memories() if self._written() >= request.id else None
-            self.pages.answered(request, body, written)
+            self.pages.answered(request, body, self._memories(), self._written())
 
     def answered_ours(self, peer: Peer, message: Incoming, asked: int | None) -> None:
         """A request of ours is answered."""
@@ -152,7 +151,9 @@ class Checks:
             self.report.exercised("registers-again")
 
     def wrote(self, worker: Worker, request: Request) -> None:
-        """A rank has reported work as written."""
+        """A rank has reported work as written, and is not answered yet."""
+        if self.pages.busy_stores():
+            self.pages.tick(self._memories(), self._written())
 
     def gave_up(self, worker: Worker) -> None:
         """A rank has given up requests."""

@@ -35,8 +35,9 @@ class HashChecks:
 
     def __init__(self, report: Report):
         self._report = report
-        #: The prompt that is computed now.
-        self.prompt: Prompt | None = None
+        #: The prompt that is computed now, and whether no sequence of it was seen yet.
+        self._prompt: Prompt | None = None
+        self._begins = False
         #: The hash before each hash; empty before the first one.
         self._before: dict[tuple[Domain, bytes], bytes] = {}
         self._by_prefix: dict[tuple[str, bytes], tuple[Domain, bytes]] = {}
@@ -44,18 +45,24 @@ class HashChecks:
         self._by_own: dict[tuple[str, bytes], bytes] = {}
         self._spaces: dict[bytes, str] = {}
 
-    def prefix_of(self, domain: Domain, page_hash: bytes) -> bytes | None:
-        """Returns a digest of the tokens up to the end of a page, if the driver has declared them."""
-        page = self._by_hash.get((domain, page_hash))
-        return page.prefix if page else None
+    def begin(self, prompt: Prompt | None) -> None:
+        """Sequences from now on are of this prompt; with None, of undeclared ones."""
+        self._prompt, self._begins = prompt, True
 
-    def sequence(self, domain: Domain, hashes: Sequence[bytes], page_tokens: int, number: int) -> None:
-        """Checks the hashes of a sequence, from its first page on."""
-        before = b""
+    def sequence(
+        self, domain: Domain, hashes: Sequence[bytes], page_tokens: int, number: int, *, may_be_tail: bool
+    ) -> None:
+        """Checks the hashes of a sequence, from its first page on.
+
+        ``may_be_tail``: the first hash may be that of a later page, so that it says nothing of those before it.
+        """
+        before = None if may_be_tail else b""
         for position, page_hash in enumerate(hashes):
             key = domain, page_hash
             known = self._before.get(key)
-            if known is None:
+            if before is None:
+                pass
+            elif known is None:
                 if len(self._before) < PAGES_MAX:
                     self._before[key] = before
             elif known != before:
@@ -66,19 +73,32 @@ class HashChecks:
                 self._report.broken("hashes-chained", text, number)
                 return
             before = page_hash
-        if self.prompt is not None and page_tokens > 0:
-            self._declared(self.prompt, domain, hashes, page_tokens, number)
+        if self._prompt is not None and page_tokens > 0 and hashes:
+            first = self._first(domain, hashes[0], may_be_tail)
+            self._begins = False
+            if first is not None:
+                self._declared(self._prompt, domain, first, hashes, page_tokens, number)
 
-    def _declared(self, prompt: Prompt, domain: Domain, hashes: Sequence[bytes], page_tokens: int, number: int) -> None:
+    def _first(self, domain: Domain, page_hash: bytes, may_be_tail: bool) -> int | None:
+        """Returns the position of a sequence's first hash in the prompt; None where it is not known."""
+        if self._begins or not may_be_tail:
+            return 0
+        page = self._by_hash.get((domain, page_hash))
+        return page.position if page else None
+
+    def _declared(
+        self, prompt: Prompt, domain: Domain, first: int, hashes: Sequence[bytes], page_tokens: int, number: int
+    ) -> None:
         digest = hashlib.sha256()
-        for position in range(min(len(hashes), len(prompt.tokens) // page_tokens)):
+        for position in range(min(first + len(hashes), len(prompt.tokens) // page_tokens)):
             if len(self._by_hash) >= PAGES_MAX:
                 return
             tokens = prompt.tokens[position * page_tokens : (position + 1) * page_tokens]
             own = repr(tokens).encode()
             digest.update(own)
-            page = _Page(prompt.name, position, prompt.space, digest.digest(), hashlib.sha256(own).digest())
-            self._page(page, domain, hashes[position], number)
+            if position >= first:
+                page = _Page(prompt.name, position, prompt.space, digest.digest(), hashlib.sha256(own).digest())
+                self._page(page, domain, hashes[position - first], number)
 
     def _page(self, page: _Page, domain: Domain, page_hash: bytes, number: int) -> None:
         report, here = self._report, f"page {page.position} of prompt {page.prompt!r}"

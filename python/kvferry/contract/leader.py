@@ -78,6 +78,8 @@ class Leader:
     """The service of the leader."""
 
     roles = ("engine", "admin", "worker")
+    #: Pages are found by their own hash alone, wherever a lookup begins.
+    features = wire.FEATURE_TAILS
     keeps_answers = True
     kinds: ClassVar[dict[str, tuple[int, ...]]] = {
         "engine": _ENGINE,

@@ -38,6 +38,8 @@ class _View:
     namespace: bytes
     hashes: list[bytes]
     device_pages: int
+    #: The first hash may be that of a page in the middle of a sequence.
+    may_be_tail: bool
     #: End of the pages that it found; None before the answer.
     end: int | None = None
     answered_at: float = 0.0
@@ -52,6 +54,8 @@ class _Hold:
     number: int
     is_store: bool
     slot: int
+    #: Number of the work that writes the pages of a store.
+    after: int
     #: Position and device page.
     pages: list[tuple[int, int]]
     #: Namespace and hash of each page, by its position.
@@ -69,7 +73,8 @@ class _Hold:
 class _Failed:
     """A page that a load did not bring, and a digest of what the load has left there, by rank."""
 
-    slot: int
+    #: None after the slot was finished or looked up again: then the engine may compute the page elsewhere.
+    slot: int | None
     position: int
     digests: list[bytes]
     load: int
@@ -115,10 +120,13 @@ class PageChecks:
         except wire.Malformed:
             return
         key = request.session.engine, body.slot
+        hello = request.peer.hello
+        may_be_tail = hello is not None and bool(hello.features & wire.FEATURE_TAILS)
         self._gone.discard(key)
-        self._slots[key] = _View(request.id, request.number, body.namespace, hashes, body.device_pages)
-        self._forget_failed(key)
-        self._hashes.sequence((body.namespace, self.content), hashes, self.page_tokens, request.number)
+        self._slots[key] = _View(request.id, request.number, body.namespace, hashes, body.device_pages, may_be_tail)
+        self._leave_failed(key)
+        domain = body.namespace, self.content
+        self._hashes.sequence(domain, hashes, self.page_tokens, request.number, may_be_tail=may_be_tail)
 
     def _finished(self, request: Request) -> None:
         key = request.session.engine, request.body.slot
@@ -126,11 +134,12 @@ class PageChecks:
         if view is not None and view.lookup < request.id:
             del self._slots[key]
             self._report.exercised("slots-finished")
-        self._forget_failed(key)
+        self._leave_failed(key)
 
-    def _forget_failed(self, slot: _Slot) -> None:
-        for key in [key for key, each in self._failed.items() if (key[0], each.slot) == slot]:
-            del self._failed[key]
+    def _leave_failed(self, slot: _Slot) -> None:
+        for key, each in self._failed.items():
+            if (key[0], each.slot) == slot:
+                each.slot = None
 
     def _copy(self, request: Request) -> None:
         engine, body = request.session.engine, request.body
@@ -197,7 +206,8 @@ class PageChecks:
         report.exercised("hashes-agree")
         if len(more) > len(known):
             view.hashes += more[len(known) :]
-            self._hashes.sequence((view.namespace, self.content), view.hashes, 0, request.number)
+            domain = view.namespace, self.content
+            self._hashes.sequence(domain, view.hashes, 0, request.number, may_be_tail=view.may_be_tail)
 
     # Pages in use.
 
@@ -206,7 +216,8 @@ class PageChecks:
         hashes = view.hashes if view else []
         namespace = view.namespace if view else b""
         keys = {at: (namespace, hashes[at]) for at, _ in pages if at < len(hashes)}
-        hold = _Hold(engine, request.id, request.number, is_store, request.body.slot, pages, keys)
+        after = request.body.after or request.id
+        hold = _Hold(engine, request.id, request.number, is_store, request.body.slot, after, pages, keys)
         told: set[tuple[str, int]] = set()
         for at, page in pages:
             for other in self._pages.get((engine, page), ()):
@@ -241,8 +252,10 @@ class PageChecks:
             if not holders:
                 self._pages.pop((hold.engine, page), None)
 
-    def answered(self, request: Request, body: msgspec.Struct, written: list[MappedMemory] | None) -> None:
-        """A request is answered. ``written``: the memories, if the rank has reported the pages as written."""
+    def answered(
+        self, request: Request, body: msgspec.Struct, memories: list[MappedMemory] | None, written: int
+    ) -> None:
+        """A request is answered. ``written``: the number up to which all ranks have reported work as written."""
         engine = request.session.engine
         if request.kind == Kind.LOOKUP:
             view = self._slots.get((engine, request.body.slot))
@@ -262,8 +275,8 @@ class PageChecks:
             return
         if isinstance(body, Error) and not body.over:
             hold.busy = body.code == Code.BUSY
-            if hold.busy and written and hold.is_store:
-                hold.data = [[memory.read(0, page) for _, page in hold.pages] for memory in written]
+            if hold.busy and hold.is_store and memories and written >= hold.after:
+                hold.data = [[memory.read(0, page) for _, page in hold.pages] for memory in memories]
             return
         self._release(hold)
 
@@ -287,7 +300,7 @@ class PageChecks:
             if hold.busy and hold.is_store and memories:
                 if hold.data:
                     self._compare_busy(hold, memories)
-                elif written >= hold.id:
+                elif written >= hold.after:
                     hold.data = [[memory.read(0, page) for _, page in hold.pages] for memory in memories]
 
     def _compare_busy(self, hold: _Hold, memories: list[MappedMemory] | None) -> None:
@@ -315,7 +328,8 @@ class PageChecks:
         for slot in self._slots:
             self._went(slot)
         self._slots.clear()
-        self._failed.clear()
+        for failed in self._failed.values():
+            failed.slot = None
 
     def engine_gone(self, engine: bytes) -> None:
         """An engine stays away, and another process has its memory, if any."""
@@ -343,13 +357,14 @@ class PageChecks:
         first = min(position for position, _ in copy.pages)
         for key, failed in list(self._failed.items()):
             named = any(page == key[1] for _, page in copy.pages)
-            if key[0] != engine or not (named or (failed.slot == copy.slot and failed.position < first)):
+            behind = failed.slot == copy.slot and failed.position < first
+            if key[0] != engine or not (named or behind):
                 continue
             now = [_digest([memory.read(0, key[1])]) for memory in memories]
             if any(one == other for one, other in zip(now, failed.digests, strict=True)):
                 text = (
                     f"store {copy.request.id} of pages from {first} on: device page {key[1]}, page {failed.position} "
-                    f"of slot {failed.slot}, holds what the failed load {failed.load} has left"
+                    f"of load {failed.load}, holds what that load has left when it failed"
                 )
                 self._report.broken("failed-pages-computed", text, number)
             else:

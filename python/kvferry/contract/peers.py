@@ -107,6 +107,8 @@ class Service(Protocol):
 
     roles: tuple[str, ...]
     kinds: ClassVar[dict[str, tuple[int, ...]]]
+    #: Bits of ``features`` that welcome repeats.
+    features: int
     #: Answers are kept over connections, for repeated requests.
     keeps_answers: bool
 

@@ -66,11 +66,11 @@ class ScriptedKvferry:
 
     def begin(self, prompt: Prompt) -> None:
         """Declares that lookups from now on are of this prompt."""
-        self._server.call(lambda: setattr(self._checks.hashes, "prompt", prompt))
+        self._server.call(lambda: self._checks.hashes.begin(prompt))
 
     def end(self) -> None:
         """Ends :meth:`begin`."""
-        self._server.call(lambda: setattr(self._checks.hashes, "prompt", None))
+        self._server.call(lambda: self._checks.hashes.begin(None))
 
     def restart(self) -> None:
         """Plays the restart of the leader."""

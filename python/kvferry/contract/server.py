@@ -319,6 +319,7 @@ class Server(Loop):
             settings.request_credits,
             settings.byte_credits,
             deadline_max_ms=int(DEADLINE_MAX_S * 1000),
+            features=hello.features & service.features,
         )
         self.send(peer, Kind.WELCOME, message.id, welcome)
         self.watcher.welcomed(peer)

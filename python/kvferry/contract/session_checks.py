@@ -367,7 +367,10 @@ class SessionChecks:
 
     def waits(self) -> bool:
         """Whether something is owed that may still come."""
-        return any(each.back_until is not None or each.owed_until is not None for each in self._engines.values())
+        return any(
+            each.back_until is not None or (each.owed_until is not None and each.owed)
+            for each in self._engines.values()
+        )
 
 
 def _lives(process: int) -> bool:

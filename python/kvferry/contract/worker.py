@@ -105,6 +105,7 @@ class Worker:
     """The service of one rank's worker."""
 
     roles = ("rank",)
+    features = 0
     #: The end of a rank's connection ends what its registration began.
     keeps_answers = False
     kinds: ClassVar[dict[str, tuple[int, ...]]] = {"rank": (Kind.REGISTER, Kind.WRITTEN, Kind.ABANDON, Kind.UNREGISTER)}

@@ -1,7 +1,8 @@
 """Loads: from TensorRT-LLM's allocation of pages until every page is in place.
 
 TensorRT-LLM has no way to compute pages that were promised. A load that failed is therefore requested again, into the
-same pages, which stay the request's. Where that does not succeed in time, the engine must end.
+same pages, which stay the request's: by a new request after a lookup, or, where the leader was too busy to examine the
+load, by the same one. Where that does not succeed in time, the engine must end.
 """
 
 import logging
@@ -15,6 +16,7 @@ from kvferry.served import Part
 from kvferry.trtllm.settings import Settings, variable_of
 from kvferry.trtllm.steps import Steps
 from kvferry.trtllm.tracked import Tracked
+from kvferry.wire import Code
 
 logger = logging.getLogger("kvferry")
 
@@ -45,6 +47,9 @@ class Load:
     #: With copies of unknown end: the last leader to which they may have been sent.
     epoch: int = 0
     named: int = 0
+    after: int = 0
+    #: Id of a load that the leader has not examined, and that is sent again; None without one.
+    repeats: int | None = None
     #: How often copies were requested.
     attempts: int = 0
     #: The request has ended: what is not in place is not requested again.
@@ -90,8 +95,12 @@ class Loads:
             self._end_given_up(load)
 
     def _end_given_up(self, load: Load) -> None:
-        if load.given_up and not load.unknown and (load.pending is None or load.looks):
+        idle = load.pending is None or load.looks
+        if load.given_up and not load.unknown and idle and (load.repeats is None or self._is_late(load)):
             self._over(load)
+
+    def _is_late(self, load: Load) -> bool:
+        return time.monotonic() - load.began_at > self._settings.load_retry_ms / 1000
 
     def is_open(self, request: int) -> bool:
         """Whether some page of a request is not in place, or may still be written by kvferry."""
@@ -118,17 +127,21 @@ class Loads:
 
     def _go_on(self, load: Load) -> None:
         now = time.monotonic()
-        if load.given_up:
+        if load.given_up and load.repeats is None:
             self._ask_about(load, now)
             return
-        limit_s = self._settings.load_retry_ms / 1000
-        if now - load.began_at > limit_s:
+        if not load.given_up and self._is_late(load):
+            limit_s = self._settings.load_retry_ms / 1000
             raise LoadFailed(
                 f"kvferry: {len(load.pages)} blocks of request {load.tracked.request} were not loaded within "
                 f"{limit_s:.0f} s ({load.problem}), and TensorRT-LLM cannot compute blocks that were promised: the "
                 f"engine ends: start it again, with {variable_of('mode')}=store while kvferry is not well"
             )
-        if load.pending is None and not load.unknown and now >= load.not_before and self._client.listening:
+        if load.pending is not None or time.monotonic() < load.not_before or not self._client.listening:
+            return
+        if load.repeats is not None:
+            self._send(load)
+        elif not load.unknown:
             tracked = load.tracked
             end = load.first + len(load.pages)
             load.looks, load.link = True, self._client.link
@@ -167,15 +180,20 @@ class Loads:
 
     def _request(self, load: Load, pages: int | None = None) -> None:
         load.named = len(load.pages) if pages is None else pages
-        load.looks, load.link = False, self._client.link
-        load.attempts += 1
+        load.after, load.link = self._steps.work, self._client.link
         self._steps.awaited = max(self._steps.awaited, self._steps.work)
+        self._send(load)
+
+    def _send(self, load: Load) -> None:
+        load.looks = False
+        load.attempts += 1
         left_s = max(self._settings.load_retry_ms / 1000 - (time.monotonic() - load.began_at), 0.05)
         limit_s = min(self._settings.load_limit_s(load.named * self.page_bytes), left_s)
         load.pending = self._client.load(
             load.tracked.slot,
             [Part(0, load.first, load.pages[: load.named])],
-            after=self._steps.work,
+            after=load.after,
+            identity=load.repeats,
             timeout_s=limit_s,
             # The end of the copies is reported after the deadline, and by the next leader if this one is gone.
             grace_s=left_s + _BEYOND_S - limit_s,
@@ -184,6 +202,7 @@ class Loads:
     def _copied(self, load: Load, pending: PendingRequest) -> None:
         """Handles the end of a request for copies."""
         failure = pending.failure
+        load.unknown, load.repeats = False, None
         if isinstance(pending.answer, wire.LoadAnswer):
             done = min(pending.answer.pages, load.named)
             load.first += done
@@ -194,6 +213,8 @@ class Loads:
             load.problem = "kvferry loaded only a part of them"
         elif failure is not None:
             load.problem = str(failure)
+            if failure.reported and failure.code == Code.BUSY and not failure.over:
+                load.repeats = pending.id
             # A request that is refused before it was examined, and that was sent over one connection only, has begun
             # no copy.
             refused = failure.reported and load.link != 0 and load.link == self._client.link

@@ -29,7 +29,9 @@ class Store:
     """A store that is not known to be over."""
 
     tracked: Tracked
+    #: The pages that it names lie from ``first`` to ``end`` of the sequence.
     first: int
+    end: int
     pages: int
     pending: PendingRequest
     #: The client no longer waits for the end: only the ranks can tell when nothing is copied any longer.
@@ -93,7 +95,7 @@ class Stores:
         )
         tracked.known = max(known, full)
         tracked.next_page = full
-        self._open[pending.id] = Store(tracked, first, pages, pending)
+        self._open[pending.id] = Store(tracked, first, full, pages, pending)
         self._of.setdefault(tracked.request, set()).add(pending.id)
         self._pages += pages
         self._new.append((tracked.request, pending.id))
@@ -103,12 +105,15 @@ class Stores:
             self._steps.store = pending.id
 
     def _parts(self, tracked: Tracked, full: int) -> list[Part]:
-        """Returns the pages up to ``full`` that were not named and that no load has brought."""
-        loaded = tracked.loaded
-        runs = [(tracked.next_page, full)]
-        if loaded:
-            runs = [(tracked.next_page, min(full, loaded.start)), (max(tracked.next_page, loaded.stop), full)]
-        return [Part(0, first, tracked.pages[first:end]) for first, end in runs if first < end]
+        """Returns the pages up to ``full`` that were not named, that no load has brought and no store may read."""
+        stores = [self._open[number] for number in self.of(tracked.request)]
+        left_out = sorted([(tracked.loaded.start, tracked.loaded.stop), *((each.first, each.end) for each in stores)])
+        parts, first = [], tracked.next_page
+        for start, stop in [*left_out, (full, full)]:
+            if first < min(start, full):
+                parts.append(Part(0, first, tracked.pages[first : min(start, full)]))
+            first = max(first, stop)
+        return parts
 
     def open(self, tracked: Tracked, pages: int) -> None:
         """Opens or reopens the slot, by a lookup that finds nothing."""
