@@ -36,6 +36,10 @@ class Silence:
         self.looks, self.looked = 0, None
         self.requested_over, self.looked_over = 0, None
 
+    def again(self) -> None:
+        """Begins to count again, for another time: the last request is still unanswered."""
+        self.looks, self.looked, self.looked_over = 0, None, None
+
     def requested(self, link: int) -> None:
         """Records that a request was sent over this connection."""
         self.requested_over = link

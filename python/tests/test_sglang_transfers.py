@@ -17,6 +17,7 @@ from daemon import Daemon, eventually, running
 from signals import stop
 
 from kvferry import present_namespace
+from kvferry import rank as rank_module
 from kvferry.memory import Group, KvMemory, Place
 from kvferry.rank import RankSession
 from kvferry.sglang import abandoned as abandoned_module
@@ -30,6 +31,8 @@ from kvferry.sglang.settings import Settings
 from kvferry.sglang.transfers import Transfers, packed
 
 PAGES = 32
+#: Longest time after the deadline of a load for which a worker that hangs makes SGLang's scheduler wait.
+HANGS_S = 1.0
 PATIENT = {"lookup_budget_ms": 1000, "step_budget_ms": 10_000, "lookup_timeout_ms": 30_000}
 
 
@@ -293,10 +296,10 @@ def test_a_load_of_a_stopped_worker_is_abandoned_and_its_pages_are_quiet_afterwa
         worker = daemon.pid()
         begun = time.monotonic()
         with stopped(worker):
-            # The supervisor ends a worker that gives nothing back; until then the load does not return.
+            # The rank ends a worker that gives nothing back, long before the supervisor does.
             assert not engine.transfers.load("r", names, [8, 9])
+            assert time.monotonic() - begun < 0.3 + HANGS_S
             assert worker not in daemon.workers
-        assert time.monotonic() - begun < abandoned_module.CONFIRM_LIMIT_S
         assert engine.leader.breaker.pauses
         assert engine.find("s", names) == 0, "no lookups during the pause"
         engine.fill([8, 9], 5)
@@ -309,6 +312,25 @@ def test_a_load_of_a_stopped_worker_is_abandoned_and_its_pages_are_quiet_afterwa
         assert engine.find(request, names) == 2
         assert engine.transfers.load(request, names, [8, 9])
         assert torch.equal(engine.tensor[[8, 9]], content)
+
+
+def test_a_wait_for_pages_that_were_abandoned_before_is_as_short() -> None:
+    with one_rank() as (daemon, engine):
+        worker = daemon.pid()
+        with stopped(worker):
+            abandoned = engine.transfers._abandoned
+            abandoned.add([7])
+            eventually("the wait for the worker has begun", lambda: engine.session._silence.looked is not None)
+            assert not abandoned.is_over(7)
+            begun = time.monotonic()
+            abandoned.wait([7])
+            assert time.monotonic() - begun < HANGS_S
+            assert worker not in daemon.workers
+        assert engine.session._outbox.abandoned == set()
+        # The next wait is a long one again.
+        abandoned.add([8])
+        assert engine.session._kill_after_s == rank_module.KILL_AFTER_S
+        eventually("the next worker confirms", lambda: abandoned.is_over(8))
 
 
 def test_a_load_whose_worker_dies_fails_and_the_next_one_is_right() -> None:
@@ -337,6 +359,7 @@ def test_a_worker_that_confirms_nothing_ends_the_engine_instead_of_giving_its_pa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(abandoned_module, "CONFIRM_LIMIT_S", 0.5)
+    monkeypatch.setattr(abandoned_module, "KILL_AFTER_S", 30.0)
     with one_rank(load_timeout_ms=300) as (daemon, engine):
         engine.store("a", [3, 4], 1)
         assert engine.find("r", hashes("a", 2)) == 2
@@ -410,9 +433,9 @@ def test_a_load_is_abandoned_if_the_wait_for_it_raises(monkeypatch: pytest.Monke
         abandoned = []
         abandon = engine.session.abandon
 
-        def seen(requests: list[int]) -> None:
+        def seen(requests: list[int], **named: Any) -> None:
             abandoned.extend(requests)
-            abandon(requests)
+            abandon(requests, **named)
 
         def broken(*_given: Any) -> None:
             raise LookupError("injected")
@@ -515,7 +538,7 @@ class Pages:
     def __init__(self) -> None:
         self.abandoned: list[int] = []
 
-    def abandon(self, requests: list[int]) -> None:
+    def abandon(self, requests: list[int], **_: Any) -> None:
         self.abandoned += requests
 
     def wait_over(self, timeout_s: float) -> list[int]:
