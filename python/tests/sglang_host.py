@@ -42,6 +42,17 @@ class Host:
     def flush(self, order: dict[str, Any]) -> bool:
         return bool(self.engine.flush_cache().success)
 
+    def counters(self, order: dict[str, Any]) -> dict[str, float]:
+        """The linker's counters on SGLang's Prometheus page, for an engine with ``enable_metrics``."""
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        samples = (sample for metric in registry.collect() for sample in metric.samples)
+        found = (sample for sample in samples if sample.name.startswith("sglang:kvferry_"))
+        return {f"{sample.name}/{sample.labels['outcome']}": sample.value for sample in found}
+
     def weights(self, order: dict[str, Any]) -> list[Any]:
         """Reads weights from another folder into the running engine."""
         done = self.engine.loop.run_until_complete(

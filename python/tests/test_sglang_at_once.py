@@ -169,7 +169,7 @@ def test_a_real_engine_aborts_only_the_requests_whose_load_failed() -> None:
     prompts = [tokens(300, seed=60 + number) for number in range(4)]
     with running(ranks=1, ratio=1) as daemon:
         extra = {"failed_load": "abort", "load_timeout_ms": 1000}
-        engine = SglangEngine(arguments(daemon.socket_dir, extra=extra))
+        engine = SglangEngine(arguments(daemon.socket_dir, extra=extra, enable_metrics=True))
         try:
             daemon.pid()
             daemon.wait_ready()
@@ -203,6 +203,10 @@ def test_a_real_engine_aborts_only_the_requests_whose_load_failed() -> None:
                 return cached(again) == cached(warm)
 
             eventually("pages are loaded again", loads)
+            counters = engine.request("counters")
+            assert counters["sglang:kvferry_loads_total/failed"] == 1
+            assert counters["sglang:kvferry_loads_total/whole"] >= len(prompts)
+            assert counters["sglang:kvferry_store_pages_total/stored"] == len(prompts) * (300 // PAGE_TOKENS)
         finally:
             engine.end()
         daemon.wait_idle()

@@ -11,6 +11,7 @@ from kvferry.present_namespace import PresentNamespace
 from kvferry.resets import Forgetting
 from kvferry.sglang import loads
 from kvferry.sglang.breaker import Breaker
+from kvferry.sglang.counts import Counts
 from kvferry.sglang.loads import Ended, Load
 from kvferry.sglang.lookups import Lookups
 from kvferry.sglang.offloads import Offloads
@@ -37,6 +38,7 @@ class LeaderSide:
         namespaces: "Namespaces",
         abandoned: "Abandoned",
         weight_changes: "Callable[[], int]",
+        counts: Counts | None = None,
         connect: type[EngineClient] = EngineClient,
     ):
         """Begins the connection. ``weight_changes`` counts how often the engine's weights may have changed."""
@@ -50,6 +52,7 @@ class LeaderSide:
         self._shown = PresentNamespace(settings.socket_dir, settings.replica)
         self._absence = Absence()
         self._tails_known_of = 0
+        self.counts = counts or Counts()
         self.breaker = Breaker()
         self._client = connect(
             settings.socket_dir / "leader",
@@ -62,14 +65,19 @@ class LeaderSide:
         )
         self._finishes = Finishes(self._client)
         self._forgetting = Forgetting(self._client)
-        self._lookups = Lookups(self._client, settings, self._finishes, self.breaker)
-        self._offloads = Offloads(self._client, settings, self._finishes, abandoned)
+        self._lookups = Lookups(self._client, settings, self._finishes, self.breaker, self.counts)
+        self._offloads = Offloads(self._client, settings, self._finishes, abandoned, self.counts)
         self._client.start()
 
     # The client's thread.
 
     def _watch(self) -> float | None:
-        times = [self._switch.look(), self._absence.look(self._client), self._shown.show(self._namespaces.present)]
+        times = [
+            self._switch.look(),
+            self._absence.look(self._client),
+            self._shown.show(self._namespaces.present),
+            self.counts.look(),
+        ]
         self._tell_tails()
         return min(at for at in times if at is not None)
 
@@ -130,9 +138,10 @@ class LeaderSide:
 
     def end_load(self, load: Load) -> tuple[Ended, str]:
         """Waits for the end of a load, until its deadline. Returns how it ended, and why it failed."""
-        ended = loads.end(self._client, load)
+        ended, why = loads.end(self._client, load)
         self._finishes.finish(load.lookup.slot, load.lookup.epoch)
-        return ended
+        self.counts.loaded(load.pending, load.pages, whole=ended == Ended.DONE)
+        return ended, why
 
     def loaded(self, failed: list[tuple[Load, str]]) -> None:
         """Records the end of all loads that were waited for together, once their pages are quiet.

@@ -20,6 +20,7 @@ from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
 from kvferry.sglang import content, interface, pools, updates
 from kvferry.sglang.abandoned import Abandoned
+from kvferry.sglang.counts import Counts
 from kvferry.sglang.leader import LeaderSide
 from kvferry.sglang.namespaces import Namespaces
 from kvferry.sglang.ranks import Ranks
@@ -74,7 +75,7 @@ class Linker(UnifiedCacheLinker):
                 memory.close()
             return
         self.pools = {PoolName.KV: self._pool}
-        self._start(memory, ranks)
+        self._start(memory, ranks, exported=bool(server_args.enable_metrics))
 
     def _share(self, server_args: "ServerArgs", params: "CacheInitParams", ranks: Ranks) -> KvMemory:
         """Moves the KV memory to where kvferry can map it, and describes what its bytes depend on."""
@@ -101,7 +102,7 @@ class Linker(UnifiedCacheLinker):
             pools.moved(pool)
         return memory
 
-    def _start(self, memory: KvMemory, ranks: Ranks) -> None:
+    def _start(self, memory: KvMemory, ranks: Ranks, *, exported: bool) -> None:
         settings = self._settings
         if memory.on_device:
             self._stream = torch.cuda.Stream()
@@ -118,6 +119,7 @@ class Linker(UnifiedCacheLinker):
                 namespaces=Namespaces(self._namespace, private=self._private),
                 abandoned=abandoned,
                 weight_changes=updates.count,
+                counts=Counts(exported=exported),
             )
         self._transfers = Transfers(
             ranks,
