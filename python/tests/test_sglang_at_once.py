@@ -163,16 +163,22 @@ def test_other_ranks_follow_rank_0(ends: tuple[Ended, ...], all_: bool, landed: 
     assert rank.finish_batch(0) == landed
 
 
+def attached(daemon: Daemon) -> None:
+    """Waits until both ranks of an engine are served."""
+    for rank in range(2):
+        daemon.pid(rank=rank)
+    daemon.wait_ready()
+
+
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 @pytest.mark.skipif(not FULL, reason="starts another engine")
-def test_a_real_engine_aborts_only_the_requests_whose_load_failed() -> None:
+def test_two_ranks_abort_only_the_requests_whose_load_failed() -> None:
     prompts = [tokens(300, seed=60 + number) for number in range(4)]
-    with running(ranks=1, ratio=1) as daemon:
+    with running(ranks=2, ratio=1) as daemon:
         extra = {"failed_load": "abort", "load_timeout_ms": 1000}
-        engine = SglangEngine(arguments(daemon.socket_dir, extra=extra, enable_metrics=True))
+        engine = SglangEngine(arguments(daemon.socket_dir, tp_size=2, extra=extra, enable_metrics=True))
         try:
-            daemon.pid()
-            daemon.wait_ready()
+            attached(daemon)
             alone = [engine.generate(prompt)[0]["tokens"] for prompt in prompts]
             settled(daemon)
             engine.flush()
@@ -183,7 +189,7 @@ def test_a_real_engine_aborts_only_the_requests_whose_load_failed() -> None:
             warm = engine.generate(prompts[0])
             settled(daemon)
             engine.flush()
-            worker = daemon.pid()
+            worker = daemon.pid(rank=1)
             stop(worker)
             killer = threading.Timer(0.3, os.kill, (worker, signal.SIGKILL))
             killer.start()
@@ -193,8 +199,7 @@ def test_a_real_engine_aborts_only_the_requests_whose_load_failed() -> None:
             assert "and the request is aborted" in engine.logged()
             # The next request is served, without pages that were not loaded.
             assert said(engine.generate(prompts[0])) == said(warm)
-            daemon.pid()
-            daemon.wait_ready()
+            attached(daemon)
 
             def loads() -> bool:
                 engine.flush()
