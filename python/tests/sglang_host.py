@@ -22,6 +22,8 @@ class Host:
 
     def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Generates for all prompts at once."""
+        from fastapi import HTTPException
+
         sampling = {"temperature": 0, "max_new_tokens": order["max_tokens"], "ignore_eos": True}
         prompts = order["prompts"]
         named: dict[str, Any] = {}
@@ -37,6 +39,8 @@ class Host:
             )
         except ValueError as error:
             return [{"error": str(error)}]
+        except HTTPException as error:
+            return [{"error": error.detail, "status": error.status_code}]
         return [answer(output) for output in outputs]
 
     def flush(self, order: dict[str, Any]) -> bool:
