@@ -14,8 +14,8 @@ import make_model
 import pytest
 from daemon import Daemon, eventually, running
 from engine import PAGE_TOKENS, Answer, Engine, config, said, tokens
-from sglang_engine import SglangEngine, arguments, why_not
-from test_sglang import cached, of_engines
+from sglang_engine import SglangEngine, arguments, in_shared_memory, left_behind, why_not
+from test_sglang import cached
 
 WHY_NOT = why_not()
 pytestmark = [
@@ -33,9 +33,9 @@ MORE_TOKENS = 8
 
 @pytest.fixture(autouse=True)
 def nothing_stays_in_shared_memory() -> Iterator[None]:
-    before = of_engines()
+    before = in_shared_memory()
     yield
-    assert of_engines() == before
+    assert not left_behind(in_shared_memory() - before)
 
 
 class Vllm:
