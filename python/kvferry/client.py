@@ -435,8 +435,9 @@ class Client:
         poller = self._poller(socket, monitor)
         while (left_s := deadline - time.monotonic()) > 0 and not self._closing:
             self._expire()
+            # Turns are taken and deadlines of requests are heeded also while the peer is silent.
+            self._take_turn()
             self._take_new()
-            # Deadlines of requests are heeded also while the peer is silent.
             next_s = self._until_next(time.monotonic() + left_s) - time.monotonic()
             ready = dict(poller.poll(max(int(next_s * 1000) + 1, 0)))
             if self._wake in ready:

@@ -80,6 +80,8 @@ class RankSession:
         self._process_killed = False
         #: When each request was abandoned.
         self._abandoned_at: dict[int, float] = {}
+        #: Time after which the worker is killed that does not give the present abandoned pages back.
+        self._kill_after_s = KILL_AFTER_S
         #: Tracks how long the worker has not given abandoned pages back.
         self._silence = Silence()
         features = wire.FEATURE_TIMELINE if memory.has_timeline else 0
@@ -142,10 +144,19 @@ class RankSession:
         if wake:
             self._client.poke()
 
-    def abandon(self, requests: list[int]) -> None:
-        """Takes the pages of these requests back. :meth:`over` returns the requests once nothing is copied for them."""
+    def abandon(self, requests: list[int], *, kill_after_s: float | None = None) -> None:
+        """Takes the pages of these requests back. :meth:`over` returns the requests once nothing is copied for them.
+
+        A worker that has not given them back ``kill_after_s`` later is killed; by default after :data:`KILL_AFTER_S`.
+        A shorter time also holds for requests that were abandoned before and are not over.
+        """
         now = time.monotonic()
         with self._lock:
+            if not self._outbox.abandoned:
+                self._kill_after_s = KILL_AFTER_S
+            if kill_after_s is not None and kill_after_s < self._kill_after_s:
+                self._kill_after_s = kill_after_s
+                self._silence.again()
             self._outbox.abandon(requests)
             for request in requests:
                 self._abandoned_at.setdefault(request, now)
@@ -209,7 +220,7 @@ class RankSession:
             waiting = bool(self._outbox.abandoned)
         wake = self._send_owed(now, waiting)
         if waiting and wake is not None:
-            wake = min(wake, now + look_every(KILL_AFTER_S))
+            wake = min(wake, now + look_every(self._kill_after_s))
         with self._lock:
             report_at = self._outbox.report_at(now)
             self._armed = report_at is not None
@@ -379,7 +390,7 @@ class RankSession:
         if not self._outbox.abandoned:
             self._silence.end()
             return
-        given_up = self._silence.look(now, KILL_AFTER_S, self._link)
+        given_up = self._silence.look(now, self._kill_after_s, self._link)
         if self._process_fd is None:
             if self._process == 0:
                 self._are_over(self._outbox.dead())
@@ -389,7 +400,7 @@ class RankSession:
             self._process_killed = True
             waited_s = now - min(self._abandoned_at[request] for request in self._outbox.abandoned)
             logger.error(
-                "kvferry: worker %s gives no pages back for %.0f s and no process ends it: it is killed",
+                "kvferry: worker %s gives no pages back for %.1f s and no process ends it: it is killed",
                 self._process,
                 waited_s,
             )

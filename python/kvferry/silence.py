@@ -12,6 +12,8 @@ from dataclasses import dataclass
 LOOKS = 4
 #: Additional quarters while the request was not out over the present connection for a whole one.
 LOOKS_MORE = 2
+#: Gap between two looks that a thread on a busy machine may have: only a longer one can count as a thread not running.
+STALL_S = 0.25
 
 
 @dataclass
@@ -19,7 +21,8 @@ class Silence:
     """The time that a worker has not answered. Plain data; not thread-safe.
 
     :meth:`look` must be called at least every :func:`look_every` while pages are awaited. A gap of more than half a
-    quarter means that the thread did not run: the elapsed part of the present quarter does not count.
+    quarter, and of more than :data:`STALL_S`, means that the thread did not run: the elapsed part of the present
+    quarter does not count.
     """
 
     looks: int = 0
@@ -36,6 +39,10 @@ class Silence:
         self.looks, self.looked = 0, None
         self.requested_over, self.looked_over = 0, None
 
+    def again(self) -> None:
+        """Begins to count again, for another time: the last request is still unanswered."""
+        self.looks, self.looked, self.looked_over = 0, None, None
+
     def requested(self, link: int) -> None:
         """Records that a request was sent over this connection."""
         self.requested_over = link
@@ -47,7 +54,7 @@ class Silence:
         takes two quarters more.
         """
         quarter_s = after_s / LOOKS
-        stood_still = self.looked is None or now - self.looked > quarter_s / 2
+        stood_still = self.looked is None or now - self.looked > max(quarter_s / 2, STALL_S)
         self.looked = now
         if stood_still:
             self.due = now + quarter_s

@@ -12,6 +12,8 @@ from kvferry import files, looks
 signals.set_to_defaults()
 #: With --full, engines start and spawn their processes as those of a user do.
 engine.Process.forked = not os.environ.get("KVFERRY_VLLM_FULL")
+#: Files of tests with a real engine begin with these names.
+WITH_ENGINES = ("test_vllm", "test_sglang.", "test_sglang_ranks", "test_sglang_at_once", "test_engines")
 
 
 @pytest.fixture(autouse=True)
@@ -26,4 +28,6 @@ def files_are_older(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name.startswith(("test_vllm", "test_sglang.")))
+    items.sort(
+        key=lambda item: item.path.name.startswith(("test_vllm", "test_sglang.", "test_sglang_ranks", "test_engines"))
+    )

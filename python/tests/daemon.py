@@ -78,9 +78,9 @@ class Daemon:
             self._up.wait(TIMEOUT_S)
         self._up = None
 
-    def status(self, *, missing: bool = False) -> dict[str, Any]:
+    def status(self, *flags: str, missing: bool = False) -> dict[str, Any]:
         """Returns the output of ``kvferry status --json``; empty if no leader answers and ``missing`` is set."""
-        command = [PROGRAM, "status", "--json", "--socket-dir", str(self.socket_dir)]
+        command = [PROGRAM, "status", "--json", *flags, "--socket-dir", str(self.socket_dir)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0 and missing:
             return {}

@@ -42,6 +42,22 @@ def why_not() -> str:
     return "" if compiles else "SGLang needs g++ and the headers of OpenSSL (Debian: apt install g++ libssl-dev)"
 
 
+def in_shared_memory() -> set[Path]:
+    """Returns KV memory and files of SGLang in shared memory, of all engines."""
+    folder = Path("/dev/shm")
+    return {*folder.glob("torch_*"), *folder.glob("sgl*")}
+
+
+def left_behind(paths: set[Path]) -> set[Path]:
+    """Returns those of these files in shared memory that no process has open: other engines may run on this machine."""
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            used.update(re.findall(r"/dev/shm/\S+", (process / "maps").read_text()))
+            used.update(os.readlink(file) for file in (process / "fd").iterdir())
+    return {path for path in paths if path.exists() and str(path) not in used}
+
+
 def arguments(socket_dir: Path | None, **changes: Any) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``; ``extra`` goes to the linker. Without a directory there is no linker."""
     # A short stall of the machine must not turn a hit into a miss.

@@ -22,6 +22,8 @@ class Host:
 
     def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Generates for all prompts at once."""
+        from fastapi import HTTPException
+
         sampling = {"temperature": 0, "max_new_tokens": order["max_tokens"], "ignore_eos": True}
         prompts = order["prompts"]
         named: dict[str, Any] = {}
@@ -37,10 +39,23 @@ class Host:
             )
         except ValueError as error:
             return [{"error": str(error)}]
+        except HTTPException as error:
+            return [{"error": error.detail, "status": error.status_code}]
         return [answer(output) for output in outputs]
 
     def flush(self, order: dict[str, Any]) -> bool:
         return bool(self.engine.flush_cache().success)
+
+    def counters(self, order: dict[str, Any]) -> dict[str, float]:
+        """The linker's counters on SGLang's Prometheus page, for an engine with ``enable_metrics``."""
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        samples = (sample for metric in registry.collect() for sample in metric.samples)
+        found = (sample for sample in samples if sample.name.startswith("sglang:kvferry_"))
+        return {f"{sample.name}/{sample.labels['outcome']}": sample.value for sample in found}
 
     def weights(self, order: dict[str, Any]) -> list[Any]:
         """Reads weights from another folder into the running engine."""

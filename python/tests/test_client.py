@@ -10,7 +10,7 @@ import zmq
 from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
-from kvferry.client import Client, Failure, Later, PendingRequest
+from kvferry.client import SOCKET_NAME, Client, Failure, Later, PendingRequest
 from kvferry.wire import Code, Kind
 
 ENGINE = b"e" * 16
@@ -444,6 +444,26 @@ def test_turn_is_called_on_events_and_at_its_time(directory: Path) -> None:
 
     with talking(directory, turn=turn):
         eventually("some turns", lambda: len(turns) > 10)
+
+
+def test_turn_is_called_at_its_time_while_a_peer_sends_no_welcome(directory: Path) -> None:
+    """And no more often: a time that has passed must not be waited for again and again."""
+    turns: list[float] = []
+
+    def turn() -> float:
+        turns.append(time.monotonic())
+        return turns[-1] + 0.05
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        silent.bind(f"ipc://{directory / SOCKET_NAME}")
+        with talking(directory, turn=turn) as client:
+            eventually("the client waits for the welcome", lambda: silent.poll(0))
+            first = len(turns)
+            begun, busy = time.monotonic(), time.process_time()
+            eventually("some turns", lambda: len(turns) > first + 10)
+            assert time.monotonic() - begun < 1.5, "less than the wait for a welcome"
+            assert time.process_time() - busy < 0.5
+            assert not client.listening
 
 
 def test_a_client_reconnects_to_a_restarted_leader() -> None:

@@ -357,6 +357,17 @@ def test_a_thread_that_was_paused_gives_up_no_worker_in_the_next_quarter(before_
     assert looks(Silence(), 20_000, 60, lambda now: 1) == 30
 
 
+def test_a_short_limit_allows_for_the_gaps_of_a_busy_machine() -> None:
+    def given_up_after(gap_s: float, *, limit_s: float = 0.6) -> float | None:
+        silence = Silence()
+        silence.requested(1)
+        return next((at for at in (gap_s * look for look in range(100)) if silence.look(at, limit_s, 1)), None)
+
+    assert given_up_after(0.01) == pytest.approx(0.6, abs=0.02)
+    assert given_up_after(0.2) == pytest.approx(0.8, abs=0.21)
+    assert given_up_after(0.3) is None, "the thread did not run"
+
+
 def test_the_wait_for_an_answered_request_does_not_count_for_the_next() -> None:
     silence = Silence()
     assert looks(silence, 100, 29, lambda now: 1) is None

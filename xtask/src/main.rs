@@ -36,7 +36,8 @@ const HELP: &str = "cargo xtask TASK
              folder once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
   engines    measure the vLLM connector: [decode|prompts|overhead|gain] costs beside vLLM's scheduler, times of a
              real engine with and without kvferry; [tests] the long form of the tests under load and of
-             hybrid models; without a name, all of them
+             hybrid models; [sglang] the long form of SGLang's tests, with two ranks, faults, and vLLM
+             beside it; without a name, all of them
   licences   check that every dependency's licence is allowed by deny.toml
   check      format, lints, licences, tests: what CI runs";
 

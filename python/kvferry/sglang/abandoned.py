@@ -4,8 +4,12 @@ import time
 
 from kvferry.rank import RankSession
 
-#: Longest wait for a worker to confirm. One that is alive does so within a part of a copy, 32 MiB; one that does not
-#: is killed by its supervisor after 10 s, or by this rank after 51 s at most.
+#: Time after which a worker is killed that does not confirm while SGLang's scheduler waits. One that is alive confirms
+#: within a part of a copy, 32 MiB. Its successor has the pages that it stored. Time in which the rank's thread did not
+#: run does not count.
+KILL_AFTER_S = 0.6
+#: Longest wait for a worker to confirm, or to be gone. A worker that this rank cannot see, in another namespace of
+#: processes, is killed by its supervisor, 10 s after the deadline of its copy.
 CONFIRM_LIMIT_S = 60.0
 
 
@@ -23,10 +27,12 @@ class Abandoned:
 
     def add(self, requests: list[int]) -> None:
         """Takes the pages of these requests back."""
-        new = [request for request in requests if request not in self._open]
-        if new:
-            self._open.update(new)
-            self._session.abandon(new)
+        self._abandon([request for request in requests if request not in self._open], None)
+
+    def _abandon(self, requests: list[int], kill_after_s: float | None) -> None:
+        if requests:
+            self._open.update(requests)
+            self._session.abandon(requests, kill_after_s=kill_after_s)
 
     def is_over(self, request: int) -> bool:
         """Whether nothing is copied for an abandoned request any longer. Does not wait."""
@@ -36,10 +42,12 @@ class Abandoned:
     def wait(self, requests: list[int]) -> None:
         """Abandons requests, and waits until nothing is copied for them.
 
+        Kills the worker that does not confirm within :data:`KILL_AFTER_S`: the scheduler waits.
+
         Raises:
             Unconfirmed: the worker has not confirmed within :data:`CONFIRM_LIMIT_S`.
         """
-        self.add(requests)
+        self._abandon(requests, KILL_AFTER_S)
         until = time.monotonic() + CONFIRM_LIMIT_S
         while open_ := self._open.intersection(requests):
             left_s = until - time.monotonic()

@@ -11,7 +11,8 @@ from kvferry.present_namespace import PresentNamespace
 from kvferry.resets import Forgetting
 from kvferry.sglang import loads
 from kvferry.sglang.breaker import Breaker
-from kvferry.sglang.loads import Ended
+from kvferry.sglang.counts import Counts
+from kvferry.sglang.loads import Ended, Load
 from kvferry.sglang.lookups import Lookups
 from kvferry.sglang.offloads import Offloads
 from kvferry.switch import Switch
@@ -37,6 +38,7 @@ class LeaderSide:
         namespaces: "Namespaces",
         abandoned: "Abandoned",
         weight_changes: "Callable[[], int]",
+        counts: Counts | None = None,
         connect: type[EngineClient] = EngineClient,
     ):
         """Begins the connection. ``weight_changes`` counts how often the engine's weights may have changed."""
@@ -50,8 +52,7 @@ class LeaderSide:
         self._shown = PresentNamespace(settings.socket_dir, settings.replica)
         self._absence = Absence()
         self._tails_known_of = 0
-        #: Id of the last load; 0 if the last call of :meth:`load` has sent none.
-        self.loading = 0
+        self.counts = counts or Counts()
         self.breaker = Breaker()
         self._client = connect(
             settings.socket_dir / "leader",
@@ -64,14 +65,14 @@ class LeaderSide:
         )
         self._finishes = Finishes(self._client)
         self._forgetting = Forgetting(self._client)
-        self._lookups = Lookups(self._client, settings, self._finishes, self.breaker)
-        self._offloads = Offloads(self._client, settings, self._finishes, abandoned)
+        self._lookups = Lookups(self._client, settings, self._finishes, self.breaker, self.counts)
+        self._offloads = Offloads(self._client, settings, self._finishes, abandoned, self.counts)
         self._client.start()
 
     # The client's thread.
 
     def _watch(self) -> float | None:
-        times = [self._switch.look(), self._absence.look(self._client)]
+        times = [self._switch.look(), self._absence.look(self._client), self.counts.look()]
         if self._client.listening:
             finds = self._settings.mode != "store" and not self._switch.off
             times.append(self._shown.show(self._namespaces.present if finds else None))
@@ -122,38 +123,42 @@ class LeaderSide:
             return 0
         return self._lookups.find(request, hashes, self.namespace())
 
-    def load(self, request: str, hashes: bytes, pages: list[int], after: int) -> tuple[Ended, int, str]:
-        """Loads pages that a lookup of the request has found.
-
-        Returns how the load ended, its id, and why it failed; no reason if nothing was tried.
-        """
-        self.loading = 0
+    def begin_load(self, request: str, hashes: bytes, pages: list[int], after: int) -> Load | None:
+        """Requests a load of pages that a lookup of the request has found; None without such a lookup."""
         if self.breaker.pauses:
             # A request of the same step may have failed: each would wait as long.
             self._lookups.drop(request)
-            return Ended.FAILED, 0, ""
+            return None
         lookup = self._lookups.take(request, hashes, self.namespace())
         if lookup is None:
-            return Ended.FAILED, 0, ""
-        pending = loads.begin(self._client, self._settings, lookup, pages, after)
-        self.loading = pending.id
-        ended, why = loads.end(self._client, self._settings, pending, len(pages))
-        self._finishes.finish(lookup.slot, lookup.epoch)
-        return ended, pending.id, why
+            return None
+        return loads.begin(self._client, self._settings, request, lookup, pages, after)
 
-    def loaded(self, request: str, pages: int, why: str) -> None:
-        """Records the end of a load that was tried, once its pages are quiet. ``why``: empty for one that is whole."""
-        if not why:
+    def end_load(self, load: Load) -> tuple[Ended, str]:
+        """Waits for the end of a load, until its deadline. Returns how it ended, and why it failed."""
+        ended, why = loads.end(self._client, load)
+        self._finishes.finish(load.lookup.slot, load.lookup.epoch)
+        self.counts.loaded(load.pending, load.pages, whole=ended == Ended.DONE)
+        return ended, why
+
+    def loaded(self, failed: list[tuple[Load, str]]) -> None:
+        """Records the end of all loads that were waited for together, once their pages are quiet.
+
+        ``failed``: those that are not whole, and why.
+        """
+        if not failed:
             self.breaker.worked()
             return
         pause_s = self.breaker.failed()
-        logger.warning(
-            "kvferry: %d pages of request %s were not loaded and are computed: %s. No lookups for %.0f s",
-            pages,
-            request,
-            why,
-            pause_s,
-        )
+        for load, why in failed:
+            logger.warning(
+                "kvferry: %d pages of request %s were not loaded and %s: %s. No lookups for %.0f s",
+                load.pages,
+                load.request,
+                "the request is aborted" if self._settings.failed_load == "abort" else "are computed",
+                why,
+                pause_s,
+            )
 
     def offload(self, hashes: bytes, pages: list[int], after: int) -> None:
         """Stores the pages of a node."""

@@ -21,6 +21,7 @@ from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
 from kvferry.sglang import content, interface, pools, updates
 from kvferry.sglang.abandoned import Abandoned
+from kvferry.sglang.counts import Counts
 from kvferry.sglang.leader import LeaderSide
 from kvferry.sglang.namespaces import Namespaces
 from kvferry.sglang.ranks import Ranks
@@ -79,7 +80,7 @@ class Linker(UnifiedCacheLinker):
                 memory.close()
             return
         self.pools = {PoolName.KV: self._pool}
-        self._start(memory, ranks)
+        self._start(memory, ranks, exported=bool(server_args.enable_metrics))
 
     def _share(self, server_args: "ServerArgs", params: "CacheInitParams", ranks: Ranks) -> KvMemory:
         """Moves the KV memory to where kvferry can map it, and describes what its bytes depend on."""
@@ -111,7 +112,7 @@ class Linker(UnifiedCacheLinker):
             if pools.is_on_cpu(pool):
                 pools.moved(pool)
 
-    def _start(self, memory: KvMemory, ranks: Ranks) -> None:
+    def _start(self, memory: KvMemory, ranks: Ranks, *, exported: bool) -> None:
         settings = self._settings
         if memory.on_device:
             self._stream = torch.cuda.Stream()
@@ -129,9 +130,16 @@ class Linker(UnifiedCacheLinker):
                 namespaces=Namespaces(self._namespace, private=self._private),
                 abandoned=abandoned,
                 weight_changes=updates.count,
+                counts=Counts(exported=exported),
             )
         self._transfers = Transfers(
-            ranks, self._session, abandoned, leader, offloads_max=settings.offloads_max, written=self._written
+            ranks,
+            self._session,
+            abandoned,
+            leader,
+            offloads_max=settings.offloads_max,
+            written=self._written,
+            at_once=settings.failed_load == "abort",
         )
 
     def _written(self, work: int) -> None:
@@ -162,19 +170,19 @@ class Linker(UnifiedCacheLinker):
         return self._transfers.find(rid, transfer.keys)
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Loads pages, and waits for them. With False, SGLang computes the request."""
+        """Loads pages, and waits for them unless the loads of a batch run at once. With False, SGLang computes."""
         transfer = _only(transfers)
         if self._transfers is None or transfer is None or not transfer.keys:
             return False
         return self._transfers.load(rid, transfer.keys, self._pages(transfer))
 
     def start_layer_wise_loading(self) -> int:
-        """Returns the number of a batch whose loads have ended; -1 without one."""
+        """Returns the number of a batch whose loads have ended, and waits for them; -1 without one."""
         return -1 if self._transfers is None else self._transfers.start_batch()
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Always True: the loads of a batch have ended before it runs."""
-        return True
+        """Whether the loads of a batch have succeeded. They have ended before it ran."""
+        return self._transfers is None or self._transfers.finish_batch(counter_index)
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Takes back a load whose batch has not started; nothing writes to its pages."""

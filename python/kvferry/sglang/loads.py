@@ -1,7 +1,8 @@
-"""Loads of rank 0. A load is waited for, so that its request is computed, not aborted, where it fails."""
+"""Loads of rank 0: their requests to the leader, and the waits for their ends."""
 
 import logging
 import time
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -32,30 +33,44 @@ class Ended(IntEnum):
     UNKNOWN = 2
 
 
-def begin(client: EngineClient, settings: "Settings", lookup: "Lookup", pages: list[int], after: int) -> PendingRequest:
+@dataclass(eq=False)
+class Load:
+    """A load that was requested: ``pages`` pages of SGLang's ``request``, that a lookup has found."""
+
+    request: str
+    lookup: "Lookup"
+    pending: PendingRequest
+    pages: int
+
+
+def begin(
+    client: EngineClient, settings: "Settings", request: str, lookup: "Lookup", pages: list[int], after: int
+) -> Load:
     """Requests a load of the first pages that a lookup has found.
 
     The load starts when every rank has reported the work ``after`` as written.
     """
-    return client.load(lookup.slot, [Part(0, 0, pages)], after=after, timeout_s=settings.load_timeout_ms / 1000)
+    timeout_s = settings.load_timeout_ms / 1000
+    pending = client.load(lookup.slot, [Part(0, 0, pages)], after=after, timeout_s=timeout_s)
+    return Load(request, lookup, pending, len(pages))
 
 
-def end(client: EngineClient, settings: "Settings", pending: PendingRequest, pages: int) -> tuple[Ended, str]:
-    """Waits for the end of a load. Returns how it ended, and why it failed."""
-    _wait(client, pending, settings.load_timeout_ms / 1000)
+def end(client: EngineClient, load: Load) -> tuple[Ended, str]:
+    """Waits for the end of a load, until its deadline. Returns how it ended, and why it failed."""
+    pending = load.pending
+    _wait(client, pending)
     answer, failure = pending.answer, pending.failure
     if isinstance(answer, wire.LoadAnswer):
-        if answer.pages == pages:
+        if answer.pages == load.pages:
             return Ended.DONE, ""
-        return Ended.FAILED, f"{answer.pages} of {pages} pages were loaded"
+        return Ended.FAILED, f"{answer.pages} of {load.pages} pages were loaded"
     if failure is not None and failure.over:
         return Ended.FAILED, failure.message
     return Ended.UNKNOWN, failure.message if failure is not None else "the leader does not answer"
 
 
-def _wait(client: EngineClient, pending: PendingRequest, limit_s: float) -> None:
-    until = time.monotonic() + limit_s
-    while not pending.done and (left_s := until - time.monotonic()) > 0:
+def _wait(client: EngineClient, pending: PendingRequest) -> None:
+    while not pending.done and (left_s := pending.deadline - time.monotonic()) > 0:
         pending.wait(min(left_s, _CHECK_S))
         lost_at = client.lost_at
         if lost_at is not None and time.monotonic() - lost_at > LOST_S:

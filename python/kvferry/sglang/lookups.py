@@ -9,6 +9,7 @@ from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
 from kvferry.sglang.breaker import Breaker
+from kvferry.sglang.counts import Counts
 from kvferry.wire import Code
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Lookup:
     requested_at: float
     #: The slot was ended: nothing was found.
     finished: bool = False
+    counted: bool = False
 
     @property
     def pages(self) -> int:
@@ -60,11 +62,14 @@ class Lookup:
 class Lookups:
     """The remembered lookups, one for each request. For the scheduler's thread alone."""
 
-    def __init__(self, client: EngineClient, settings: "Settings", finishes: Finishes, breaker: Breaker):
+    def __init__(
+        self, client: EngineClient, settings: "Settings", finishes: Finishes, breaker: Breaker, counts: Counts
+    ):
         self._client = client
         self._settings = settings
         self._finishes = finishes
         self._breaker = breaker
+        self._counts = counts
         #: By request, the oldest first.
         self._lookups: dict[str, Lookup] = {}
         self._hash_bytes = 0
@@ -97,6 +102,7 @@ class Lookups:
             self._left_s -= time.monotonic() - before
         if not lookup.pending.done:
             return 0
+        self._count(lookup)
         failure = lookup.pending.failure
         if failure is not None and failure.code == Code.DEADLINE and not self._breaker.pauses:
             self._breaker.failed()
@@ -122,12 +128,18 @@ class Lookups:
         lookup = self._lookups.get(request)
         if lookup is not None:
             self._forget(request)
+            self._count(lookup)
             self._finish(lookup)
 
     def drop_all(self) -> None:
         """Forgets all lookups."""
         for request in list(self._lookups):
             self.drop(request)
+
+    def _count(self, lookup: Lookup) -> None:
+        if not lookup.counted:
+            lookup.counted = True
+            self._counts.looked_up(lookup.pending)
 
     def _finish(self, lookup: Lookup) -> None:
         if not lookup.finished:

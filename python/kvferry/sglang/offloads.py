@@ -19,6 +19,7 @@ from kvferry.sglang.lookups import split
 
 if TYPE_CHECKING:
     from kvferry.sglang.abandoned import Abandoned
+    from kvferry.sglang.counts import Counts
     from kvferry.sglang.settings import Settings
 
 logger = logging.getLogger("kvferry")
@@ -40,6 +41,7 @@ class Offload:
     slot: int = 0
     epoch: int = 0
     pending: PendingRequest | None = None
+    pages: int = 0
     abandoned: bool = False
     result: bool | None = None
 
@@ -52,17 +54,25 @@ class Offload:
 class Offloads:
     """The offloads whose result SGLang has not taken, at most ``offloads_max``. For the scheduler's thread alone."""
 
-    def __init__(self, client: EngineClient, settings: "Settings", finishes: Finishes, abandoned: "Abandoned"):
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: "Settings",
+        finishes: Finishes,
+        abandoned: "Abandoned",
+        counts: "Counts",
+    ):
         self._client = client
         self._settings = settings
         self._finishes = finishes
         self._abandoned = abandoned
+        self._counts = counts
         self._open: collections.deque[Offload] = collections.deque()
         self._again_at = 0.0
 
     def begin(self, slot: int, hashes: bytes, pages: list[int], namespace: bytes, after: int) -> None:
         """Stores pages, which every rank has written when it has reported the work ``after``."""
-        offload = Offload(slot, self._client.epoch)
+        offload = Offload(slot, self._client.epoch, pages=len(pages))
         self._open.append(offload)
         if not self._client.listening or time.monotonic() < self._again_at:
             offload.result = False
@@ -114,7 +124,12 @@ class Offloads:
 
     def _end(self, offload: Offload, result: bool) -> None:
         offload.result = result
+        self._count(offload)
         self._finishes.finish(offload.slot, offload.epoch)
+
+    def _count(self, offload: Offload) -> None:
+        if offload.pending is not None:
+            self._counts.stored(offload.pending.answer, offload.pages)
 
     def take(self) -> tuple[bool, int]:
         """Removes the oldest offload; returns its result, and the id of its store if other ranks must abandon it."""
@@ -139,6 +154,7 @@ class Offloads:
         for offload in self._open:
             if offload.result is None:
                 self._abandon(offload)
+                self._count(offload)
                 self._finishes.finish(offload.slot, offload.epoch)
             if offload.request:
                 requests.append(offload.request)

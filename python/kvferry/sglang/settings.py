@@ -33,6 +33,9 @@ class Settings:
     #: Deadline of a load, for which SGLang's scheduler waits. A late load is abandoned, and its request is computed.
     #: Default: 5,000.
     load_timeout_ms: int = 5_000
+    #: ``compute``: SGLang's scheduler waits for each load, so that a failed one is computed; ``abort``: all loads of a
+    #: batch run at the same time, and a failed one aborts the requests of the batch that load. Default: compute.
+    failed_load: str = "compute"
     #: Deadline of a store. Default: 30,000.
     store_timeout_ms: int = 30_000
     #: Most offloads at a time; SGLang keeps their pages, and offers further ones later. Default: 64.
@@ -52,6 +55,7 @@ class Settings:
         options.texts("namespace", "weights")
         options.flags("keep_on_flush")
         options.word("mode", ("both", "load", "store"))
+        options.word("failed_load", ("compute", "abort"))
         options.numbers(
             (
                 ("replica", 0, 63),

@@ -6,9 +6,10 @@ copy starts when each rank has reported the number of its pages as written.
 """
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.sglang.loads import Ended
+from kvferry.sglang.loads import Ended, Load
 from kvferry.sglang.lookups import EVENT_BYTES, HASH_BYTES
 
 if TYPE_CHECKING:
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from kvferry.sglang.ranks import Ranks
 
 logger = logging.getLogger("kvferry")
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A load: the id of its request to the leader, 0 if there is none, and on rank 0 the request itself."""
+
+    number: int = 0
+    load: Load | None = None
 
 
 class Transfers:
@@ -37,8 +46,13 @@ class Transfers:
         *,
         offloads_max: int,
         written: "Callable[[int], None]",
+        at_once: bool = False,
     ):
-        """``written`` reports everything that was submitted to the device so far as the work of a number."""
+        """``written`` reports everything that was submitted to the device so far as the work of a number.
+
+        ``at_once``: the loads of a batch run at the same time, and a failed one aborts the requests of the batch that
+        load, because SGLang must know of each load at once whether it computes the request.
+        """
         self._ranks = ranks
         self._session = session
         self._abandoned = abandoned
@@ -49,9 +63,14 @@ class Transfers:
         self._work = 0
         #: Offloads whose result SGLang has not taken: the same number on every rank.
         self._offloads = 0
+        self._at_once = at_once
         #: Requests whose load ended in this batch, and the number of the batch.
         self._loaded: set[str] = set()
         self._batch = -1
+        #: Loads of this batch that run, by request: the same ones on every rank. Empty unless they run at once.
+        self._running: dict[str, _Begun] = {}
+        #: Batches with a load that failed, and whose end SGLang has not taken.
+        self._failed_batches: set[int] = set()
 
     def find(self, request: str, hashes: "Sequence[str]") -> list[int]:
         """Returns the numbers of pages, from the first on, that can be loaded. Other ranks than 0 allow all."""
@@ -68,7 +87,8 @@ class Transfers:
     def load(self, request: str, hashes: "Sequence[str]", pages: list[int] | None) -> bool:
         """Loads pages, and waits; returns whether all of them are in place on every rank.
 
-        ``pages`` is None where the engine's slots do not form pages. Nothing is copied after a result of False.
+        ``pages`` is None where the engine's slots do not form pages. Nothing is copied after a result of False. If the
+        loads of a batch run at once, this call does not wait; True then says that the load has begun.
 
         Raises:
             Unconfirmed: the pages may not be used again, and cannot be kept.
@@ -76,37 +96,85 @@ class Transfers:
         after = self._next_work()
         if not self._agreed(hashes, pages):
             return False
-        ended, number, why = Ended.FAILED, 0, ""
-        if self._leader is not None and pages is not None:
-            try:
-                if not self.fault:
-                    ended, number, why = self._leader.load(request, packed(hashes), pages, after)
-            except Exception:
-                self._failed("a load")
-                if self._leader.loading:
-                    # It may run.
-                    ended, number = Ended.UNKNOWN, self._leader.loading
-        of_first, number = self._ranks.of_first([int(ended), number])
-        if of_first == Ended.UNKNOWN:
-            self._abandoned.wait([number])
-        # No rank uses the pages again before every rank is done with them.
-        whole = self._ranks.all(of_first == Ended.DONE)
-        if self._leader is not None and (whole or why):
-            self._leader.loaded(request, len(hashes), why)
+        begun = self._begin_load(request, hashes, pages, after)
+        if self._at_once:
+            (begun.number,) = self._ranks.of_first([begun.number])
+            if begun.number:
+                self._running[request] = begun
+            return bool(begun.number)
+        whole = self._end_loads([begun])
         if whole:
             self._loaded.add(request)
         return whole
 
+    def _begin_load(self, request: str, hashes: "Sequence[str]", pages: list[int] | None, after: int) -> _Begun:
+        if self._leader is None or pages is None or self.fault:
+            return _Begun()
+        try:
+            load = self._leader.begin_load(request, packed(hashes), pages, after)
+        except Exception:
+            self._failed("a load")
+            return _Begun()
+        return _Begun() if load is None else _Begun(load.pending.id, load)
+
+    def _end_loads(self, begun: "Sequence[_Begun]") -> bool:
+        """Waits for loads; returns whether all pages of all of them are in place on every rank."""
+        ends = [self._end_load(each) for each in begun]
+        of_first = self._ranks.of_first(
+            [number for (ended, _), each in zip(ends, begun, strict=True) for number in (int(ended), each.number)]
+        )
+        outcomes, numbers = of_first[::2], of_first[1::2]
+        unknown = [number for outcome, number in zip(outcomes, numbers, strict=True) if outcome == Ended.UNKNOWN]
+        if unknown:
+            self._abandoned.wait(unknown)
+        # No rank uses the pages again before every rank is done with them.
+        whole = self._ranks.all(all(outcome == Ended.DONE for outcome in outcomes))
+        failed = [(each.load, why) for (_, why), each in zip(ends, begun, strict=True) if each.load is not None and why]
+        if self._leader is not None and (whole or failed):
+            self._leader.loaded(failed)
+        return whole
+
+    def _end_load(self, begun: _Begun) -> tuple[Ended, str]:
+        """Returns how a load ended, and why it failed: no reason on other ranks than 0, and if it never began."""
+        if self._leader is None or begun.load is None:
+            return Ended.FAILED, ""
+        try:
+            return self._leader.end_load(begun.load)
+        except Exception:
+            self._failed("a load")
+            return Ended.UNKNOWN, ""
+
     def start_batch(self) -> int:
-        """Returns the number of a batch with loads; -1 for one without."""
-        if not self._loaded:
+        """Returns the number of a batch with loads; -1 for one without. Waits for loads that run.
+
+        Raises:
+            Unconfirmed: the pages may not be used again, and cannot be kept.
+        """
+        if not self._loaded and not self._running:
             return -1
+        running, self._running = list(self._running.values()), {}
+        whole = not running or self._end_loads(running)
         self._loaded.clear()
         self._batch += 1
+        if not whole:
+            self._failed_batches.add(self._batch)
         return self._batch
 
+    def finish_batch(self, number: int) -> bool:
+        """Whether all loads of a batch have succeeded. With False, SGLang aborts its requests that load."""
+        failed = number in self._failed_batches
+        self._failed_batches.discard(number)
+        return not failed
+
     def cancel(self, request: str) -> bool:
-        """Whether a load ended for a batch that has not started."""
+        """Whether a load was for a batch that has not started; nothing writes to its pages any longer.
+
+        Raises:
+            Unconfirmed: the pages may not be used again, and cannot be kept.
+        """
+        if (running := self._running.pop(request, None)) is not None:
+            self._end_loads([running])
+            return True
         if request not in self._loaded:
             return False
         self._loaded.discard(request)
@@ -161,6 +229,9 @@ class Transfers:
         Raises:
             Unconfirmed: the pages may not be used again, and cannot be kept.
         """
+        running, self._running = list(self._running.values()), {}
+        if running:
+            self._end_loads(running)
         self._end(self._leader.reset() if self._leader is not None else [])
 
     def close(self) -> None:
@@ -176,6 +247,7 @@ class Transfers:
             self._ranks.all(True)
         self._offloads = 0
         self._loaded.clear()
+        self._failed_batches.clear()
 
     def _next_work(self) -> int:
         self._work += 1

@@ -57,7 +57,7 @@ fn lint(root: &Path, installed: &Installed) -> Result<(), String> {
     Ok(())
 }
 
-/// Measurements with engines, and the tests that take longer with `--full`: a name, the script, and its argument.
+/// Measurements with engines: a name, the script, and its argument.
 const ENGINES: [(&str, &str, &str); 4] = [
     ("decode", "python/benches/cost.py", "decode"),
     ("prompts", "python/benches/cost.py", "prompts"),
@@ -65,15 +65,41 @@ const ENGINES: [(&str, &str, &str); 4] = [
     ("gain", "python/benches/engines.py", "gain"),
 ];
 
+/// Tests that take longer with `--full`: a name, and the files.
+const LONG: [(&str, &[&str]); 2] = [
+    (
+        "tests",
+        &[
+            "test_vllm_load.py",
+            "test_vllm_hybrid.py",
+            "test_vllm_hybrid_load.py",
+        ],
+    ),
+    (
+        "sglang",
+        &[
+            "test_sglang.py",
+            "test_sglang_pools.py",
+            "test_sglang_transfers.py",
+            "test_sglang_at_once.py",
+            "test_sglang_counts.py",
+            "test_sglang_ranks.py",
+            "test_engines_together.py",
+        ],
+    ),
+];
+
 /// Measures the connector with an optimised program, one measurement after another, then runs the long tests: the parts
 /// that are named, or all of them. Arguments after the first part go to its script.
 pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
     let part = arguments.first().map_or("", String::as_str);
     let known = |name: &str| part.is_empty() || part == name;
-    let names = ENGINES.map(|(name, _, _)| name).join(", ");
-    if !known("tests") && !ENGINES.iter().any(|(name, _, _)| part == *name) {
+    let measured = ENGINES.iter().map(|(name, _, _)| *name);
+    let names: Vec<&str> = measured.chain(LONG.map(|(name, _)| name)).collect();
+    if !part.is_empty() && !names.contains(&part) {
         return Err(format!(
-            "'{part}' is no part of engines: give {names}, or tests"
+            "'{part}' is no part of engines: give one of {}",
+            names.join(", ")
         ));
     }
     let installed = install::installed(root)?;
@@ -93,15 +119,14 @@ pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
             .env("PYTHONPATH", path);
         succeed(&mut python, name)?;
     }
-    if known("tests") {
-        let long = [
-            "test_vllm_load.py",
-            "test_vllm_hybrid.py",
-            "test_vllm_hybrid_load.py",
-        ];
+    for (name, files) in LONG {
+        if !known(name) {
+            continue;
+        }
         let mut tests = vec!["--full".to_owned()];
-        tests.extend(long.map(|name| format!("python/tests/{name}")));
+        tests.extend(files.iter().map(|file| format!("python/tests/{file}")));
         tests.extend(arguments.iter().skip(1).cloned());
+        println!("{name}:");
         succeed(&mut prepare(root, &tests)?, "the long tests")?;
     }
     Ok(())
