@@ -26,10 +26,11 @@ from kvferry.sglang import loads, lookups, offloads
 from kvferry.sglang.abandoned import Abandoned, Unconfirmed
 from kvferry.sglang.breaker import PAUSE_FIRST_S, PAUSE_MAX_S, Breaker
 from kvferry.sglang.leader import LeaderSide
+from kvferry.sglang.lookups import packed
 from kvferry.sglang.namespaces import Namespaces
 from kvferry.sglang.ranks import Ranks
 from kvferry.sglang.settings import Settings
-from kvferry.sglang.transfers import Transfers, packed
+from kvferry.sglang.transfers import Transfers
 
 PAGES = 32
 #: Longest time after the deadline of a load for which a worker that hangs makes SGLang's scheduler wait: less than 1 s,
@@ -592,6 +593,71 @@ def test_other_ranks_follow_rank_0() -> None:
     flushed, session = other_rank(4, 5)
     flushed.reset()
     assert session.abandoned == [4, 5]
+
+
+def test_a_rank_that_cannot_report_its_work_agrees_to_no_copy() -> None:
+    for fails in ("transfers", "session"):
+        transfers, session = other_rank(1, 0)
+        named: list[list[int]] = []
+        transfers._ranks.same = lambda values, named=named: named.append(list(values)) or False  # type: ignore[method-assign]
+        assert transfers.offload(hashes("a", 2), [3, 4])
+        (transfers if fails == "transfers" else session).fault = "planted"
+        assert transfers.offload(hashes("a", 2), [3, 4])
+        assert named[0][-2:] == [3, 4]
+        assert named[1][-1] == -2, "rank 0 names other pages"
+
+
+def test_a_device_without_progress_is_noticed_before_a_load() -> None:
+    with one_rank() as (_, engine):
+        engine.store("a", [3, 4], 1)
+        assert engine.find("r", hashes("a", 2)) == 2
+        engine.session.fault = "reading the progress of the device"
+        begun = time.monotonic()
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+        assert time.monotonic() - begun < engine.settings.load_timeout_ms / 1000 / 2
+
+
+def test_pages_that_come_after_the_deadline_of_a_load_are_computed() -> None:
+    with one_rank() as (daemon, engine):
+        engine.store("a", [3, 4], 1)
+        assert engine.find("r", hashes("a", 2)) == 2
+        answer = engine.leader._lookups._lookups["r"].pending.answer
+        answer.ready_in_ms = engine.settings.load_timeout_ms
+        assert engine.find("r", hashes("a", 2)) == 0
+        assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
+        eventually("nothing is held", lambda: not daemon.status()["slots"])
+
+
+def test_offloads_end_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank() as (_, engine):
+
+        def next_step() -> None:
+            raise OSError("planted")
+
+        engine.fill([3, 4], 1)
+        assert engine.transfers.offload(hashes("a", 2), [3, 4])
+        monkeypatch.setattr(engine.leader, "next_step", next_step)
+        assert engine.wait_offloads(1) == [True]
+        assert engine.transfers.fault
+
+
+def test_a_flush_that_fails_on_rank_0_is_one_on_every_rank() -> None:
+    with one_rank() as (daemon, engine):
+
+        def drop_all() -> None:
+            raise OSError("planted")
+
+        told: list[list[int]] = []
+        with stopped(daemon.pid()):
+            engine.fill([3, 4], 1)
+            assert engine.transfers.offload(hashes("a", 2), [3, 4])
+            number = engine.leader._offloads._open[0].pending.id
+            with pytest.MonkeyPatch.context() as planted:
+                planted.setattr(engine.leader._lookups, "drop_all", drop_all)
+                planted.setattr(engine.transfers, "_end", told.append)
+                engine.transfers.reset()
+        assert told == [[number]]
+        assert engine.transfers.fault
 
 
 def test_a_cancelled_load_is_in_no_batch() -> None:

@@ -18,7 +18,7 @@ from kvferry.sglang.offloads import Offloads
 from kvferry.switch import Switch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvferry.sglang.abandoned import Abandoned
     from kvferry.sglang.namespaces import Namespaces
@@ -117,7 +117,7 @@ class LeaderSide:
         self._forgetting.turn()
         self._lookups.next_step()
 
-    def find(self, request: str, hashes: bytes) -> int:
+    def find(self, request: str, hashes: "Sequence[str]") -> int:
         """Returns how many pages can be loaded, from the first hash on."""
         if self._settings.mode == "store" or self._switch.off or not self._client.listening or self.breaker.pauses:
             return 0
@@ -189,10 +189,13 @@ class LeaderSide:
         self._mixed = False
         return requests
 
-    def close(self) -> list[int]:
+    def abandon_all(self) -> list[int]:
+        """Ends all stores without the leader; returns the requests that every rank must abandon."""
+        return self._offloads.abandon_all()
+
+    def close(self) -> None:
         """Ends all transfers, and closes the connection."""
         self._lookups.drop_all()
-        requests = self._offloads.end_all()
+        self._offloads.end_all()
         self._client.close()
         self._shown.close()
-        return requests

@@ -13,6 +13,8 @@ from kvferry.sglang.counts import Counts
 from kvferry.wire import Code
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvferry.sglang.settings import Settings
 
 #: Age up to which found pages may be loaded. The leader holds them for 30 s.
@@ -33,9 +35,11 @@ EVENT_BYTES = 8
 
 @dataclass(eq=False)
 class Lookup:
-    """One lookup. ``hashes`` are packed."""
+    """One lookup. ``hashes`` are packed. Their number and the last one identify them, because they are chained."""
 
     hashes: bytes
+    count: int
+    last: str
     slot: int
     namespace: bytes
     pending: PendingRequest
@@ -90,8 +94,11 @@ class Lookups:
         self._next_slot += 1
         return self._next_slot
 
-    def find(self, request: str, hashes: bytes, namespace: bytes) -> int:
-        """Returns how many pages can be loaded, from the first hash on. Waits for the budget at most."""
+    def find(self, request: str, hashes: "Sequence[str]", namespace: bytes) -> int:
+        """Returns how many pages can be loaded, from the first hash on. Waits for the budget at most.
+
+        Pages that reach host memory only after the deadline of a load are computed.
+        """
         lookup = self._lookups.get(request)
         if lookup is None or not self._serves(lookup, hashes, namespace):
             self.drop(request)
@@ -106,9 +113,15 @@ class Lookups:
         failure = lookup.pending.failure
         if failure is not None and failure.code == Code.DEADLINE and not self._breaker.pauses:
             self._breaker.failed()
-        if not lookup.pages:
+        if not lookup.pages or self._takes_too_long(lookup):
             self._finish(lookup)
+            return 0
         return lookup.pages
+
+    def _takes_too_long(self, lookup: Lookup) -> bool:
+        answer = lookup.pending.answer
+        ready_in_ms = answer.ready_in_ms if isinstance(answer, wire.LookupAnswer) else None
+        return ready_in_ms is not None and ready_in_ms >= self._settings.load_timeout_ms
 
     def take(self, request: str, hashes: bytes, namespace: bytes) -> Lookup | None:
         """Removes and returns the lookup that has found these pages; None without one that may still be used."""
@@ -117,7 +130,7 @@ class Lookups:
             return None
         found = lookup.hashes.startswith(hashes) and lookup.pages * HASH_BYTES >= len(hashes)
         fresh = lookup.age_s < FRESH_S and lookup.link == self._client.link
-        if not (found and fresh and lookup.namespace == namespace):
+        if not (found and fresh and lookup.namespace == namespace) or lookup.finished:
             self.drop(request)
             return None
         self._forget(request)
@@ -144,33 +157,54 @@ class Lookups:
     def _finish(self, lookup: Lookup) -> None:
         if not lookup.finished:
             lookup.finished = True
-            self._finishes.finish(lookup.slot, lookup.epoch)
+            # A lookup without an answer is sent again to the next leader.
+            answered = lookup.pending.done and lookup.pending.failure is None
+            self._finishes.finish(lookup.slot, lookup.epoch if answered else None)
 
     def _forget(self, request: str) -> None:
         self._hash_bytes -= len(self._lookups.pop(request).hashes)
 
-    def _serves(self, lookup: Lookup, hashes: bytes, namespace: bytes) -> bool:
-        if lookup.link != self._client.link or lookup.hashes != hashes or lookup.namespace != namespace:
+    def _serves(self, lookup: Lookup, hashes: "Sequence[str]", namespace: bytes) -> bool:
+        named = (len(hashes), hashes[-1]) == (lookup.count, lookup.last)
+        if lookup.link != self._client.link or not named or lookup.namespace != namespace:
             return False
         return not lookup.pending.done or lookup.age_s < (FRESH_S if lookup.pages else MISS_S)
 
-    def _request(self, request: str, hashes: bytes, namespace: bytes) -> Lookup:
-        slot = self.slot()
+    def _request(self, request: str, hashes: "Sequence[str]", namespace: bytes) -> Lookup:
+        slot, found = self.slot(), packed(hashes)
         pending = self._client.lookup(
-            slot, split(hashes), namespace=namespace, timeout_s=self._settings.lookup_timeout_ms / 1000
+            slot, split(found), namespace=namespace, timeout_s=self._settings.lookup_timeout_ms / 1000
         )
-        lookup = Lookup(hashes, slot, namespace, pending, self._client.epoch, self._client.link, time.monotonic())
+        lookup = Lookup(
+            found,
+            len(hashes),
+            hashes[-1],
+            slot,
+            namespace,
+            pending,
+            self._client.epoch,
+            self._client.link,
+            time.monotonic(),
+        )
         self._lookups[request] = lookup
-        self._hash_bytes += len(hashes)
+        self._hash_bytes += len(found)
         while len(self._lookups) > LOOKUPS_MAX or (
             self._hash_bytes > HASHES_MAX * HASH_BYTES and len(self._lookups) > 1
         ):
             self.drop(next(iter(self._lookups)))
         return lookup
 
-    @property
-    def _are_too_many(self) -> bool:
-        return len(self._lookups) > LOOKUPS_MAX or self._hash_bytes > HASHES_MAX * HASH_BYTES
+
+def packed(hashes: "Sequence[str]") -> bytes:
+    """Returns SGLang's hashes as bytes, the first 8 of each last: SGLang's events name a page by these.
+
+    Raises:
+        ValueError: for a hash that has not 32 bytes.
+    """
+    found = [bytes.fromhex(each) for each in hashes]
+    if wrong := [each for each in found if len(each) != HASH_BYTES]:
+        raise ValueError(f"{len(wrong)} of {len(hashes)} hashes have {len(wrong[0])} bytes, not {HASH_BYTES}")
+    return b"".join(each[EVENT_BYTES:] + each[:EVENT_BYTES] for each in found)
 
 
 def split(hashes: bytes) -> list[bytes]:

@@ -125,7 +125,7 @@ class Offloads:
     def _end(self, offload: Offload, result: bool) -> None:
         offload.result = result
         self._count(offload)
-        self._finishes.finish(offload.slot, offload.epoch)
+        self._finish(offload)
 
     def _count(self, offload: Offload) -> None:
         if offload.pending is not None:
@@ -150,16 +150,27 @@ class Offloads:
                 if offload.pending is not None:
                     offload.pending.wait(max(until - time.monotonic(), 0.0))
             self.turn()
+        for offload in self._open:
+            if offload.result is None:
+                self._count(offload)
+                self._finish(offload)
+        return self.abandon_all()
+
+    def abandon_all(self) -> list[int]:
+        """Removes all stores; returns the requests that every rank must abandon before it uses their pages."""
         requests = []
         for offload in self._open:
             if offload.result is None:
                 self._abandon(offload)
-                self._count(offload)
-                self._finishes.finish(offload.slot, offload.epoch)
             if offload.request:
                 requests.append(offload.request)
         self._open.clear()
         return requests
+
+    def _finish(self, offload: Offload) -> None:
+        # Without an answer, the requests of the slot are sent again to the next leader.
+        answered = offload.pending is not None and offload.pending.answer is not None
+        self._finishes.finish(offload.slot, offload.epoch if answered else None)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.sglang.loads import Ended, Load
-from kvferry.sglang.lookups import EVENT_BYTES, HASH_BYTES
+from kvferry.sglang.lookups import packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,12 +74,12 @@ class Transfers:
 
     def find(self, request: str, hashes: "Sequence[str]") -> list[int]:
         """Returns the numbers of pages, from the first on, that can be loaded. Other ranks than 0 allow all."""
-        if self.fault or self._session.fault:
+        if self._is_faulty:
             return []
         if self._leader is None:
             return list(range(1, len(hashes) + 1))
         try:
-            return list(range(1, self._leader.find(request, packed(hashes)) + 1))
+            return list(range(1, self._leader.find(request, hashes) + 1))
         except Exception:
             self._failed("a lookup")
             return []
@@ -108,7 +108,7 @@ class Transfers:
         return whole
 
     def _begin_load(self, request: str, hashes: "Sequence[str]", pages: list[int] | None, after: int) -> _Begun:
-        if self._leader is None or pages is None or self.fault:
+        if self._leader is None or pages is None or self._is_faulty:
             return _Begun()
         try:
             load = self._leader.begin_load(request, packed(hashes), pages, after)
@@ -189,7 +189,7 @@ class Transfers:
         agreed = self._agreed(hashes, pages)
         if self._leader is not None:
             try:
-                if agreed and pages is not None and not (self.fault or self._session.fault):
+                if agreed and pages is not None and not self._is_faulty:
                     self._leader.offload(packed(hashes), pages, after)
                     return True
             except Exception:
@@ -203,6 +203,10 @@ class Transfers:
             return self._offloads
         try:
             self._leader.next_step()
+        except Exception:
+            self._failed("a step")
+        # SGLang keeps the pages of offloads until their results are taken, whatever else has failed.
+        try:
             return self._leader.ended_offloads()
         except Exception:
             self._failed("a step")
@@ -232,7 +236,15 @@ class Transfers:
         running, self._running = list(self._running.values()), {}
         if running:
             self._end_loads(running)
-        self._end(self._leader.reset() if self._leader is not None else [])
+        requests: list[int] = []
+        if self._leader is not None:
+            try:
+                requests = self._leader.reset()
+            except Exception:
+                # The other ranks wait for the result. Stores that may still run are ended like unknown ones.
+                self._failed("a flush")
+                requests = self._leader.abandon_all()
+        self._end(requests)
 
     def close(self) -> None:
         """Ends all transfers, and closes the connections. No collective: other ranks may have ended."""
@@ -258,10 +270,18 @@ class Transfers:
             self._failed("the report of a work")
         return self._work
 
+    @property
+    def _is_faulty(self) -> bool:
+        return bool(self.fault or self._session.fault)
+
     def _agreed(self, hashes: "Sequence[str]", pages: list[int] | None) -> bool:
-        """Whether all ranks have the same pages for these hashes: rank 0 names its own for all of them."""
+        """Whether all ranks have the same pages for these hashes: rank 0 names its own for all of them.
+
+        A rank that cannot report its work agrees to nothing: a copy would wait for the report.
+        """
         ends = (int(hashes[0], 16), int(hashes[-1], 16), len(hashes)) if hashes else ()
-        return self._ranks.same([*ends, *(pages if pages is not None else [-1 - self._ranks.rank])])
+        named = pages if pages is not None and not self._is_faulty else [-1 - self._ranks.rank]
+        return self._ranks.same([*ends, *named])
 
     def _failed(self, what: str) -> None:
         """Records the current exception: nothing begins any more."""
@@ -270,15 +290,3 @@ class Transfers:
             logger.exception(
                 "kvferry: %s failed: requests run without the cache until the engine is started again", what
             )
-
-
-def packed(hashes: "Sequence[str]") -> bytes:
-    """Returns SGLang's hashes as bytes, the first 8 of each last: SGLang's events name a page by these.
-
-    Raises:
-        ValueError: for a hash that has not 32 bytes.
-    """
-    found = [bytes.fromhex(each) for each in hashes]
-    if wrong := [each for each in found if len(each) != HASH_BYTES]:
-        raise ValueError(f"{len(wrong)} of {len(hashes)} hashes have {len(wrong[0])} bytes, not {HASH_BYTES}")
-    return b"".join(each[EVENT_BYTES:] + each[:EVENT_BYTES] for each in found)
