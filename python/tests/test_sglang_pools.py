@@ -326,10 +326,10 @@ def test_private_namespaces_differ_each_time() -> None:
     assert one.present == same.present
     assert Namespaces("base", private=True).present != Namespaces("base", private=True).present
     shared = one.present
-    assert one.leave() == [], "other engines may use the shared one"
+    assert one.begin_private() == [], "other engines may use the shared one"
     private = one.present
     assert private != shared
-    assert one.leave() == [private]
+    assert one.begin_private() == [private]
 
 
 # What ranks agree on.

@@ -720,7 +720,7 @@ def test_the_present_namespace_is_left_for_readers_of_events() -> None:
 
         first = engine.leader.namespace()
         eventually("the namespace is shown", lambda: shown() == first)
-        engine.leader.leave_pages("a test")
+        engine.leader.begin_private("a test")
         assert engine.leader.namespace() != first
         eventually("the next namespace is shown", lambda: shown() == engine.leader.namespace())
         path.unlink()

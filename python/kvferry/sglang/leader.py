@@ -97,17 +97,17 @@ class LeaderSide:
         """Returns the namespace of requests; another one after the weights may have changed."""
         if self._weights_changed():
             self._mixed = True
-            self.leave_pages("the weights of the engine may have changed")
+            self.begin_private("the weights of the engine may have changed")
         return self._namespaces.present
 
     def _weights_changed(self) -> bool:
         known, self._known_changes = self._known_changes, self._weight_changes()
         return self._known_changes != known
 
-    def leave_pages(self, why: str) -> None:
+    def begin_private(self, why: str) -> None:
         """Begins a private namespace: what was stored before is not found any more."""
         logger.info("kvferry: %s: pages that were stored before are not used any more", why)
-        self._forgetting.add(self._namespaces.leave())
+        self._forgetting.add(self._namespaces.begin_private())
         # The client's thread shows the new one to readers of events.
         self._client.poke()
 
@@ -185,7 +185,7 @@ class LeaderSide:
         self._lookups.drop_all()
         requests = self._offloads.end_all()
         if self._weights_changed() or self._mixed or not self._settings.keep_on_flush:
-            self.leave_pages("SGLang's cache was flushed")
+            self.begin_private("SGLang's cache was flushed")
         self._mixed = False
         return requests
 

@@ -204,7 +204,7 @@ class Linker(UnifiedCacheLinker):
         return self._transfers is not None and self._transfers.take_offload()
 
     def reset(self) -> None:
-        """Ends all transfers. The stored pages are left, unless the settings keep them."""
+        """Ends all transfers. Without ``keep_on_flush``, pages that were stored before are not found any more."""
         if self._transfers is not None:
             self._transfers.reset()
 

@@ -13,9 +13,9 @@ class Namespaces:
         #: The namespace of requests, 32 bytes.
         self.present = _digest(base)
         if private:
-            self.leave()
+            self.begin_private()
 
-    def leave(self) -> list[bytes]:
+    def begin_private(self) -> list[bytes]:
         """Begins a new private namespace; returns the one that was left if no other engine can use it."""
         left = [] if self._shared else [self.present]
         self._shared = False
