@@ -125,9 +125,12 @@ class ToyEngine:
         namespace = b"" if "one_namespace" in self.mistakes else f"{self.model} {salt}".encode()
         hashes = self.hashes(prompt, salt)
         eventually("a leader and a worker are there", lambda: self._rank.registered and self._client.listening, WAIT_S)
-        lookup = self._client.lookup(slot, hashes, namespace=namespace, timeout_s=self._wait_s)
+        # With "loads_before", the load also names pages that the lookup has not found, because they were left out.
+        device = int("loads_before" in self.mistakes)
+        lookup = self._client.lookup(slot, hashes, namespace=namespace, device_pages=device, timeout_s=self._wait_s)
         found = self._end(lookup)
         hit = found.hit_pages if isinstance(found, wire.LookupAnswer) else 0
+        hit += device if hit else 0
         pages = [self._free.pop(0) for _ in range(count)]
         loaded = self._load(slot, pages, hit, count) if "ignores_hits" not in self.mistakes else 0
         for at in range(loaded):

@@ -147,6 +147,7 @@ MISTAKES: dict[str, tuple[str, Script]] = {
     "ignores_load_answer": ("failed-pages-computed", Script([Event("load", 2, "half")])),
     "ignores_hits": ("hits-used", Script(())),
     "loads_more": ("load-within-hit", Script(())),
+    "loads_before": ("load-within-hit", Script(())),
     "written_early": ("written-after-the-bytes", late("store", 1, 2)),
     "overwrites": ("pages-kept", late("store", 1, 2)),
     "no_finish": ("slots-finished", Script(())),

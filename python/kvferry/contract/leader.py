@@ -305,9 +305,12 @@ class Leader:
         except wire.Malformed as error:
             self._refuse(request, Code.INVALID, str(error))
             return
-        if not is_store and (max(at for at, _ in pages) >= slot.end or time.monotonic() > slot.held_until):
+        named = [at for at, _ in pages]
+        found = slot.device_pages <= min(named) <= max(named) < slot.end and time.monotonic() <= slot.held_until
+        if not is_store and not found:
             text = (
-                f"pages {pages[0][0]} to {pages[-1][0]}: the last lookup of slot {body.slot} found {slot.end}, for 30 s"
+                f"pages {min(named)} to {max(named)}: the last lookup of slot {body.slot} found pages "
+                f"{slot.device_pages} up to {slot.end}, for 30 s"
             )
             self._refuse(request, Code.NOT_PINNED, text)
             return
@@ -423,6 +426,8 @@ class Leader:
 
     def _over(self, copy: Copy, body: Any) -> None:
         self._copies.pop((copy.request.session.engine, copy.request.id), None)
+        # The timer of the deadline still names the copy.
+        copy.data = []
         if isinstance(body, Error) and "never_over" in self._lies:
             body = Error(body.code, body.message, body.retry)
         self._server.answer(copy.request, body)

@@ -171,11 +171,14 @@ class PageChecks:
     def _load(self, request: Request, view: _View, pages: list[tuple[int, int]]) -> None:
         body, report, number = request.body, self._report, request.number
         self._loads += 1
-        last = max(at for at, _ in pages)
+        named = [at for at, _ in pages]
         since_s = time.monotonic() - view.answered_at
-        if view.end is None or last >= view.end:
-            found = "has no answer" if view.end is None else f"found the pages up to {view.end}"
-            text = f"load {request.id} names page {last} of slot {body.slot}, whose lookup {view.lookup} {found}"
+        if view.end is None or not view.device_pages <= min(named) <= max(named) < view.end:
+            found = "has no answer" if view.end is None else f"found pages {view.device_pages} up to {view.end}"
+            text = (
+                f"load {request.id} names pages {min(named)} to {max(named)} of slot {body.slot}, whose lookup "
+                f"{view.lookup} {found}"
+            )
             report.broken("load-within-hit", text, view.number, number)
         elif since_s > HOLD_S:
             text = f"load {request.id} comes {since_s:.0f} s after the answer of its lookup: pages are held for 30 s"
