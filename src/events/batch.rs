@@ -393,8 +393,29 @@ fn medium_field(medium: Option<&str>) -> (String, Value) {
     ("medium".to_owned(), medium.map_or(Value::Nil, Value::from))
 }
 
-/// The group of layers of an event's pages, as the engine numbers groups; 0 if the event names none.
-pub(crate) fn group_of(others: &Fields) -> u64 {
-    let group = others.iter().find(|(name, _)| name == "group_idx");
-    group.and_then(|(_, value)| value.as_u64()).unwrap_or(0)
+/// The field that names the group of layers of an event's pages.
+const GROUP: &str = "group_idx";
+
+/// The group of layers of an event's pages, as the engine numbers groups: the first one if the event names none; `None` if
+/// it names something else.
+pub(crate) fn group_of(others: &Fields) -> Option<u32> {
+    match named_group(others) {
+        None | Some(Value::Nil) => Some(0),
+        Some(value) => value.as_u64().and_then(|group| u32::try_from(group).ok()),
+    }
+}
+
+/// Whether an event names the group of its pages.
+pub(crate) fn names_group(others: &Fields) -> bool {
+    named_group(others).is_some_and(|group| !group.is_nil())
+}
+
+fn named_group(others: &Fields) -> Option<&Value> {
+    let group = others.iter().find(|(name, _)| name == GROUP);
+    group.map(|(_, value)| value)
+}
+
+/// The field that names a group.
+pub(crate) fn group_field(group: u32) -> (String, Value) {
+    (GROUP.to_owned(), Value::from(group))
 }

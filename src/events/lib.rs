@@ -17,7 +17,7 @@ mod page;
 mod tests;
 
 pub use batch::{BATCH_BYTES_MAX, Batch, Event, EventError, Removed, Shape, Stored};
-pub use feed::{Change, Feed, PLACES_MAX};
+pub use feed::{Change, Feed, Followed, PLACES_MAX};
 pub use join::{GONE_MAX, Join, JoinSettings, Mode, PAGES_MAX};
 pub use kept::{KEPT_BATCHES_MAX, KEPT_BYTES_MAX, Kept};
 pub use numbers::{Numbers, Step};

@@ -197,6 +197,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
             "client",
             "engine_client",
             "finishes",
+            "present_namespace",
             "recording",
             "resets",
             "served",

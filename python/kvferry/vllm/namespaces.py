@@ -117,6 +117,11 @@ class Namespaces:
         """
         return list(self._present.values())
 
+    @property
+    def of_model(self) -> bytes:
+        """The namespace in which requests without an adapter and a namespace of their own find pages now."""
+        return self._present.get(b"", b"")
+
     def _present_is(self, name: bytes, digest: bytes | None) -> None:
         if self._present.get(name) == digest:
             return

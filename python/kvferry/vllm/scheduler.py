@@ -18,6 +18,7 @@ from kvferry.absence import Absence
 from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
 from kvferry.finishes import Finishes
+from kvferry.present_namespace import PresentNamespace
 from kvferry.recording import LeaderSizes
 from kvferry.resets import Forgetting
 from kvferry.served import Served, StoreCursor
@@ -98,6 +99,9 @@ class SchedulerSide:
         self._per_request = PerRequests()
         self._switch = Switch(settings.socket_dir)
         self._absence = Absence()
+        #: The namespace for ``kvferry events``: that of the model without adapters.
+        self._shown = PresentNamespace(settings.socket_dir, replica, [group.table for group in served.groups])
+        self._to_show = b""
         # Ids and slots start from the clock, so that they also grow over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
         watch = {"watch": calls.recorder} if calls is not None else {}
@@ -149,7 +153,7 @@ class SchedulerSide:
         self._followed = (-1, False)
         if events is not None:
             events.start(self._client)
-            self._follow()
+        self._follow()
         self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
@@ -188,7 +192,7 @@ class SchedulerSide:
 
     def _watch(self) -> float | None:
         """Looks at the switch, and logs once that the leader is away and that it is back. On the client's thread."""
-        times = [self._switch.look(), self._absence.look(self._client)]
+        times = [self._switch.look(), self._absence.look(self._client), self._shown.show(self._to_show)]
         if self._sizes is not None:
             times.append(self._sizes.turn(self._client))
         return min(at for at in times if at is not None)
@@ -338,10 +342,16 @@ class SchedulerSide:
     def _follow(self) -> None:
         """Lets KV events follow the namespaces in which requests can find pages now."""
         finds = self._finds and not self._switch.off
-        if self._events is not None and self._followed != (self._namespaces.changes, finds):
+        if self._followed == (self._namespaces.changes, finds):
+            return
+        if self._events is not None:
             # Pages of the model that others have stored are announced before its first request.
             self._namespaces.of(None)
-            self._followed = self._namespaces.changes, finds
+        self._followed = self._namespaces.changes, finds
+        self._to_show = self._namespaces.of_model if finds else b""
+        # The client's thread writes it.
+        self._client.poke()
+        if self._events is not None:
             self._events.follow(self._namespaces.present if finds else [])
 
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
