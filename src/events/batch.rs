@@ -4,6 +4,8 @@
 //! routers that follow these, an array whose first element is the type. Both are read, and either is written. Fields
 //! that are not known here are kept, so that an event that passes through loses nothing.
 
+use std::io;
+
 use rmpv::{Value, decode, encode};
 
 use crate::page::PageKey;
@@ -172,22 +174,33 @@ impl Batch {
 
     /// Writes the batch.
     pub fn write(&self, shape: Shape) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        if let Err(error) = encode::write_value(&mut bytes, &self.value(shape)) {
+            // A vector takes every byte.
+            tracing::error!(%error, "a batch of events was not encoded");
+        }
+        bytes
+    }
+
+    /// Writes the batch as JSON, with the same structure and the same order of fields, and without line feeds.
+    ///
+    /// # Errors
+    /// The writer's. Values that JSON does not have, such as bytes, are written as lists of numbers.
+    pub fn write_json(&self, shape: Shape, to: impl io::Write) -> io::Result<()> {
+        Ok(serde_json::to_writer(to, &self.value(shape))?)
+    }
+
+    fn value(&self, shape: Shape) -> Value {
         let events = self
             .events
             .iter()
             .map(|event| event.value(shape, self.signed));
         let rank = self.rank.map_or(Value::Nil, Value::from);
-        let batch = Value::Array(vec![
+        Value::Array(vec![
             Value::F64(self.time),
             Value::Array(events.collect()),
             rank,
-        ]);
-        let mut bytes = Vec::new();
-        if let Err(error) = encode::write_value(&mut bytes, &batch) {
-            // A vector takes every byte.
-            tracing::error!(%error, "a batch of events was not encoded");
-        }
-        bytes
+        ])
     }
 }
 

@@ -533,6 +533,25 @@ fn other_events_pass_through_and_so_do_groups_without_a_number() {
 }
 
 #[test]
+fn a_batch_in_json_has_the_fields_in_the_order_of_messagepack() {
+    let batch = Batch::read(&bytes(VLLM)).unwrap();
+    let mut json = Vec::new();
+    batch.write_json(Shape::Map, &mut json).unwrap();
+    assert_eq!(
+        String::from_utf8(json).unwrap(),
+        concat!(
+            r#"[1.5,[{"type":"BlockStored","block_hashes":[81985529216486895,18364758544493064720],"#,
+            r#""parent_block_hash":null,"token_ids":[1,2,3,4],"block_size":2,"lora_id":null,"medium":"CPU","#,
+            r#""lora_name":null},{"type":"BlockStored","block_hashes":[18364758544493064720],"#,
+            r#""parent_block_hash":81985529216486895,"token_ids":[3,4],"block_size":2,"lora_id":null,"#,
+            r#""medium":"CPU","lora_name":null,"group_idx":0,"kv_cache_spec_kind":"full_attention"},"#,
+            r#"{"type":"BlockRemoved","block_hashes":[81985529216486895],"medium":"CPU"},"#,
+            r#"{"type":"AllBlocksCleared"}],0]"#,
+        )
+    );
+}
+
+#[test]
 fn pages_that_are_nowhere_make_room_and_are_limited() {
     let mut join = Join::new(JoinSettings {
         mode: Mode::Tiers,
