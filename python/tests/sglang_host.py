@@ -42,6 +42,14 @@ class Host:
     def flush(self, order: dict[str, Any]) -> bool:
         return bool(self.engine.flush_cache().success)
 
+    def decode(self, order: dict[str, Any]) -> list[Any]:
+        """Decodes batches of KV events with SGLang's own classes, each as time, events and rank."""
+        import msgspec
+        from sglang.srt.disaggregation.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        return [msgspec.to_builtins(decoder.decode(bytes.fromhex(payload))) for payload in order["payloads"]]
+
     def weights(self, order: dict[str, Any]) -> list[Any]:
         """Reads weights from another folder into the running engine."""
         done = self.engine.loop.run_until_complete(
