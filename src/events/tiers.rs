@@ -23,7 +23,7 @@ struct Group {
 /// Turns changes of the tiers into events, in their order: a page is announced when the first place of a tier has it, and
 /// removed when the last one has lost it. Traces have no tokens, and neither have the events.
 ///
-/// A page takes at most 37 bytes once it is described, and 55 in each tier that has it.
+/// A page takes at most 39 bytes once it is described, and 57 in each tier that has it.
 #[derive(Debug)]
 pub struct TierEvents {
     groups: Vec<Group>,

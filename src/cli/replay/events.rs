@@ -37,7 +37,7 @@ const RETRY: Duration = Duration::from_millis(200);
 /// Time in which a live leader must answer the reads at the begin and at the end.
 const READ_ALL_LIMIT: Duration = Duration::from_secs(30);
 
-/// The file, and what was read so far: at most 60 bytes for each page of a tier, 55 for each page that a tier has, and 37 for
+/// The file, and what was read so far: at most 60 bytes for each page of a tier, 57 for each page that a tier has, and 39 for
 /// each different page of the prompts so far.
 pub(super) struct EventsFile {
     path: PathBuf,
