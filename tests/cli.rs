@@ -437,6 +437,34 @@ fn a_report_that_cannot_be_written_or_would_replace_the_trace_is_refused() {
 }
 
 #[test]
+fn a_file_of_events_that_cannot_be_written_is_an_error() {
+    let folder = socket_dir();
+    let path = |name: &str| folder.path().join(name).to_str().map(str::to_owned);
+    let path = |name: &str| path(name).expect("UTF-8");
+    let (same, nowhere) = (path("events"), path("nowhere/events"));
+    let offline = ["replay", "--mode", "offline", "--requests", "20"];
+    let with = |more: &[&str], code, words: &[&str]| {
+        refused(&[&offline[..], more].concat(), code, words);
+    };
+    with(&["--events", &nowhere], 65, &["--events", &nowhere]);
+    with(
+        &["--events", &same, "--json", &same],
+        65,
+        &["--events", &same, "--json", "name another file"],
+    );
+    let full = "/dev/full";
+    for more in [&["--events", full][..], &["--events", full, "--sequential"]] {
+        with(more, 1, &["--events /dev/full: ", "No space left"]);
+    }
+    refused(
+        &["replay", "--calls", "calls", "--events", &same],
+        2,
+        &["--events", "--calls"],
+    );
+    assert!(!std::path::Path::new(&same).exists());
+}
+
+#[test]
 fn a_second_leader_in_the_same_directory_is_refused() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");

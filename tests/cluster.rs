@@ -17,6 +17,7 @@ mod cluster {
     mod on_gpus;
     mod processes;
     mod recovery;
+    pub mod replay_events;
     mod restarts;
     mod settings;
     mod strangers;
@@ -25,13 +26,22 @@ mod support;
 
 use serde_json::Value;
 
-use support::{kvferry, number, replay, trace};
+use cluster::replay_events;
+use support::{kvferry, number, replay, socket_dir, trace};
 
-/// Runs the same sequential replay live and offline and compares the decisions. Returns the live report.
+/// Runs the same sequential replay live and offline and compares the decisions and the KV events. Returns the live report.
 fn live_equals_offline(arguments: &[&str], live_only: &[&str]) -> Value {
     let all = [&["--sequential"][..], arguments].concat();
-    let offline = replay(&[&all[..], &["--mode", "offline"]].concat());
-    let live = replay(&[&all[..], &["--mode", "live"], live_only].concat());
+    let folder = socket_dir();
+    let events = |mode: &str| folder.path().join(mode);
+    let run = |mode: &str, more: &[&str]| {
+        let path = events(mode);
+        let events = path.to_str().expect("UTF-8");
+        replay(&[&all[..], &["--mode", mode, "--events", events], more].concat())
+    };
+    let offline = run("offline", &[]);
+    let live = run("live", live_only);
+    replay_events::compare(&events("live"), &events("offline"), &live);
     for key in [
         "/tokens",
         "/blocks",

@@ -1,7 +1,7 @@
 """Subscribers of KV events for tests: they decode with vLLM's own classes, and count each page as routers may."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import msgspec
@@ -54,15 +54,28 @@ class Router:
 
 
 class Subscriber:
-    """Receives batches over ZeroMQ, and asks for those that it has missed."""
+    """Receives batches over ZeroMQ, and asks for those that it has missed.
 
-    def __init__(self, endpoint: str, replay: str = "", topic: str = ""):
-        self.router = Router()
-        self.next = 0
-        self.batches: dict[int, KVEventBatch] = {}
+    ``first``: the number of the first batch; None for that of the first one that the publisher has kept. ``router``:
+    what takes the events; ``decode``: what reads a batch, by default vLLM's own classes.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str = "",
+        topic: str = "",
+        *,
+        first: int | None = 0,
+        router: Any = None,
+        decode: Callable[[bytes], Any] | None = None,
+    ):
+        self.router = router or Router()
+        self.next = first
+        self.batches: dict[int, Any] = {}
         self.payloads: list[bytes] = []
         self.replayed = 0
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._decode = decode or msgspec.msgpack.Decoder(KVEventBatch).decode
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.RCVHWM, 0)
@@ -86,14 +99,14 @@ class Subscriber:
             topic, seq, payload = self._sub.recv_multipart()
             assert topic == self.topic
             number = int.from_bytes(seq, "big")
-            if number > self.next:
+            if self.next is None or number > self.next:
                 self.replay()
             self._apply(number, payload)
             timeout_ms = 0
 
     def replay(self) -> None:
         """Asks for the batches from the next one on."""
-        self._replay.send_multipart([b"", self.next.to_bytes(8, "big")])
+        self._replay.send_multipart([b"", (self.next or 0).to_bytes(8, "big")])
         while True:
             assert self._replay.poll(20_000), "the replay does not end"
             empty, topic, seq, payload = self._replay.recv_multipart()
@@ -105,11 +118,13 @@ class Subscriber:
             self._apply(int.from_bytes(seq, "big"), payload)
 
     def _apply(self, number: int, payload: bytes) -> None:
+        if self.next is None:
+            self.next = number
         if number < self.next:
             return
         assert number == self.next, f"batch {self.next} is missing before {number}"
         self.next += 1
-        batch = self._decoder.decode(payload)
+        batch = self._decode(payload)
         self.batches[number] = batch
         self.payloads.append(payload)
         self.router.take(batch.events)

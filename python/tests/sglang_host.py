@@ -57,6 +57,14 @@ class Host:
         found = (sample for sample in samples if sample.name.startswith("sglang:kvferry_"))
         return {f"{sample.name}/{sample.labels['outcome']}": sample.value for sample in found}
 
+    def decode(self, order: dict[str, Any]) -> list[Any]:
+        """Decodes batches of KV events with SGLang's own classes, each as time, events and rank."""
+        import msgspec
+        from sglang.srt.disaggregation.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        return [msgspec.to_builtins(decoder.decode(bytes.fromhex(payload))) for payload in order["payloads"]]
+
     def weights(self, order: dict[str, Any]) -> list[Any]:
         """Reads weights from another folder into the running engine."""
         done = self.engine.loop.run_until_complete(

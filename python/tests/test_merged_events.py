@@ -357,10 +357,13 @@ def test_a_signal_ends_the_wait_for_an_engine(tmp_path: Path) -> None:
 
 
 def test_wrong_flags_are_refused() -> None:
+    both = ["--engine", "tcp://a:1", "--publish", "tcp://b:1"]
     for flags, text in (
         (["--engine", "127.0.0.1:1"], "give tcp://HOST:PORT"),
         (["--engine", "tcp://127.0.0.1:1", "--publish", "tcp://*:1"], "tcp://0.0.0.0:PORT for every address"),
-        (["--engine", "tcp://a:1", "--publish", "tcp://b:1", "--namespace", "xyz"], "hexadecimal"),
+        ([*both, "--namespace", "xyz"], "hexadecimal"),
+        ([*both, "--namespace", "00", "--groups", "1,1"], "different numbers"),
+        ([*both, "--groups", "1"], "--namespace"),
     ):
         ended = subprocess.run([PROGRAM, "events", *flags], capture_output=True, text=True, timeout=TIMEOUT_S)
         assert ended.returncode == 2

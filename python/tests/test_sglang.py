@@ -19,6 +19,7 @@ import sglang_contract
 from daemon import Daemon, eventually, running
 from engine import said, shared_memory, tokens
 from sglang_engine import DEVICE_TOKENS, PAGE_TOKENS, SglangEngine, arguments, why_not
+from sglang_events import publishing, streams
 from signals import stop
 
 WHY_NOT = why_not()
@@ -38,7 +39,9 @@ class Fixture:
 
     def started(self) -> SglangEngine:
         if self.engine is None:
-            self.engine = SglangEngine(arguments(self.socket_dir, extra={"load_timeout_ms": 1000}))
+            events = publishing(self.socket_dir.parent)
+            wanted = arguments(self.socket_dir, extra={"load_timeout_ms": 1000}, kv_events_config=events)
+            self.engine = SglangEngine(wanted)
         return self.engine
 
 
@@ -203,6 +206,50 @@ def test_the_linker_keeps_the_contract(one: Fixture) -> None:
     run = sglang_contract.play(one.socket_dir, one.started)
     assert run.broken == {}
     assert run.not_exercised == set()
+
+
+def test_a_router_has_what_engine_and_kvferry_hold(one: Fixture, tmp_path: Path) -> None:
+    # Half of the device's pages in host memory, and more than all of them on the disk.
+    sizes = {"g2": "64x128KiB", "g3": "64MiB", "g3_dir": tmp_path / "disk"}
+    with serving(one, **sizes) as (daemon, engine), streams(one.socket_dir.parent, daemon, engine) as events:
+        events.begin(*(tokens(PAGE_TOKENS + 1, seed=seed) for seed in range(500, 600)))
+
+        def run(prompt: list[int]) -> tuple[int, int]:
+            """Runs a prompt; returns its tokens on the device and in kvferry, which the stream has predicted."""
+            expected = events.expected(prompt)
+            assert cached(engine.generate(prompt)) == [expected]
+            settled(daemon)
+            return expected
+
+        run(PROMPT)
+        held = events.agree("after a prompt")
+        assert set(events.tiers.router.sequence(PROMPT)) <= held["CPU"] & held["GPU"]
+        for seed in range(20, 20 + DEVICE_TOKENS // 900 + 2):
+            run(tokens(900, seed=seed))
+        held = events.agree("after evictions")
+        assert ("BlockRemoved", "GPU") in events.own.router.seen
+        assert ("BlockRemoved", "CPU") in events.tiers.router.seen
+        assert held["STORAGE"] > held["CPU"], "the disk has what host memory had no room for"
+        assert run(PROMPT) == (0, LOADABLE)
+        events.agree("after a load")
+        assert run(PROMPT) == (LOADABLE, 0)
+
+        engine.flush()
+        assert "GPU" not in events.agree("after a flush")
+        assert run(PROMPT) == (0, LOADABLE)
+
+        daemon.killed(daemon.leader)
+        daemon.wait_ready()
+        held = events.agree("after a restart of the leader")
+        assert held["CPU"], "the pages are found again"
+        new = tokens(200, seed=77)
+        run(new)
+
+        def stored() -> bool:
+            engine.generate(new, max_tokens=1)
+            return set(events.tiers.router.sequence(new)) <= events.agree("after the restart").get("CPU", set())
+
+        eventually("the next leader stores pages", stored)
 
 
 def test_weights_that_change_with_or_without_a_flush_leave_the_pages(one: Fixture) -> None:

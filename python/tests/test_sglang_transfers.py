@@ -19,7 +19,6 @@ from signals import stop
 from kvferry import present_namespace
 from kvferry import rank as rank_module
 from kvferry.memory import Group, KvMemory, Place
-from kvferry.present_namespace import PresentNamespace
 from kvferry.rank import RankSession
 from kvferry.sglang import abandoned as abandoned_module
 from kvferry.sglang import loads, lookups, offloads
@@ -747,17 +746,6 @@ def test_an_engine_that_no_leader_has_welcomed_shows_no_namespace(tmp_path: Path
             assert not present_namespace.path_of(tmp_path, 0).exists()
         finally:
             alone.close()
-
-
-def test_an_engine_that_ends_shows_no_namespace(tmp_path: Path) -> None:
-    first, second = PresentNamespace(tmp_path, 0), PresentNamespace(tmp_path, 0)
-    path = present_namespace.path_of(tmp_path, 0)
-    first.show(b"first")
-    second.show(b"second")
-    first.close()
-    assert path.read_text() == f"{b'second'.hex()}\n", "it is another engine's by now"
-    second.close()
-    assert path.read_text() == "\n"
 
 
 def test_settings_name_the_key_the_value_and_the_remedy() -> None:

@@ -4,6 +4,8 @@
 //! routers that follow these, an array whose first element is the type. Both are read, and either is written. Fields
 //! that are not known here are kept, so that an event that passes through loses nothing.
 
+use std::io;
+
 use rmpv::{Value, decode, encode};
 
 use crate::page::PageKey;
@@ -172,22 +174,33 @@ impl Batch {
 
     /// Writes the batch.
     pub fn write(&self, shape: Shape) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        if let Err(error) = encode::write_value(&mut bytes, &self.value(shape)) {
+            // A vector takes every byte.
+            tracing::error!(%error, "a batch of events was not encoded");
+        }
+        bytes
+    }
+
+    /// Writes the batch as JSON, with the same structure and the same order of fields, and without line feeds.
+    ///
+    /// # Errors
+    /// The writer's. Values that JSON does not have, such as bytes, are written as lists of numbers.
+    pub fn write_json(&self, shape: Shape, to: impl io::Write) -> io::Result<()> {
+        Ok(serde_json::to_writer(to, &self.value(shape))?)
+    }
+
+    fn value(&self, shape: Shape) -> Value {
         let events = self
             .events
             .iter()
             .map(|event| event.value(shape, self.signed));
         let rank = self.rank.map_or(Value::Nil, Value::from);
-        let batch = Value::Array(vec![
+        Value::Array(vec![
             Value::F64(self.time),
             Value::Array(events.collect()),
             rank,
-        ]);
-        let mut bytes = Vec::new();
-        if let Err(error) = encode::write_value(&mut bytes, &batch) {
-            // A vector takes every byte.
-            tracing::error!(%error, "a batch of events was not encoded");
-        }
-        bytes
+        ])
     }
 }
 
@@ -393,8 +406,29 @@ fn medium_field(medium: Option<&str>) -> (String, Value) {
     ("medium".to_owned(), medium.map_or(Value::Nil, Value::from))
 }
 
-/// The group of layers of an event's pages, as the engine numbers groups; 0 if the event names none.
-pub(crate) fn group_of(others: &Fields) -> u64 {
-    let group = others.iter().find(|(name, _)| name == "group_idx");
-    group.and_then(|(_, value)| value.as_u64()).unwrap_or(0)
+/// The field that names the group of layers of an event's pages.
+const GROUP: &str = "group_idx";
+
+/// The group of layers of an event's pages, as the engine numbers groups: the first one if the event names none; `None` if
+/// it names something else.
+pub(crate) fn group_of(others: &Fields) -> Option<u32> {
+    match named_group(others) {
+        None | Some(Value::Nil) => Some(0),
+        Some(value) => value.as_u64().and_then(|group| u32::try_from(group).ok()),
+    }
+}
+
+/// Whether an event names the group of its pages.
+pub(crate) fn names_group(others: &Fields) -> bool {
+    named_group(others).is_some_and(|group| !group.is_nil())
+}
+
+fn named_group(others: &Fields) -> Option<&Value> {
+    let group = others.iter().find(|(name, _)| name == GROUP);
+    group.map(|(_, value)| value)
+}
+
+/// The field that names a group.
+pub(crate) fn group_field(group: u32) -> (String, Value) {
+    (GROUP.to_owned(), Value::from(group))
 }

@@ -12,7 +12,7 @@ use serde_bytes::ByteBuf;
 
 use crate::page::{PageKey, Tier};
 
-/// Places that are known, at most, 40 bytes each; further pages are left out until the reader begins again. While it
+/// Places that are known, at most, 60 bytes each; further pages are left out until the reader begins again. While it
 /// begins again, it has the places from before as well.
 pub const PLACES_MAX: usize = 4 << 20;
 /// Pages of one answer.
@@ -27,16 +27,50 @@ pub struct Change {
     pub held: bool,
     /// The tier.
     pub tier: Tier,
+    /// The page's group of layers, as the engine numbers it.
+    pub group: u32,
     /// The page.
     pub page: PageKey,
 }
 
-type Places = HashMap<(Tier, u32), PageKey>;
+/// The pages that a feed follows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Followed {
+    /// Their namespace.
+    pub namespace: Vec<u8>,
+    /// The engine's number of each group of layers, in the order in which the engine registers its groups. Empty: both number
+    /// the groups alike. Pages of groups that are not listed are left out.
+    pub groups: Vec<u32>,
+}
+
+impl Followed {
+    /// A namespace, of an engine that numbers its groups as it registers them.
+    pub const fn new(namespace: Vec<u8>) -> Self {
+        Self {
+            namespace,
+            groups: Vec::new(),
+        }
+    }
+
+    /// The engine's number of a registered group.
+    fn group(&self, registered: u8) -> Option<u32> {
+        if self.groups.is_empty() {
+            Some(registered.into())
+        } else {
+            self.groups.get(usize::from(registered)).copied()
+        }
+    }
+}
+
+/// Group and number of a page.
+type Held = (u32, PageKey);
+type Places = HashMap<(Tier, u32), Held>;
 
 /// What has been read of a namespace. Follows none at first.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Feed {
-    namespace: Option<Vec<u8>>,
+    followed: Option<Followed>,
+    places_max: usize,
     epoch: u64,
     next: u64,
     cursor: Option<u64>,
@@ -47,20 +81,41 @@ pub struct Feed {
     left_out: u64,
 }
 
+impl Default for Feed {
+    fn default() -> Self {
+        Self::with_places(PLACES_MAX)
+    }
+}
+
 impl Feed {
-    /// Follows this namespace from now on, and no other; `None`: no page is held.
-    pub fn follow(&mut self, namespace: Option<Vec<u8>>) -> Vec<Change> {
-        if self.namespace == namespace {
+    /// A feed that knows this number of places at most, instead of [`PLACES_MAX`].
+    pub fn with_places(places_max: usize) -> Self {
+        Self {
+            followed: None,
+            places_max,
+            epoch: 0,
+            next: 0,
+            cursor: None,
+            places: Places::new(),
+            before: Places::new(),
+            before_until: Time(0),
+            left_out: 0,
+        }
+    }
+
+    /// Follows these pages from now on, and no others; `None`: no page is held.
+    pub fn follow(&mut self, followed: Option<Followed>) -> Vec<Change> {
+        if self.followed == followed {
             return Vec::new();
         }
         let changes = self.forget();
-        self.namespace = namespace;
+        self.followed = followed;
         changes
     }
 
-    /// Whether this namespace is followed.
-    pub fn follows(&self, namespace: Option<&[u8]>) -> bool {
-        self.namespace.as_deref() == namespace
+    /// Whether these pages are followed.
+    pub fn follows(&self, followed: Option<&Followed>) -> bool {
+        self.followed.as_ref() == followed
     }
 
     /// Drops what was read: no leader has answered for long. The next read begins again.
@@ -73,7 +128,7 @@ impl Feed {
 
     /// The next read, which may wait for a change if everything is read; `None` while no namespace is followed.
     pub fn read(&self, wait: Duration) -> Option<ReadEvents> {
-        let namespace = self.namespace.clone()?;
+        let namespace = self.followed.as_ref()?.namespace.clone();
         let waits = self.cursor.is_none();
         let wait = if waits { wait } else { Duration::ZERO };
         Some(ReadEvents {
@@ -86,7 +141,7 @@ impl Feed {
         })
     }
 
-    /// Pages that were left out because of [`PLACES_MAX`].
+    /// Pages that were left out, because too many places are known.
     pub const fn left_out(&self) -> u64 {
         self.left_out
     }
@@ -149,13 +204,16 @@ impl Feed {
                 let cleared = self.places.extract_if(|(of, _), _| *of == tier);
                 changes.extend(lost(&mut cleared.collect()));
             }
-            // The events of an engine have one group of layers.
-            _ if record.group != 0 || hash_bytes == 0 => {}
+            _ if hash_bytes == 0 => {}
             EventKind::Unknown => {}
             EventKind::Stored => {
+                let followed = self.followed.as_ref();
+                let Some(group) = followed.and_then(|followed| followed.group(record.group)) else {
+                    return;
+                };
                 for (place, hash) in (record.place..).zip(record.hashes.chunks_exact(hash_bytes)) {
                     if let Some(page) = PageKey::of_hash(hash) {
-                        self.put(tier, place, page, changes);
+                        self.put((tier, place), (group, page), changes);
                     }
                 }
             }
@@ -163,42 +221,40 @@ impl Feed {
                 let pages = record.hashes.len() / hash_bytes;
                 for place in (record.place..).take(pages) {
                     if let Some(page) = self.places.remove(&(tier, place)) {
-                        changes.push(Change {
-                            held: false,
-                            tier,
-                            page,
-                        });
+                        changes.push(change(false, tier, page));
                     }
                 }
             }
         }
     }
 
-    fn put(&mut self, tier: Tier, place: u32, page: PageKey, changes: &mut Vec<Change>) {
-        let full = self.places.len() >= PLACES_MAX;
-        match self.places.get_mut(&(tier, place)) {
+    fn put(&mut self, place: (Tier, u32), page: Held, changes: &mut Vec<Change>) {
+        let (tier, _) = place;
+        let full = self.places.len() >= self.places_max;
+        match self.places.get_mut(&place) {
             Some(known) if *known == page => return,
             Some(known) => {
-                let page = std::mem::replace(known, page);
-                changes.push(Change {
-                    held: false,
-                    tier,
-                    page,
-                });
+                let before = std::mem::replace(known, page);
+                changes.push(change(false, tier, before));
             }
             None if full => {
                 self.left_out += 1;
                 return;
             }
             None => {
-                self.places.insert((tier, place), page);
+                self.places.insert(place, page);
             }
         }
-        changes.push(Change {
-            held: true,
-            tier,
-            page,
-        });
+        changes.push(change(true, tier, page));
+    }
+}
+
+const fn change(held: bool, tier: Tier, (group, page): Held) -> Change {
+    Change {
+        held,
+        tier,
+        group,
+        page,
     }
 }
 
@@ -208,11 +264,7 @@ fn lost(places: &mut Places) -> Vec<Change> {
     places.sort_unstable();
     places
         .into_iter()
-        .map(|((tier, _), page)| Change {
-            held: false,
-            tier,
-            page,
-        })
+        .map(|((tier, _), page)| change(false, tier, page))
         .collect()
 }
 
@@ -385,7 +437,7 @@ mod tests {
             let mut leader = FakeLeader::new(1);
             let (mut feed, mut held) = (Feed::default(), Held::default());
             prop_assert!(feed.read(Duration::ZERO).is_none(), "no namespace is followed");
-            held.apply(feed.follow(Some(b"n".to_vec())));
+            held.apply(feed.follow(Some(Followed::new(b"n".to_vec()))));
             let mut now = Time(0);
             for act in acts {
                 match act {
@@ -424,7 +476,7 @@ mod tests {
         let mut leader = FakeLeader::new(1);
         leader.store(2, 0, 7);
         let (mut feed, mut held) = (Feed::default(), Held::default());
-        held.apply(feed.follow(Some(b"n".to_vec())));
+        held.apply(feed.follow(Some(Followed::new(b"n".to_vec()))));
         let read = |feed: &mut Feed, leader: &FakeLeader, held: &mut Held, now| {
             let request = feed.read(Duration::ZERO).expect("a namespace is followed");
             held.apply(feed.answered(now, &leader.answer(&request)));
@@ -451,11 +503,39 @@ mod tests {
     }
 
     #[test]
+    fn pages_have_the_engines_number_of_their_group() {
+        for (groups, known) in [(vec![], vec![0, 1, 2]), (vec![1, 4], vec![1, 4])] {
+            let mut leader = FakeLeader::new(1);
+            for group in 0..3 {
+                leader.present.insert((2, group.into()), 7);
+                leader.records.push(EventRecord {
+                    group,
+                    ..record(EventKind::Stored, 2, group.into(), 7)
+                });
+            }
+            let mut feed = Feed::default();
+            let followed = Followed {
+                groups,
+                ..Followed::new(b"n".to_vec())
+            };
+            feed.follow(Some(followed));
+            (feed.epoch, feed.next, feed.cursor) = (1, 1, None);
+            let mut changes = Vec::new();
+            for _ in 0..3 {
+                let read = feed.read(Duration::ZERO).expect("a namespace is followed");
+                changes.extend(feed.answered(Time(0), &leader.answer(&read)));
+            }
+            let groups: Vec<_> = changes.iter().map(|change| change.group).collect();
+            assert_eq!(groups, known);
+        }
+    }
+
+    #[test]
     fn a_later_kind_of_record_begins_again() {
         let mut leader = FakeLeader::new(1);
         leader.store(2, 0, 7);
         let (mut feed, mut held) = (Feed::default(), Held::default());
-        held.apply(feed.follow(Some(b"n".to_vec())));
+        held.apply(feed.follow(Some(Followed::new(b"n".to_vec()))));
         let mut events =
             leader.answer(&feed.read(Duration::ZERO).expect("a namespace is followed"));
         events.records.push(record(EventKind::Unknown, 2, 0, 1));

@@ -4,14 +4,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
-use rmpv::Value;
+use rmpv::{Value, decode, encode};
 
-use crate::batch::{Event, Fields, Removed, Stored, group_of};
+use crate::batch::{Event, Fields, Removed, Stored, group_field, group_of, names_group};
 use crate::feed::Change;
 use crate::page::{PageKey, Tier};
 
-/// Pages that are known, at most. A page takes 160 bytes and 5 for each of its tokens: 320 bytes with 32 tokens, 320 MiB
-/// in all. Pages beyond that are announced as the engine announces them, and not when kvferry has them.
+/// Pages that are known, at most. A page takes 240 bytes, and at most 5 for each of its tokens: 400 bytes with 32 tokens,
+/// 400 MiB in all. Each event whose other fields are new takes 500 bytes more. Pages beyond that are announced as the engine
+/// announces them, and not when kvferry has them.
 pub const PAGES_MAX: usize = 1 << 20;
 /// Pages that are nowhere, at most, of which the tokens are kept: the leader reports a stored page up to a moment after the
 /// engine may have given it up. They count towards [`PAGES_MAX`].
@@ -20,6 +21,8 @@ pub const GONE_MAX: usize = 1 << 16;
 const EVENT_PAGES_MAX: usize = 128;
 /// Media of an engine that are told apart; pages in others pass through.
 const MEDIA_MAX: usize = 8;
+/// Fields that events have in common, of which the newest are remembered, so that pages share them.
+const SHARED_MAX: usize = 16;
 /// Fields with an element for each page of an event.
 const BY_PAGE: [&str; 3] = ["extra_keys", "mm_keys", "block_mm_infos"];
 
@@ -41,14 +44,20 @@ pub struct JoinSettings {
     pub pages_max: usize,
     /// Those of them that are nowhere, at most.
     pub gone_max: usize,
+    /// Subscribers read the group of an event. Otherwise only events of the first group are published: the pages of several
+    /// groups have the same numbers.
+    pub groups: bool,
 }
+
+/// Group of layers and number of a page.
+type Key = (u32, PageKey);
 
 /// What the engine's event says of a page.
 #[derive(Debug)]
 struct About {
     parent: Option<PageKey>,
-    /// The page's tokens, of which [`Shared::page_tokens`] tells the number.
-    tokens: Box<[Value]>,
+    /// The page's tokens, one after another in MessagePack: a value takes 8 times as much.
+    tokens: Box<[u8]>,
     /// The page's elements of the fields [`BY_PAGE`].
     by_page: Vec<(usize, Value)>,
     shared: Arc<Shared>,
@@ -86,11 +95,15 @@ impl Page {
 #[derive(Debug)]
 pub struct Join {
     settings: JoinSettings,
-    pages: HashMap<PageKey, Page>,
+    pages: HashMap<Key, Page>,
     /// Pages that went nowhere, the oldest first. Some may be somewhere again.
-    gone: VecDeque<PageKey>,
+    gone: VecDeque<Key>,
     /// Names of the engine's media, by their bits.
     media: Vec<Option<String>>,
+    /// The engine's events name groups: those of removed pages do, too.
+    names_groups: bool,
+    /// The newest fields that events have in common.
+    shared: VecDeque<Arc<Shared>>,
     left_out: u64,
 }
 
@@ -102,6 +115,8 @@ impl Join {
             pages: HashMap::new(),
             gone: VecDeque::new(),
             media: Vec::new(),
+            names_groups: false,
+            shared: VecDeque::new(),
             left_out: 0,
         }
     }
@@ -125,18 +140,49 @@ impl Join {
     pub fn engine(&mut self, events: Vec<Event>) -> Vec<Event> {
         let mut out = Vec::with_capacity(events.len());
         for event in events {
-            match event {
-                Event::Stored(stored) if group_of(&stored.others) == 0 => {
-                    self.engine_stored(stored, &mut out);
+            let others = match &event {
+                Event::Stored(stored) => &stored.others,
+                Event::Removed(removed) => &removed.others,
+                Event::Cleared => {
+                    out.extend(self.engine_lost());
+                    continue;
                 }
-                Event::Removed(removed) if group_of(&removed.others) == 0 => {
-                    self.engine_removed(removed, &mut out);
+                Event::Other(_) => {
+                    out.push(event);
+                    continue;
                 }
-                Event::Cleared => out.extend(self.engine_lost()),
-                other => out.push(other),
+            };
+            self.names_groups |= names_group(others);
+            let group = group_of(others);
+            if group != Some(0) && !self.settings.groups {
+                continue;
+            }
+            match (event, group) {
+                (Event::Stored(stored), Some(group)) => self.engine_stored(group, stored, &mut out),
+                (Event::Removed(removed), Some(group)) => {
+                    self.engine_removed(group, removed, &mut out);
+                }
+                // Its group has no number: it passes through.
+                (event, _) => out.push(event),
             }
         }
         out
+    }
+
+    /// Adds the removal of these pages, in their order.
+    fn removed(&self, pages: &[Key], medium: Option<&str>, out: &mut Vec<Event>) {
+        let of_groups = pages.chunk_by(|(one, _), (other, _)| one == other);
+        for pages in of_groups.flat_map(|pages| pages.chunks(EVENT_PAGES_MAX)) {
+            let group = pages.first().filter(|_| self.names_groups);
+            out.push(Event::Removed(Removed {
+                pages: pages.iter().map(|(_, page)| *page).collect(),
+                medium: medium.map(str::to_owned),
+                others: group
+                    .map(|(group, _)| group_field(*group))
+                    .into_iter()
+                    .collect(),
+            }));
+        }
     }
 
     /// Takes back all pages that the engine has, one by one: subscribers apply `AllBlocksCleared` to the pages in kvferry as
@@ -154,7 +200,7 @@ impl Join {
             }
             pages.sort_unstable();
             if self.settings.mode == Mode::Tiers {
-                removed(&pages, self.media[bit].as_deref(), &mut out);
+                self.removed(&pages, self.media[bit].as_deref(), &mut out);
             } else {
                 self.diff(&pages, &mut out);
             }
@@ -168,19 +214,23 @@ impl Join {
     pub fn kvferry(&mut self, changes: &[Change]) -> Vec<Event> {
         let mut touched = Vec::with_capacity(changes.len());
         for change in changes {
-            let known = self.pages.contains_key(&change.page);
+            if change.group != 0 && !self.settings.groups {
+                continue;
+            }
+            let key = (change.group, change.page);
+            let known = self.pages.contains_key(&key);
             if !known && (!change.held || self.is_full()) {
                 self.left_out += u64::from(change.held);
                 continue;
             }
-            let page = self.pages.entry(change.page).or_default();
+            let page = self.pages.entry(key).or_default();
             let places = &mut page.places[change.tier.index()];
             *places = if change.held {
                 places.saturating_add(1)
             } else {
                 places.saturating_sub(1)
             };
-            touched.push(change.page);
+            touched.push(key);
         }
         let mut out = Vec::new();
         self.diff(&touched, &mut out);
@@ -223,16 +273,17 @@ impl Join {
         at.map_or(0, |at| 1 << at)
     }
 
-    fn engine_stored(&mut self, stored: Stored, out: &mut Vec<Event>) {
+    fn engine_stored(&mut self, group: u32, stored: Stored, out: &mut Vec<Event>) {
         let bit = self.medium(stored.medium.as_deref());
         let about = if stored.is_described() {
-            about(&stored)
+            about(&stored, &mut self.shared)
         } else {
             Vec::new()
         };
         let mut about = about.into_iter();
         let mut unnoted = Vec::new();
-        for key in &stored.pages {
+        let keys: Vec<Key> = stored.pages.iter().map(|page| (group, *page)).collect();
+        for key in &keys {
             let about = about.next();
             if !self.pages.contains_key(key) && (self.is_full() || bit == 0) {
                 self.left_out += u64::from(bit != 0);
@@ -245,41 +296,40 @@ impl Join {
                 page.about = about.map(Box::new);
             }
         }
-        let pages = stored.pages.clone();
         match self.settings.mode {
             Mode::Tiers => out.push(Event::Stored(stored)),
             // Without a record of its pages, an event can only pass through as a whole.
-            Mode::Blind if unnoted.len() == pages.len() => out.push(Event::Stored(Stored {
+            Mode::Blind if unnoted.len() == keys.len() => out.push(Event::Stored(Stored {
                 medium: None,
                 ..stored
             })),
             Mode::Blind => {}
         }
         // Pages that kvferry has had since before they were described.
-        self.diff(&pages, out);
+        self.diff(&keys, out);
     }
 
-    fn engine_removed(&mut self, of_engine: Removed, out: &mut Vec<Event>) {
+    fn engine_removed(&mut self, group: u32, of_engine: Removed, out: &mut Vec<Event>) {
         let bit = self.medium(of_engine.medium.as_deref());
         let mut unnoted = Vec::new();
-        for key in &of_engine.pages {
+        let keys: Vec<Key> = of_engine.pages.iter().map(|page| (group, *page)).collect();
+        for key in &keys {
             match self.pages.get_mut(key) {
                 Some(page) => page.engine &= !bit,
                 None => unnoted.push(*key),
             }
         }
-        let pages = of_engine.pages.clone();
         match self.settings.mode {
             Mode::Tiers => out.push(Event::Removed(of_engine)),
             // Subscribers may have them only if some were announced without a record.
-            Mode::Blind if self.left_out > 0 => removed(&unnoted, None, out),
+            Mode::Blind if self.left_out > 0 => self.removed(&unnoted, None, out),
             Mode::Blind => {}
         }
-        self.diff(&pages, out);
-        self.drop_empty(&pages);
+        self.diff(&keys, out);
+        self.drop_empty(&keys);
     }
 
-    fn drop_empty(&mut self, keys: &[PageKey]) {
+    fn drop_empty(&mut self, keys: &[Key]) {
         for key in keys {
             match self.pages.get(key) {
                 Some(page) if !page.is_empty() => {}
@@ -295,7 +345,7 @@ impl Join {
     }
 
     /// Publishes the differences between where these pages are and what was announced.
-    fn diff(&mut self, keys: &[PageKey], out: &mut Vec<Event>) {
+    fn diff(&mut self, keys: &[Key], out: &mut Vec<Event>) {
         let places: &[(usize, Option<&str>)] = match self.settings.mode {
             Mode::Tiers => &[
                 (0, Some(Tier::Host.medium())),
@@ -325,7 +375,7 @@ impl Join {
                 };
                 page.announced[*at] = true;
                 match &mut run {
-                    Some(run) if run.takes(about) => run.add(*key, about),
+                    Some(run) if run.takes(*key, about) => run.add(*key, about),
                     _ => {
                         out.extend(run.take().map(|run| run.event(*medium)));
                         run = Some(Run::of(*key, about));
@@ -350,13 +400,14 @@ impl Join {
                     gone.push(*key);
                 }
             }
-            removed(&gone, *medium, out);
+            self.removed(&gone, *medium, out);
         }
     }
 }
 
-/// Consecutive pages of a sequence, which one event announces.
+/// Consecutive pages of a sequence and group, which one event announces.
 struct Run {
+    group: u32,
     pages: Vec<PageKey>,
     parent: Option<PageKey>,
     tokens: Vec<Value>,
@@ -365,8 +416,9 @@ struct Run {
 }
 
 impl Run {
-    fn of(key: PageKey, about: &About) -> Self {
+    fn of(key: Key, about: &About) -> Self {
         let mut run = Self {
+            group: key.0,
             pages: Vec::new(),
             parent: about.parent,
             tokens: Vec::new(),
@@ -381,8 +433,9 @@ impl Run {
         run
     }
 
-    fn takes(&self, about: &About) -> bool {
-        self.pages.last() == about.parent.as_ref()
+    fn takes(&self, (group, _): Key, about: &About) -> bool {
+        self.group == group
+            && self.pages.last() == about.parent.as_ref()
             && self.pages.len() < EVENT_PAGES_MAX
             && (Arc::ptr_eq(&self.shared, &about.shared) || self.shared == about.shared)
             && self.by_page.len() == about.by_page.len()
@@ -393,9 +446,9 @@ impl Run {
                 .all(|(ours, theirs)| ours.0 == theirs.0)
     }
 
-    fn add(&mut self, key: PageKey, about: &About) {
-        self.pages.push(key);
-        self.tokens.extend_from_slice(&about.tokens);
+    fn add(&mut self, (_, page): Key, about: &About) {
+        self.pages.push(page);
+        decoded(&about.tokens, &mut self.tokens);
         for ((_, values), (_, value)) in self.by_page.iter_mut().zip(&about.by_page) {
             values.push(value.clone());
         }
@@ -418,7 +471,7 @@ impl Run {
 }
 
 /// What a described event says of each of its pages.
-fn about(stored: &Stored) -> Vec<About> {
+fn about(stored: &Stored, known: &mut VecDeque<Arc<Shared>>) -> Vec<About> {
     let mut others = Fields::new();
     let mut by_page: Vec<(usize, &[Value])> = Vec::new();
     for (name, value) in &stored.others {
@@ -430,10 +483,18 @@ fn about(stored: &Stored) -> Vec<About> {
             _ => others.push((name.clone(), value.clone())),
         }
     }
-    let shared = Arc::new(Shared {
+    let shared = Shared {
         page_tokens: stored.page_tokens,
         others,
-    });
+    };
+    let shared = match known.iter().find(|known| ***known == shared) {
+        Some(known) => Arc::clone(known),
+        None => {
+            known.truncate(SHARED_MAX - 1);
+            known.push_front(Arc::new(shared));
+            Arc::clone(&known[0])
+        }
+    };
     let size = usize::try_from(stored.page_tokens).unwrap_or(usize::MAX);
     let mut parent = stored.parent;
     let pages = stored
@@ -444,7 +505,7 @@ fn about(stored: &Stored) -> Vec<About> {
     pages
         .map(|(at, (key, tokens))| About {
             parent: parent.replace(*key),
-            tokens: tokens.into(),
+            tokens: encoded(tokens),
             by_page: by_page
                 .iter()
                 .map(|(name, values)| (*name, values[at].clone()))
@@ -454,12 +515,24 @@ fn about(stored: &Stored) -> Vec<About> {
         .collect()
 }
 
-fn removed(pages: &[PageKey], medium: Option<&str>, out: &mut Vec<Event>) {
-    for pages in pages.chunks(EVENT_PAGES_MAX) {
-        out.push(Event::Removed(Removed {
-            pages: pages.to_vec(),
-            medium: medium.map(str::to_owned),
-            others: Fields::new(),
-        }));
+/// The tokens of a page, one after another.
+fn encoded(tokens: &[Value]) -> Box<[u8]> {
+    let mut bytes = Vec::with_capacity(5 * tokens.len());
+    for token in tokens {
+        if let Err(error) = encode::write_value(&mut bytes, token) {
+            // A vector takes every byte.
+            tracing::error!(%error, "a token was not encoded");
+        }
+    }
+    bytes.into()
+}
+
+fn decoded(mut bytes: &[u8], tokens: &mut Vec<Value>) {
+    while !bytes.is_empty() {
+        match decode::read_value(&mut bytes) {
+            Ok(token) => tokens.push(token),
+            // [`encoded`] has written whole values.
+            Err(error) => return tracing::error!(%error, "a token was not decoded"),
+        }
     }
 }

@@ -146,45 +146,63 @@ fn parent(page: u64) -> Option<PageKey> {
     (!page.is_multiple_of(8)).then(|| PageKey(page - 1))
 }
 
-fn engine_stored(first: u64, count: u64, medium: Option<&str>) -> Event {
+fn group_fields(group: Option<u32>) -> Vec<(String, Value)> {
+    let field = group.map(|group| ("group_idx".to_owned(), Value::from(group)));
+    field.into_iter().collect()
+}
+
+fn engine_stored_in(group: Option<u32>, first: u64, count: u64, medium: Option<&str>) -> Event {
     let pages = first..first + count;
+    let mut others = vec![("lora_id".to_owned(), Value::Nil)];
+    others.extend(group_fields(group));
+    let keys = pages
+        .clone()
+        .map(|page| Value::Array(vec![Value::from(page)]));
+    others.push(("extra_keys".to_owned(), Value::Array(keys.collect())));
     Event::Stored(Stored {
         pages: pages.clone().map(PageKey).collect(),
         parent: parent(first),
-        tokens: pages.clone().flat_map(tokens).collect(),
+        tokens: pages.flat_map(tokens).collect(),
         page_tokens: 2,
         medium: medium.map(str::to_owned),
-        others: vec![
-            ("lora_id".to_owned(), Value::Nil),
-            (
-                "extra_keys".to_owned(),
-                Value::Array(
-                    pages
-                        .map(|page| Value::Array(vec![Value::from(page)]))
-                        .collect(),
-                ),
-            ),
-        ],
+        others,
+    })
+}
+
+fn engine_stored(first: u64, count: u64, medium: Option<&str>) -> Event {
+    engine_stored_in(None, first, count, medium)
+}
+
+fn engine_removed_in(group: Option<u32>, pages: &[u64], medium: Option<&str>) -> Event {
+    Event::Removed(Removed {
+        pages: pages.iter().copied().map(PageKey).collect(),
+        medium: medium.map(str::to_owned),
+        others: group_fields(group),
     })
 }
 
 fn engine_removed(pages: &[u64], medium: Option<&str>) -> Event {
-    Event::Removed(Removed {
-        pages: pages.iter().copied().map(PageKey).collect(),
-        medium: medium.map(str::to_owned),
-        others: Vec::new(),
-    })
+    engine_removed_in(None, pages, medium)
 }
+
+/// Group and number of a page.
+type InGroup = (u32, PageKey);
 
 /// A router: pages by medium.
 #[derive(Debug, Default)]
-struct Router(BTreeMap<Option<String>, BTreeSet<PageKey>>);
+struct Router(BTreeMap<Option<String>, BTreeSet<InGroup>>);
 
 impl Router {
     fn apply(&mut self, events: &[Event], strict: &BTreeSet<Option<String>>) {
+        let group_of = |others: &[(String, Value)]| {
+            let named = others.iter().find(|(name, _)| name == "group_idx");
+            let group = named.and_then(|(_, group)| group.as_u64());
+            group.map_or(0, |group| u32::try_from(group).unwrap())
+        };
         for event in events {
             match event {
                 Event::Stored(stored) => {
+                    let group = group_of(&stored.others);
                     let mut before = stored.parent;
                     let held = self.0.entry(stored.medium.clone()).or_default();
                     for (at, page) in stored.pages.iter().enumerate() {
@@ -196,14 +214,15 @@ impl Router {
                             Some(Some(page.0))
                         );
                         before = Some(*page);
-                        let new = held.insert(*page);
+                        let new = held.insert((group, *page));
                         assert!(new || !strict.contains(&stored.medium), "{page:?} twice");
                     }
                 }
                 Event::Removed(removed) => {
+                    let group = group_of(&removed.others);
                     let held = self.0.entry(removed.medium.clone()).or_default();
                     for page in &removed.pages {
-                        let known = held.remove(page);
+                        let known = held.remove(&(group, *page));
                         assert!(
                             known || !strict.contains(&removed.medium),
                             "{page:?} is not there"
@@ -216,7 +235,7 @@ impl Router {
         }
     }
 
-    fn held(&self, medium: Option<&str>) -> BTreeSet<PageKey> {
+    fn held(&self, medium: Option<&str>) -> BTreeSet<InGroup> {
         self.0
             .get(&medium.map(str::to_owned))
             .cloned()
@@ -227,33 +246,38 @@ impl Router {
 #[derive(Debug, Clone)]
 enum Act {
     Stored {
+        group: u32,
         first: u64,
         count: u64,
         medium: bool,
     },
     Removed {
+        group: u32,
         pages: Vec<u64>,
         medium: bool,
     },
     Cleared,
     Lost,
-    Kvferry(Vec<(bool, bool, u64)>),
+    /// Whether each is stored, on a disk; group and page.
+    Kvferry(Vec<(bool, bool, u32, u64)>),
 }
 
 fn act() -> impl Strategy<Value = Act> {
-    let run = (0..4_u64, 0..8_u64, 1..8_u64, any::<bool>());
+    let run = (0..2_u32, 0..4_u64, 0..8_u64, 1..8_u64, any::<bool>());
+    let pages = proptest::collection::vec(0..32_u64, 1..6);
+    let change = (any::<bool>(), any::<bool>(), 0..2_u32, 0..32_u64);
     prop_oneof![
-        4 => run.prop_map(|(sequence, at, count, medium)| Act::Stored {
+        4 => run.prop_map(|(group, sequence, at, count, medium)| Act::Stored {
+            group,
             first: sequence * 8 + at,
             count: count.min(8 - at),
             medium,
         }),
-        3 => (proptest::collection::vec(0..32_u64, 1..6), any::<bool>())
-            .prop_map(|(pages, medium)| Act::Removed { pages, medium }),
+        3 => (0..2_u32, pages, any::<bool>())
+            .prop_map(|(group, pages, medium)| Act::Removed { group, pages, medium }),
         1 => Just(Act::Cleared),
         1 => Just(Act::Lost),
-        6 => proptest::collection::vec((any::<bool>(), any::<bool>(), 0..32_u64), 1..12)
-            .prop_map(Act::Kvferry),
+        6 => proptest::collection::vec(change, 1..12).prop_map(Act::Kvferry),
     ]
 }
 
@@ -264,14 +288,14 @@ fn medium(second: bool) -> Option<&'static str> {
 /// Where each page really is.
 #[derive(Default)]
 struct Truth {
-    engine: BTreeMap<Option<&'static str>, BTreeSet<PageKey>>,
-    kvferry: BTreeMap<(Tier, PageKey), u32>,
+    engine: BTreeMap<Option<&'static str>, BTreeSet<InGroup>>,
+    kvferry: BTreeMap<(Tier, InGroup), u32>,
     /// Pages that the engine has described while they were anywhere.
-    described: BTreeSet<PageKey>,
+    described: BTreeSet<InGroup>,
 }
 
 impl Truth {
-    fn held(&self, tier: Tier) -> BTreeSet<PageKey> {
+    fn held(&self, tier: Tier) -> BTreeSet<InGroup> {
         let held = self
             .kvferry
             .keys()
@@ -279,7 +303,7 @@ impl Truth {
         held.map(|(_, page)| *page).collect()
     }
 
-    fn anywhere(&self) -> BTreeSet<PageKey> {
+    fn anywhere(&self) -> BTreeSet<InGroup> {
         let mut all: BTreeSet<_> = self.engine.values().flatten().copied().collect();
         all.extend(Tier::ALL.iter().flat_map(|tier| self.held(*tier)));
         all
@@ -296,11 +320,12 @@ impl Truth {
     fn engine(&mut self, act: &Act) {
         match act {
             Act::Stored {
+                group,
                 first,
                 count,
                 medium: second,
             } => {
-                let pages = (*first..first + count).map(PageKey);
+                let pages = (*first..first + count).map(|page| (*group, PageKey(page)));
                 self.described.extend(pages.clone());
                 self.engine
                     .entry(medium(*second))
@@ -308,11 +333,12 @@ impl Truth {
                     .extend(pages);
             }
             Act::Removed {
+                group,
                 pages,
                 medium: second,
             } => {
                 let held = self.engine.entry(medium(*second)).or_default();
-                held.retain(|page| !pages.contains(&page.0));
+                held.retain(|(of, page)| of != group || !pages.contains(&page.0));
             }
             Act::Cleared | Act::Lost => self.engine.clear(),
             Act::Kvferry(_) => {}
@@ -320,11 +346,11 @@ impl Truth {
     }
 
     /// Applies those changes that a feed can report: it never takes a page from a place that has none.
-    fn kvferry(&mut self, changes: &[(bool, bool, u64)]) -> Vec<Change> {
+    fn kvferry(&mut self, changes: &[(bool, bool, u32, u64)]) -> Vec<Change> {
         let mut made = Vec::new();
-        for (held, disk, page) in changes {
+        for (held, disk, group, page) in changes {
             let tier = if *disk { Tier::Disk } else { Tier::Host };
-            let key = (tier, PageKey(*page));
+            let key = (tier, (*group, PageKey(*page)));
             let places = self.kvferry.get(&key).copied().unwrap_or(0);
             match (held, places) {
                 (false, 0) => continue,
@@ -337,6 +363,7 @@ impl Truth {
             made.push(Change {
                 held: *held,
                 tier,
+                group: *group,
                 page: PageKey(*page),
             });
         }
@@ -344,17 +371,24 @@ impl Truth {
     }
 }
 
+/// Leaves what subscribers read who know no groups.
+fn first_group(pages: BTreeSet<InGroup>, groups: bool) -> BTreeSet<InGroup> {
+    let read = pages.into_iter().filter(|(group, _)| groups || *group == 0);
+    read.collect()
+}
+
 proptest! {
-    /// After every step a router that reads the merged stream has exactly the pages that engine and kvferry have, each
-    /// announced once and removed once in the media of kvferry.
+    /// After every step a router that reads the merged stream has exactly the pages that engine and kvferry have, of each
+    /// group that it reads, each announced once and removed once in the media of kvferry.
     #[test]
     fn a_router_has_what_engine_and_kvferry_have(
         acts in proptest::collection::vec(act(), 1..60),
         blind in any::<bool>(),
+        groups in any::<bool>(),
         gone_max in prop_oneof![Just(0_usize), Just(1000)],
     ) {
         let mode = if blind { Mode::Blind } else { Mode::Tiers };
-        let mut join = Join::new(JoinSettings { mode, pages_max: 1000, gone_max });
+        let mut join = Join::new(JoinSettings { mode, pages_max: 1000, gone_max, groups });
         let strict: BTreeSet<_> = if blind {
             [None].into_iter().collect()
         } else {
@@ -364,11 +398,11 @@ proptest! {
         for act in &acts {
             truth.engine(act);
             let events = match act {
-                Act::Stored { first, count, medium: second } => {
-                    join.engine(vec![engine_stored(*first, *count, medium(*second))])
+                Act::Stored { group, first, count, medium: second } => {
+                    join.engine(vec![engine_stored_in(Some(*group), *first, *count, medium(*second))])
                 }
-                Act::Removed { pages, medium: second } => {
-                    join.engine(vec![engine_removed(pages, medium(*second))])
+                Act::Removed { group, pages, medium: second } => {
+                    join.engine(vec![engine_removed_in(Some(*group), pages, medium(*second))])
                 }
                 Act::Cleared => join.engine(vec![Event::Cleared]),
                 Act::Lost => join.engine_lost(),
@@ -381,22 +415,50 @@ proptest! {
                 truth.forget();
             }
             router.apply(&events, &strict);
+            let of = |pages| first_group(pages, groups);
             if blind {
-                prop_assert_eq!(router.held(None), truth.anywhere());
+                prop_assert_eq!(router.held(None), of(truth.anywhere()));
             } else {
                 for second in [false, true] {
                     let held = truth.engine.get(&medium(second)).cloned().unwrap_or_default();
-                    prop_assert_eq!(router.held(medium(second)), held);
+                    prop_assert_eq!(router.held(medium(second)), of(held));
                 }
                 for tier in Tier::ALL {
-                    prop_assert_eq!(router.held(Some(tier.medium())), truth.held(tier));
+                    prop_assert_eq!(router.held(Some(tier.medium())), of(truth.held(tier)));
                 }
             }
         }
         let known: BTreeSet<_> = truth.kvferry.keys().map(|(_, page)| *page).chain(truth.anywhere()).collect();
         if gone_max == 0 {
+            let known = first_group(known, groups);
             prop_assert_eq!(join.len(), known.len(), "pages that are nowhere are forgotten");
         }
+    }
+}
+
+#[test]
+fn removals_name_the_group_as_the_engine_does() {
+    let settings = JoinSettings {
+        mode: Mode::Tiers,
+        pages_max: 1000,
+        gone_max: 0,
+        groups: true,
+    };
+    for group in [None, Some(0), Some(3)] {
+        let mut join = Join::new(settings);
+        join.engine(vec![engine_stored_in(group, 0, 2, Some("GPU"))]);
+        let change = |held, page| Change {
+            held,
+            tier: Tier::Host,
+            group: group.unwrap_or(0),
+            page: PageKey(page),
+        };
+        let stored = join.kvferry(&[change(true, 0), change(true, 1)]);
+        assert_eq!(stored, [engine_stored_in(group, 0, 2, Some("CPU"))]);
+        let gone = join.kvferry(&[change(false, 0), change(false, 1)]);
+        assert_eq!(gone, [engine_removed_in(group, &[1, 0], Some("CPU"))]);
+        let lost = join.engine_lost();
+        assert_eq!(lost, [engine_removed_in(group, &[0, 1], Some("GPU"))]);
     }
 }
 
@@ -406,11 +468,13 @@ fn consecutive_pages_share_an_event_and_the_last_one_goes_first() {
         mode: Mode::Tiers,
         pages_max: 1000,
         gone_max: 0,
+        groups: true,
     });
     join.engine(vec![engine_stored(0, 4, Some("GPU"))]);
     let change = |held, page| Change {
         held,
         tier: Tier::Host,
+        group: 0,
         page: PageKey(page),
     };
     let stored = join.kvferry(&[0, 1, 3].map(|page| change(true, page)));
@@ -437,6 +501,7 @@ fn pages_beyond_the_limit_pass_through() {
             mode,
             pages_max: 2,
             gone_max: 1000,
+            groups: true,
         });
         join.engine(vec![engine_stored(0, 2, Some("GPU"))]);
         let events = join.engine(vec![engine_stored(8, 2, Some("GPU"))]);
@@ -448,20 +513,42 @@ fn pages_beyond_the_limit_pass_through() {
 }
 
 #[test]
-fn other_events_and_groups_pass_through() {
+fn other_events_pass_through_and_so_do_groups_without_a_number() {
     let mut join = Join::new(JoinSettings {
         mode: Mode::Tiers,
         pages_max: 10,
         gone_max: 0,
+        groups: true,
     });
     let other = Event::Other(Value::from("later"));
     let Event::Stored(mut stored) = engine_stored(0, 1, Some("GPU")) else {
         panic!()
     };
-    stored.others.push(("group_idx".to_owned(), Value::from(1)));
+    stored
+        .others
+        .push(("group_idx".to_owned(), Value::from("first")));
     let events = vec![other, Event::Stored(stored)];
     assert_eq!(join.engine(events.clone()), events);
     assert!(join.is_empty());
+}
+
+#[test]
+fn a_batch_in_json_has_the_fields_in_the_order_of_messagepack() {
+    let batch = Batch::read(&bytes(VLLM)).unwrap();
+    let mut json = Vec::new();
+    batch.write_json(Shape::Map, &mut json).unwrap();
+    assert_eq!(
+        String::from_utf8(json).unwrap(),
+        concat!(
+            r#"[1.5,[{"type":"BlockStored","block_hashes":[81985529216486895,18364758544493064720],"#,
+            r#""parent_block_hash":null,"token_ids":[1,2,3,4],"block_size":2,"lora_id":null,"medium":"CPU","#,
+            r#""lora_name":null},{"type":"BlockStored","block_hashes":[18364758544493064720],"#,
+            r#""parent_block_hash":81985529216486895,"token_ids":[3,4],"block_size":2,"lora_id":null,"#,
+            r#""medium":"CPU","lora_name":null,"group_idx":0,"kv_cache_spec_kind":"full_attention"},"#,
+            r#"{"type":"BlockRemoved","block_hashes":[81985529216486895],"medium":"CPU"},"#,
+            r#"{"type":"AllBlocksCleared"}],0]"#,
+        )
+    );
 }
 
 #[test]
@@ -470,6 +557,7 @@ fn pages_that_are_nowhere_make_room_and_are_limited() {
         mode: Mode::Tiers,
         pages_max: 4,
         gone_max: 3,
+        groups: true,
     });
     join.engine(vec![engine_stored(0, 4, Some("GPU"))]);
     join.engine(vec![engine_removed(&[0, 1, 2, 3], Some("GPU"))]);
@@ -477,6 +565,7 @@ fn pages_that_are_nowhere_make_room_and_are_limited() {
     let change = |page| Change {
         held: true,
         tier: Tier::Host,
+        group: 0,
         page: PageKey(page),
     };
     // The leader's record came after the engine's.

@@ -11,7 +11,7 @@ mod leader;
 mod worker;
 
 pub use holder::{Holder, HolderPeers, InUse};
-pub use leader::{HostError, LOOKUP_NS, LeaderHost, LeaderShell};
+pub use leader::{HostError, LOOKUP_NS, LeaderHost, LeaderShell, read_events};
 pub use worker::{
     Fatal, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerFailure, WorkerHost, WorkerShell,
 };

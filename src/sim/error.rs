@@ -20,4 +20,7 @@ pub enum ReplayError {
     /// This many prompts were never computed, because the first of them needs more pages than the engine has.
     #[error("{0} prompts never run: the next one does not fit into the engine's memory")]
     PromptsLeft(usize),
+    /// The caller ended the replay.
+    #[error("the replay was ended")]
+    Ended,
 }

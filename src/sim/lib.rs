@@ -9,3 +9,4 @@ pub mod timed;
 pub mod world;
 
 pub use error::ReplayError;
+pub use kvferry_shell::read_events;

@@ -239,6 +239,11 @@ impl Sequential {
         &self.leader
     }
 
+    /// The leader, to read its change log.
+    pub fn leader_mut(&mut self) -> &mut Leader {
+        &mut self.leader
+    }
+
     /// Pages that the engine holds: zero between prompts.
     pub fn held_pages(&self) -> u32 {
         self.scheduler.held_pages()

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use super::replay_events::compare;
 use crate::support::{Running, kvferry, number, replay, socket_dir};
 
 /// A directory on a disk: temporary directories may lie in memory, where a disk tier cannot be.
-fn disk() -> TempDir {
+pub fn disk() -> TempDir {
     tempfile::Builder::new()
         .permissions(Permissions::from_mode(0o700))
         .tempdir_in(env!("CARGO_TARGET_TMPDIR"))
@@ -37,14 +38,24 @@ const SIZES: [&str; 6] = [
     "2000",
 ];
 
-/// Runs a sequential live replay with a disk, and the same offline. Both decide the same. Returns the live report.
+/// Runs a sequential live replay with a disk, and the same offline. Both decide the same, and write the same KV events.
+/// Returns the live report.
 fn live_equals_offline(live_only: &[&str], offline_only: &[&str]) -> Value {
     let directory = disk();
     let sequential = [&["--sequential"][..], &SIZES].concat();
-    let report = live(directory.path(), &[&sequential[..], live_only].concat());
+    let folder = socket_dir();
+    let paths = ["live", "offline"].map(|mode| folder.path().join(mode));
+    let names = paths.each_ref().map(|path| path.to_str().expect("UTF-8"));
+    let events = ["--events", names[0]];
+    let report = live(
+        directory.path(),
+        &[&sequential[..], live_only, &events].concat(),
+    );
     let pages = number(&report, "/setup/g3_pages").to_string();
     let offline = ["--mode", "offline", "--g3-pages", &pages];
-    let offline = replay(&[&sequential[..], &offline, offline_only].concat());
+    let events = ["--events", names[1]];
+    let offline = replay(&[&sequential[..], &offline, offline_only, &events].concat());
+    compare(&paths[0], &paths[1], &report);
     for key in [
         "/tokens",
         "/blocks",

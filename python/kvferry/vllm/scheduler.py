@@ -100,7 +100,8 @@ class SchedulerSide:
         self._per_request = PerRequests()
         self._switch = Switch(settings.socket_dir)
         self._absence = Absence()
-        self._shown = PresentNamespace(settings.socket_dir, replica)
+        #: The namespace for ``kvferry events``: that of the model without adapters.
+        self._shown = PresentNamespace(settings.socket_dir, replica, [group.table for group in served.groups])
         # Ids and slots start from the clock, so that they also grow over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
         watch = {"watch": calls.recorder} if calls is not None else {}
@@ -151,7 +152,7 @@ class SchedulerSide:
         self._followed = (-1, False)
         if events is not None:
             events.start(self._client)
-            self._follow()
+        self._follow()
         self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
@@ -342,10 +343,15 @@ class SchedulerSide:
     def _follow(self) -> None:
         """Lets KV events follow the namespaces in which requests can find pages now."""
         finds = self._finds and not self._switch.off
-        if self._events is not None and self._followed != (self._namespaces.changes, finds):
+        if self._followed == (self._namespaces.changes, finds):
+            return
+        if self._events is not None:
             # Pages of the model that others have stored are announced before its first request.
             self._namespaces.of(None)
-            self._followed = self._namespaces.changes, finds
+        self._followed = self._namespaces.changes, finds
+        # The client's thread shows the namespace of the model.
+        self._client.poke()
+        if self._events is not None:
             self._events.follow(self._namespaces.present if finds else [])
 
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:

@@ -2,6 +2,7 @@
 
 mod streams;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,8 +14,8 @@ use crate::cli::{ClientArguments, block_on, print_line, status};
 use crate::error::CommandError;
 use kvferry_client::AdminClient;
 use kvferry_events::{
-    Batch, Event, Feed, GONE_MAX, Join, JoinSettings, Kept, Mode, Numbers, PAGES_MAX, PLACES_MAX,
-    Shape, Step,
+    Batch, Event, Feed, Followed, GONE_MAX, Join, JoinSettings, Kept, Mode, Numbers, PAGES_MAX,
+    PLACES_MAX, Shape, Step,
 };
 use kvferry_protocol::Events;
 use kvferry_transport::{Clock, Failure};
@@ -31,6 +32,8 @@ const ABSENT: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(500);
 /// Events in a published batch, at most.
 const BATCH_EVENTS_MAX: usize = 128;
+/// Groups of an engine.
+const GROUPS_MAX: usize = 256;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum ModeName {
@@ -72,7 +75,8 @@ pub(super) struct Arguments {
     /// lost it.
     #[arg(long, value_enum, default_value = "tiers")]
     mode: ModeName,
-    /// map: events are maps, as vLLM 0.32 and SGLang write them; array: as earlier versions of vLLM did.
+    /// map: events are maps, as vLLM 0.32 and SGLang write them; array: as earlier versions of vLLM did, without groups of
+    /// layers, of which the first one alone is published.
     #[arg(long, value_enum, default_value = "map")]
     shape: ShapeName,
     /// Number of the engine beside the leader: its connector leaves the namespace of its pages in the socket directory.
@@ -81,7 +85,15 @@ pub(super) struct Arguments {
     /// Namespace of the engine's pages in kvferry, in hexadecimal digits, for connectors that leave none.
     #[arg(long, value_name = "HEX", value_parser = hex)]
     namespace: Option<Namespace>,
+    /// Numbers of the engine's groups of layers in its events, in the order in which it registers them, with commas between
+    /// them, where they are not 0, 1, 2 and so on.
+    #[arg(long, value_name = "N[,N...]", value_parser = groups, requires = "namespace")]
+    groups: Option<Groups>,
 }
+
+/// The engine's numbers of its groups.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Groups(Vec<u32>);
 
 /// The bytes of a namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,7 +123,19 @@ fn hex(text: &str) -> Result<Namespace, String> {
     bytes.collect::<Result<_, _>>().map(Namespace)
 }
 
-/// The file in which the connector of an engine leaves the namespace of its pages, in hexadecimal digits.
+fn groups(text: &str) -> Result<Groups, String> {
+    let wrong = || format!("give at most {GROUPS_MAX} different numbers with commas between them");
+    let numbers = text.split(',').map(|number| number.trim().parse());
+    let numbers: Vec<u32> = numbers.collect::<Result<_, _>>().map_err(|_| wrong())?;
+    let different: BTreeSet<_> = numbers.iter().collect();
+    if numbers.len() > GROUPS_MAX || different.len() < numbers.len() {
+        return Err(wrong());
+    }
+    Ok(Groups(numbers))
+}
+
+/// The file in which the connector of an engine leaves the namespace of its pages, in hexadecimal digits, and in a second
+/// line the numbers of its groups, where they are not 0, 1, 2 and so on.
 fn namespace_file(root: &Path, replica: u16) -> PathBuf {
     root.join(format!("namespace-{replica}"))
 }
@@ -123,7 +147,13 @@ impl Arguments {
             let mut signals = Signals::listen()?;
             let file = namespace_file(socket_paths.root(), self.replica);
             let follows = match self.namespace.clone() {
-                Some(Namespace(namespace)) => Follows::Always(namespace),
+                Some(Namespace(namespace)) => Follows::Always(Followed {
+                    namespace,
+                    groups: self
+                        .groups
+                        .clone()
+                        .map_or(Vec::new(), |Groups(groups)| groups),
+                }),
                 None => Follows::File(file),
             };
             let leader = status::admin(&socket_paths, "events");
@@ -165,7 +195,7 @@ impl Problem {
 
 /// Where the namespace of the engine's pages comes from.
 enum Follows {
-    Always(Vec<u8>),
+    Always(Followed),
     File(PathBuf),
 }
 
@@ -174,9 +204,9 @@ impl Follows {
     ///
     /// # Errors
     /// A file that cannot be read, or that has no namespace: its path, and why. A missing file is no error.
-    fn look(&self) -> Result<Option<Vec<u8>>, String> {
+    fn look(&self) -> Result<Option<Followed>, String> {
         let path = match self {
-            Self::Always(namespace) => return Ok(Some(namespace.clone())),
+            Self::Always(followed) => return Ok(Some(followed.clone())),
             Self::File(path) => path,
         };
         let text = match std::fs::read_to_string(path) {
@@ -184,9 +214,14 @@ impl Follows {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(format!("{}: {error}", path.display())),
         };
-        let Namespace(namespace) =
-            hex(text.trim()).map_err(|why| format!("{}: {why}", path.display()))?;
-        Ok((!namespace.is_empty()).then_some(namespace))
+        let wrong = |why: String| format!("{}: {why}", path.display());
+        let mut lines = text.lines();
+        let Namespace(namespace) = hex(lines.next().unwrap_or("").trim()).map_err(wrong)?;
+        let groups = lines.next().map(str::trim).filter(|line| !line.is_empty());
+        let Groups(groups) = groups
+            .map_or(Ok(Groups(Vec::new())), self::groups)
+            .map_err(wrong)?;
+        Ok((!namespace.is_empty()).then_some(Followed { namespace, groups }))
     }
 }
 
@@ -252,6 +287,7 @@ impl Merged {
                 },
                 pages_max: PAGES_MAX,
                 gone_max: GONE_MAX,
+                groups: arguments.shape == ShapeName::Map,
             }),
             kept: Kept::new(micros_since_1970()),
             rank: None,
@@ -329,10 +365,10 @@ impl Merged {
 
     /// Follows the present namespace of the engine; returns whether it has changed.
     async fn follow(&mut self) -> bool {
-        let namespace = match self.follows.look() {
-            Ok(namespace) => {
+        let followed = match self.follows.look() {
+            Ok(followed) => {
                 self.no_namespace.is_over();
-                namespace
+                followed
             }
             Err(why) => {
                 self.no_namespace
@@ -340,10 +376,10 @@ impl Merged {
                 None
             }
         };
-        if self.feed.follows(namespace.as_deref()) {
+        if self.feed.follows(followed.as_ref()) {
             return false;
         }
-        let changes = self.feed.follow(namespace);
+        let changes = self.feed.follow(followed);
         self.kvferry(&changes).await;
         true
     }

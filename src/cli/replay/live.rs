@@ -25,6 +25,7 @@ use kvferry_workload::scheduler::{Prompt, Served};
 use kvferry_workload::trace::TraceRequest;
 
 use super::Arguments;
+use super::events::{EventsFile, Following, SharedFile};
 use super::processes::{END_LIMIT, START_LIMIT, Up, UpSettings, start_ranks};
 use super::report::{ReplayReport, RestartKind, percentile};
 use super::workload::Workload;
@@ -44,9 +45,10 @@ pub(super) fn run(
     workload: &Workload,
 ) -> Result<ReplayReport, CommandError> {
     check_memory(arguments, workload)?;
+    let events = EventsFile::create(arguments, workload)?.map(SharedFile::new);
     block_on(2, async {
         let mut ending = Ending::listen(EndedBy::Signals)?;
-        let mut replay = Replay::new(arguments, workload);
+        let mut replay = Replay::new(arguments, workload, events.clone());
         loop {
             let mut up = Up::start(&UpSettings {
                 ranks: arguments.ranks,
@@ -73,6 +75,9 @@ pub(super) fn run(
                 Ok(Some(RestartKind::Restart)) => up.end().await?,
                 Ok(None) => {
                     up.end().await?;
+                    if let Some(events) = &events {
+                        events.lock().finish()?;
+                    }
                     return Ok(replay.into_report());
                 }
                 Err(error) => {
@@ -118,6 +123,7 @@ struct Replay<'a> {
     running: BTreeMap<SlotId, Prompt>,
     arrived: usize,
     fleet: Option<Fleet>,
+    events: Option<SharedFile>,
     /// Sums over all leaders and engines.
     counters: BTreeMap<String, u64>,
     evicted_below: u64,
@@ -127,7 +133,7 @@ struct Replay<'a> {
 }
 
 impl<'a> Replay<'a> {
-    fn new(arguments: &'a Arguments, workload: &'a Workload) -> Self {
+    fn new(arguments: &'a Arguments, workload: &'a Workload, events: Option<SharedFile>) -> Self {
         let prompts: Box<dyn Iterator<Item = _>> = Box::new(workload.prompts());
         Self {
             arguments,
@@ -139,6 +145,7 @@ impl<'a> Replay<'a> {
             running: BTreeMap::new(),
             arrived: 0,
             fleet: None,
+            events,
             counters: BTreeMap::new(),
             evicted_below: 0,
             observed: EngineMetrics::default(),
@@ -173,6 +180,13 @@ impl<'a> Replay<'a> {
             false => status::until_ready(socket_paths, START_LIMIT).await?,
         }
         self.note_start(socket_paths).await?;
+        let following = match self.events.clone() {
+            Some(events) => {
+                let leader = status::admin(socket_paths, "replay events");
+                Some(Following::start(events, leader).await?)
+            }
+            None => None,
+        };
         let mut fleet = Fleet::new(engines, arguments.request_timeout());
         let begun = Instant::now();
         let stop = self.play(&mut fleet).await?;
@@ -181,6 +195,9 @@ impl<'a> Replay<'a> {
             if arguments.sequential {
                 // What was stored is durable then, so that the hits after the restart can be predicted.
                 self.await_durable(socket_paths).await?;
+            }
+            if let Some(following) = following {
+                following.end().await?;
             }
             let status = status::request(socket_paths, false).await?;
             self.stopped(&status, RestartKind::Kill);
@@ -191,6 +208,9 @@ impl<'a> Replay<'a> {
         let limit = Instant::now() + SETTLE_LIMIT;
         fleet.settle(limit).await.map_err(CommandError::failed)?;
         let status = settled_status(socket_paths, limit).await?;
+        if let Some(following) = following {
+            following.end().await?;
+        }
         let observed = fleet.end(END_LIMIT).await.map_err(CommandError::failed)?;
         self.observed.add(observed);
         self.count_left(&status);
@@ -317,6 +337,9 @@ impl<'a> Replay<'a> {
                 (Some(due), None) => due <= now,
             };
             if let Some(prompt) = self.next_prompt(arrives) {
+                if let Some(events) = &self.events {
+                    events.lock().arrives(&prompt)?;
+                }
                 if arguments.sequential {
                     let settled = fleet.settle(Instant::now() + stall_limit).await;
                     settled.map_err(CommandError::failed)?;

@@ -3,6 +3,7 @@
 
 mod calls;
 mod compare;
+mod events;
 mod flags;
 mod live;
 mod offline;
@@ -14,7 +15,7 @@ mod workload;
 use std::fmt::Display;
 use std::fs::{Metadata, OpenOptions};
 use std::os::unix::fs::MetadataExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -163,6 +164,10 @@ pub(super) struct Arguments {
     /// Write the report as JSON (schema/replay.json); '-' for standard output.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Write the KV events of the tiers below the engine: what host memory and disk have stored and removed, a batch in each
+    /// line, with its time in seconds. Its format is in docs/events.md.
+    #[arg(long, value_name = "FILE")]
+    events: Option<PathBuf>,
     /// No progress, no table.
     #[arg(long)]
     quiet: bool,
@@ -190,7 +195,7 @@ pub(super) struct Arguments {
 }
 
 /// Arguments of replays of traces that a replay of recorded calls does not have.
-const NOT_OF_CALLS: [&str; 21] = [
+const NOT_OF_CALLS: [&str; 22] = [
     "trace",
     "mode",
     "sequential",
@@ -211,6 +216,7 @@ const NOT_OF_CALLS: [&str; 21] = [
     "trace_block_tokens",
     "seed",
     "json",
+    "events",
     "TimedArguments",
 ];
 
@@ -250,7 +256,7 @@ impl Arguments {
         self.check_flags()?;
         let workload = Workload::load(&self)?;
         self.check_restart(&workload)?;
-        self.check_json()?;
+        self.check_outputs()?;
         let report = match self.kind() {
             ReplayKind::Live | ReplayKind::LiveSequential => live::run(&self, &workload)?,
             ReplayKind::Timed => timed::run(&self, &workload)?,
@@ -260,13 +266,29 @@ impl Arguments {
         report.verdict()
     }
 
+    /// Refuses output files that cannot be written.
+    fn check_outputs(&self) -> Result<(), CommandError> {
+        let json = self.json.as_deref().filter(|path| path.as_os_str() != "-");
+        if let Some(path) = json {
+            self.check_output("--json", path)?;
+        }
+        if let Some(path) = &self.events {
+            self.check_output("--events", path)?;
+            let whole = |path: &Path| std::path::absolute(path).ok();
+            if json.is_some_and(|json| whole(json) == whole(path)) {
+                let path = path.display();
+                return Err(CommandError::Data(format!(
+                    "--events {path}: is that of --json, too: name another file"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses an output path that could not be written after the replay, or that is the trace itself.
-    fn check_json(&self) -> Result<(), CommandError> {
-        let Some(path) = self.json.as_deref().filter(|path| path.as_os_str() != "-") else {
-            return Ok(());
-        };
+    fn check_output(&self, flag: &str, path: &Path) -> Result<(), CommandError> {
         let refuse =
-            |why: &dyn Display| CommandError::Data(format!("--json {}: {why}", path.display()));
+            |why: &dyn Display| CommandError::Data(format!("{flag} {}: {why}", path.display()));
         let found = match std::fs::metadata(path) {
             // A pipe or a device is not probed: opening and closing a pipe would end its reader, and a device need not
             // be created.

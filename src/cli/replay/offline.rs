@@ -8,9 +8,10 @@ use kvferry_core::{
     ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings, MoveEdge, NOT_RECORDED, Pool,
 };
 use kvferry_sim::sequential::Sequential;
-use kvferry_types::{Epoch, PerTier, TierId};
+use kvferry_types::{Epoch, PerTier, TierId, Time};
 
 use super::Arguments;
+use super::events::EventsFile;
 use super::report::{ReplayReport, RestartKind};
 use super::workload::Workload;
 
@@ -19,6 +20,21 @@ pub(super) fn run(
     workload: &Workload,
 ) -> Result<ReplayReport, CommandError> {
     let begun = Instant::now();
+    let mut events = EventsFile::create(arguments, workload)?;
+    let (_, mut report) = play(arguments, workload, events.as_mut())?;
+    if let Some(events) = &mut events {
+        events.finish()?;
+    }
+    report.seconds.wall = begun.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+/// Plays all requests. Returns the world at its end.
+pub(super) fn play(
+    arguments: &Arguments,
+    workload: &Workload,
+    mut events: Option<&mut EventsFile>,
+) -> Result<(Sequential, ReplayReport), CommandError> {
     let mut report = ReplayReport::new(arguments, workload);
     let scheduler = workload.scheduler(arguments);
     let pages = tier_pages(workload);
@@ -29,11 +45,28 @@ pub(super) fn run(
     let progress = workload.progress(arguments);
     let stop = arguments.restart().map(|(at, _)| at);
     let mut before = None;
-    for (number, (_, prompt)) in workload.prompts().enumerate() {
+    let requests = &workload.trace.requests;
+    let first_us = requests.first().map_or(0, |request| request.timestamp_us);
+    // Nothing takes time: the events of a request have its timestamp.
+    let mut seconds = 0.0;
+    if let Some(events) = &mut events {
+        events.read(seconds, Time(0), world.leader_mut())?;
+    }
+    for (number, (request, prompt)) in workload.prompts().enumerate() {
+        seconds = request.timestamp_us.saturating_sub(first_us) as f64 / 1e6;
         if stop == Some(number) {
             before = Some(restart(arguments, workload, &mut world, &mut report)?);
+            if let Some(events) = &mut events {
+                events.read(seconds, Time(0), world.leader_mut())?;
+            }
+        }
+        if let Some(events) = &mut events {
+            events.arrives(&prompt)?;
         }
         let served = world.serve(prompt).map_err(CommandError::failed)?;
+        if let Some(events) = &mut events {
+            events.read(seconds, Time(0), world.leader_mut())?;
+        }
         report.add(&served);
         progress.inc(1);
     }
@@ -42,8 +75,7 @@ pub(super) fn run(
     fill_all(&mut report, workload, ended, world.held_pages());
     report.restarted();
     report.copied(world.stored_bytes(), world.loaded_bytes());
-    report.seconds.wall = begun.elapsed().as_secs_f64();
-    Ok(report)
+    Ok((world, report))
 }
 
 /// Ends leader and engine, and starts new ones with what the disk lists. Returns the leader that has ended.

@@ -1,6 +1,7 @@
 //! The replay in virtual time.
 
 use std::num::NonZeroU64;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -10,13 +11,14 @@ use figment::providers::{Format, Toml};
 use crate::error::CommandError;
 use kvferry_sim::timed::{
     Arrival, DISK_LATENCY, DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S, Formula,
-    LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Measurements, Pace, Prefill, Timed,
+    LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Measurements, Moment, Pace, Prefill, Timed,
     TimedSettings,
 };
 use kvferry_types::{PerTier, Time};
 use kvferry_workload::scheduler::Served;
 
 use super::Arguments;
+use super::events::EventsFile;
 use super::offline;
 use super::report::ReplayReport;
 use super::workload::Workload;
@@ -75,7 +77,7 @@ fn bytes_per_s(text: &str) -> Result<u64, CommandError> {
 }
 
 impl TimedArguments {
-    fn settings(&self) -> Result<TimedSettings, CommandError> {
+    pub(super) fn settings(&self) -> Result<TimedSettings, CommandError> {
         let (prefill, decode_per_token) = match (&self.formula, self.prefill_tokens_per_s) {
             (Some(path), _) => read_formula(path)?,
             (None, Some(rate)) => (Prefill::Rate(rate), Duration::ZERO),
@@ -134,10 +136,15 @@ pub(super) fn run(
     let progress = workload.progress(arguments);
     let pages = offline::tier_pages(workload);
     let mut world = world(arguments, workload, settings, &pages)?;
-    let with = play(arguments, workload, &mut world, |served| {
+    let mut events = EventsFile::create(arguments, workload)?;
+    let served = |served: &Served| {
         report.add(served);
         progress.inc(1);
-    })?;
+    };
+    let with = play(arguments, workload, &mut world, served, events.as_mut())?;
+    if let Some(events) = &mut events {
+        events.finish()?;
+    }
     offline::fill(&mut report, workload, world.leader(), world.held_pages());
     let counts = world.leader().counts();
     let bytes = |pages: u64, times: u16| pages * workload.page_bytes() * u64::from(times);
@@ -151,14 +158,14 @@ pub(super) fn run(
     let mut world = self::world(arguments, workload, settings, &PerTier::host(0))?;
     progress.set_position(0);
     progress.set_message("without G2");
-    let without = play(arguments, workload, &mut world, |_| progress.inc(1))?;
+    let without = play(arguments, workload, &mut world, |_| progress.inc(1), None)?;
     progress.finish_and_clear();
     report.measured(&settings, with, without);
     report.seconds.wall = begun.elapsed().as_secs_f64();
     Ok(report)
 }
 
-fn world(
+pub(super) fn world(
     arguments: &Arguments,
     workload: &Workload,
     settings: TimedSettings,
@@ -172,11 +179,12 @@ fn world(
         .map_err(|error| CommandError::Config(error.to_string()))
 }
 
-fn play(
+pub(super) fn play(
     arguments: &Arguments,
     workload: &Workload,
     world: &mut Timed,
     served: impl FnMut(&Served),
+    mut events: Option<&mut EventsFile>,
 ) -> Result<Measurements, CommandError> {
     let requests = &workload.trace.requests;
     let first_us = requests.first().map_or(0, |request| request.timestamp_us);
@@ -193,7 +201,29 @@ fn play(
         Some(limit) => Pace::Closed(limit as usize),
         None => Pace::Timestamps,
     };
-    world
-        .run(arrivals, pace, served)
-        .map_err(CommandError::failed)
+    let mut failed = None;
+    let watch = |moment: Moment<'_>| {
+        let Some(events) = &mut events else {
+            return ControlFlow::Continue(());
+        };
+        let noted = match moment {
+            Moment::Arrives(prompt) => events.arrives(prompt),
+            Moment::Changes(now, leader) => {
+                let seconds = Time(0).until(now).as_secs_f64();
+                events.read(seconds, now, leader)
+            }
+        };
+        match noted {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(error) => {
+                failed = Some(error);
+                ControlFlow::Break(())
+            }
+        }
+    };
+    let played = world.run_watched(arrivals, pace, served, watch);
+    match failed {
+        Some(error) => Err(error),
+        None => played.map_err(CommandError::failed),
+    }
 }

@@ -31,6 +31,7 @@ use batches::StoreBatches;
 use errors::to_error;
 pub use host::{HostError, LeaderHost};
 use readers::LogReaders;
+pub use readers::read_events;
 use seats::{PeerRole, WorkerPeer};
 pub use status::LOOKUP_NS;
 

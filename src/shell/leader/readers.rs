@@ -8,7 +8,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::{LeaderHost, LeaderShell};
-use kvferry_core::{Change, GoneReason, LOG_IDLE, LOG_READ_PAGES_MAX, LogPart, LogRead};
+use kvferry_core::{Change, GoneReason, LOG_IDLE, LOG_READ_PAGES_MAX, Leader, LogPart, LogRead};
 use kvferry_protocol::limits::EVENT_PAGES_MAX;
 use kvferry_protocol::{
     ErrorBody, ErrorCode, EventKind, EventReason, EventRecord, Events, Message, ReadEvents,
@@ -74,13 +74,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             self.answer_read(host, peer, &before);
         }
         let wait = Duration::from_millis(asked.wait_ms.min(deadline_ms).into()).min(LOG_WAIT_MAX);
-        let mut read = LogRead {
-            epoch: Epoch(asked.epoch),
-            from: asked.from,
-            most: asked.most,
-            namespace: asked.namespace.map(|name| name.into_vec()),
-            cursor: asked.cursor,
-        };
+        let mut read = log_read(asked);
         let part = self.core.read_log(now, &read);
         if !part.is_empty() || read.cursor.is_some() || wait.is_zero() {
             return host.reply(peer, request, self.events(part));
@@ -147,15 +141,35 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     fn events(&self, part: LogPart) -> Message {
-        let changes = part.changes.into_iter();
-        Message::Events(Events {
-            epoch: self.settings.epoch.0,
-            next: part.next,
-            lost: part.lost,
-            hash_bytes: HASH_BYTES,
-            records: changes.map(record).collect(),
-            cursor: part.cursor,
-        })
+        Message::Events(events(self.settings.epoch, part))
+    }
+}
+
+/// Reads the change log of a leader without a shell, as a reader of a live leader does; never waits.
+pub fn read_events(leader: &mut Leader, now: Time, asked: ReadEvents) -> Events {
+    let part = leader.read_log(now, &log_read(asked));
+    events(leader.epoch(), part)
+}
+
+fn log_read(asked: ReadEvents) -> LogRead {
+    LogRead {
+        epoch: Epoch(asked.epoch),
+        from: asked.from,
+        most: asked.most,
+        namespace: asked.namespace.map(|name| name.into_vec()),
+        cursor: asked.cursor,
+    }
+}
+
+fn events(epoch: Epoch, part: LogPart) -> Events {
+    let changes = part.changes.into_iter();
+    Events {
+        epoch: epoch.0,
+        next: part.next,
+        lost: part.lost,
+        hash_bytes: HASH_BYTES,
+        records: changes.map(record).collect(),
+        cursor: part.cursor,
     }
 }
 

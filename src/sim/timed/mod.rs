@@ -22,6 +22,8 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
+use std::ops::ControlFlow;
+
 use crate::ReplayError;
 use crate::sequential::{ENGINE, attach};
 use kvferry_core::{
@@ -32,7 +34,7 @@ use kvferry_types::{
     Answer, AttachId, Edge, EndedCopy, MemoryGeometry, MemoryId, PerTier, Rank, Replica, Request,
     RequestId, SlotId, Time, Transfer, TransferId, WorkerId,
 };
-use kvferry_workload::scheduler::{Scheduler, Served};
+use kvferry_workload::scheduler::{Prompt, Scheduler, Served};
 
 use agenda::Agenda;
 use copies::TimedCopies;
@@ -76,6 +78,15 @@ enum TimedEvent {
     },
     /// Every worker is notified that everything up to this request is written.
     Written { through: RequestId },
+}
+
+/// What [`Timed::run_watched`] shows.
+#[derive(Debug)]
+pub enum Moment<'a> {
+    /// A prompt arrives.
+    Arrives(&'a Prompt),
+    /// The leader may have changes to read.
+    Changes(Time, &'a mut Leader),
 }
 
 /// The simulation of one leader, its workers and one engine.
@@ -167,7 +178,23 @@ impl Timed {
         &mut self,
         arrivals: impl Iterator<Item = Arrival>,
         pace: Pace,
+        served: impl FnMut(&Served),
+    ) -> Result<Measurements, ReplayError> {
+        self.run_watched(arrivals, pace, served, |_| ControlFlow::Continue(()))
+    }
+
+    /// Like [`Self::run`]. Calls `watch` for each prompt that arrives, and before and after the events of each moment, which
+    /// are those that the leader handles at one time. The leader's change log loses nothing if each call reads it.
+    ///
+    /// # Errors
+    ///
+    /// See [`Self::run`]; [`ReplayError::Ended`] if `watch` breaks.
+    pub fn run_watched(
+        &mut self,
+        arrivals: impl Iterator<Item = Arrival>,
+        pace: Pace,
         mut served: impl FnMut(&Served),
+        mut watch: impl FnMut(Moment<'_>) -> ControlFlow<()>,
     ) -> Result<Measurements, ReplayError> {
         let mut arrivals = arrivals.peekable();
         let mut done = Vec::new();
@@ -180,6 +207,8 @@ impl Timed {
                 break;
             };
             self.now = self.now.max(next);
+            // The log would drop its records if it was not read for long.
+            ended(watch(Moment::Changes(self.now, &mut self.leader)))?;
             self.end_copies();
             while let Some(event) = self.agenda.take_due(self.now) {
                 self.happen(event);
@@ -188,11 +217,13 @@ impl Timed {
             if arrives.is_some_and(|at| at <= self.now)
                 && let Some(arrival) = arrivals.next()
             {
+                ended(watch(Moment::Arrives(&arrival.prompt)))?;
                 self.engine.arrive(self.now, arrival);
                 self.act();
             }
             self.engine.take_served(&mut done);
             done.drain(..).for_each(|done| served(&done));
+            ended(watch(Moment::Changes(self.now, &mut self.leader)))?;
         }
         match self.engine.open_prompts() {
             0 if arrivals.peek().is_none() => Ok(self.seen()),
@@ -423,6 +454,13 @@ impl Timed {
         let mut seen = self.engine.seen();
         self.copies.fill(&mut seen);
         seen
+    }
+}
+
+fn ended(watched: ControlFlow<()>) -> Result<(), ReplayError> {
+    match watched {
+        ControlFlow::Continue(()) => Ok(()),
+        ControlFlow::Break(()) => Err(ReplayError::Ended),
     }
 }
 
