@@ -98,6 +98,10 @@ pub struct Join {
     pages: HashMap<Key, Page>,
     /// Pages that went nowhere, the oldest first. Some may be somewhere again.
     gone: VecDeque<Key>,
+    /// Pages that only kvferry has named so far, the oldest first. Some may be described or forgotten by now.
+    undescribed: VecDeque<Key>,
+    /// Pages of the engine that have no record were announced: only a clear takes them back.
+    unrecorded: bool,
     /// Names of the engine's media, by their bits.
     media: Vec<Option<String>>,
     /// The engine's events name groups: those of removed pages do, too.
@@ -114,6 +118,8 @@ impl Join {
             settings,
             pages: HashMap::new(),
             gone: VecDeque::new(),
+            undescribed: VecDeque::new(),
+            unrecorded: false,
             media: Vec::new(),
             names_groups: false,
             shared: VecDeque::new(),
@@ -163,7 +169,10 @@ impl Join {
                     self.engine_removed(group, removed, &mut out);
                 }
                 // Its group has no number: it passes through.
-                (event, _) => out.push(event),
+                (event, _) => {
+                    self.unrecorded |= matches!(event, Event::Stored(_));
+                    out.push(event);
+                }
             }
         }
         out
@@ -186,8 +195,12 @@ impl Join {
     }
 
     /// Takes back all pages that the engine has, one by one: subscribers apply `AllBlocksCleared` to the pages in kvferry as
-    /// well.
+    /// well. If pages without a record were announced, nothing else takes them back: then everything is cleared, and what
+    /// kvferry has is announced again.
     pub fn engine_lost(&mut self) -> Vec<Event> {
+        if std::mem::take(&mut self.unrecorded) {
+            return self.clear();
+        }
         let mut out = Vec::new();
         for bit in 0..self.media.len() {
             let mask = 1_u8 << bit;
@@ -209,6 +222,43 @@ impl Join {
         out
     }
 
+    fn clear(&mut self) -> Vec<Event> {
+        for page in self.pages.values_mut() {
+            page.engine = 0;
+            page.announced = [false; 2];
+        }
+        let keys = self.parents_first();
+        let mut out = vec![Event::Cleared];
+        self.diff(&keys, &mut out);
+        self.drop_empty(&keys);
+        out
+    }
+
+    /// All pages, each behind its parent: routers may not find a page whose parent they do not know.
+    fn parents_first(&self) -> Vec<Key> {
+        let mut children: HashMap<Key, Vec<Key>> = HashMap::new();
+        let mut roots: Vec<Key> = Vec::new();
+        for (key, page) in &self.pages {
+            let parent = page.about.as_deref().and_then(|about| about.parent);
+            let parent = parent.map(|parent| (key.0, parent));
+            match parent.filter(|parent| parent != key && self.pages.contains_key(parent)) {
+                Some(parent) => children.entry(parent).or_default().push(*key),
+                None => roots.push(*key),
+            }
+        }
+        roots.sort_unstable();
+        let mut found = Vec::with_capacity(self.pages.len());
+        while let Some(key) = roots.pop() {
+            found.push(key);
+            roots.extend(children.remove(&key).unwrap_or_default());
+        }
+        // Pages whose numbers are equal by chance may be each other's parents.
+        let mut circles: Vec<Key> = children.into_values().flatten().collect();
+        circles.sort_unstable();
+        found.extend(circles);
+        found
+    }
+
     /// Takes changes of the pages in kvferry; returns the events to publish: stored pages first, in the order of the
     /// changes, then removed ones, the last one first.
     pub fn kvferry(&mut self, changes: &[Change]) -> Vec<Event> {
@@ -219,9 +269,12 @@ impl Join {
             }
             let key = (change.group, change.page);
             let known = self.pages.contains_key(&key);
-            if !known && (!change.held || self.is_full()) {
+            if !known && (!change.held || self.is_full(false)) {
                 self.left_out += u64::from(change.held);
                 continue;
+            }
+            if !known {
+                self.undescribed.push_back(key);
             }
             let page = self.pages.entry(key).or_default();
             let places = &mut page.places[change.tier.index()];
@@ -238,10 +291,24 @@ impl Join {
         out
     }
 
-    /// Whether no further page can be noted. Forgets pages that are nowhere to make room.
-    fn is_full(&mut self) -> bool {
+    /// Whether no further page can be noted. Forgets pages that are nowhere to make room, and for a page of the engine also
+    /// those that no event has described, of which nothing is announced.
+    fn is_full(&mut self, of_engine: bool) -> bool {
         while self.pages.len() >= self.settings.pages_max {
-            if !self.forget_oldest() {
+            let made = self.forget_oldest() || (of_engine && self.forget_undescribed());
+            if !made {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn forget_undescribed(&mut self) -> bool {
+        while let Some(key) = self.undescribed.pop_front() {
+            let page = self.pages.get(&key);
+            if page.is_some_and(|page| page.about.is_none() && page.engine == 0) {
+                self.pages.remove(&key);
+                self.left_out += 1;
                 return true;
             }
         }
@@ -285,7 +352,7 @@ impl Join {
         let keys: Vec<Key> = stored.pages.iter().map(|page| (group, *page)).collect();
         for key in &keys {
             let about = about.next();
-            if !self.pages.contains_key(key) && (self.is_full() || bit == 0) {
+            if !self.pages.contains_key(key) && (bit == 0 || self.is_full(true)) {
                 self.left_out += u64::from(bit != 0);
                 unnoted.push(*key);
                 continue;
@@ -296,6 +363,7 @@ impl Join {
                 page.about = about.map(Box::new);
             }
         }
+        self.unrecorded |= !unnoted.is_empty();
         match self.settings.mode {
             Mode::Tiers => out.push(Event::Stored(stored)),
             // Without a record of its pages, an event can only pass through as a whole.
@@ -341,6 +409,11 @@ impl Join {
         }
         while self.gone.len() > self.settings.gone_max {
             self.forget_oldest();
+        }
+        if self.undescribed.len() > 2 * self.settings.pages_max {
+            let pages = &self.pages;
+            self.undescribed
+                .retain(|key| pages.get(key).is_some_and(|page| page.about.is_none()));
         }
     }
 

@@ -15,8 +15,9 @@ pub enum Step {
     Skip,
     /// Batches before it are missing: request a replay from this number on, then present this batch again.
     Replay(u64),
-    /// Another stream than before, or a gap that no replay fills: what the engine held before means nothing. A batch that
-    /// came live is presented again. A replay is requested from 0 on instead; one from 0 goes on with the same batch.
+    /// Another stream, or a gap that no replay fills: take back the engine's pages. Then, for a live batch, call
+    /// [`Numbers::live`] again; in a replay that began above 0, request one from 0; in a replay from 0, call
+    /// [`Numbers::replayed`] again with this batch.
     Restarted,
 }
 

@@ -512,6 +512,57 @@ fn pages_beyond_the_limit_pass_through() {
     }
 }
 
+/// A page of the first group that host memory has or has not.
+fn change(page: u64, held: bool) -> Change {
+    Change {
+        held,
+        tier: Tier::Host,
+        group: 0,
+        page: PageKey(page),
+    }
+}
+
+#[test]
+fn pages_beyond_the_limit_are_cleared_and_those_in_kvferry_announced_again() {
+    for mode in [Mode::Tiers, Mode::Blind] {
+        let mut join = Join::new(JoinSettings {
+            mode,
+            pages_max: 3,
+            gone_max: 1000,
+            groups: true,
+        });
+        join.engine(vec![engine_stored(0, 3, Some("GPU"))]);
+        let held: Vec<Change> = [2, 0, 1].map(|page| change(page, true)).to_vec();
+        let events = join.kvferry(&held);
+        assert_eq!(events.is_empty(), mode == Mode::Blind);
+        join.engine(vec![engine_stored(8, 2, Some("GPU"))]);
+        let medium = (mode == Mode::Tiers).then_some("CPU");
+        // The pages of the host in one event, because each follows its parent.
+        let again = [Event::Cleared, engine_stored(0, 3, medium)];
+        assert_eq!(join.engine(vec![Event::Cleared]), again);
+        assert_eq!(join.engine_lost(), [], "the engine has no page");
+    }
+}
+
+#[test]
+fn pages_that_no_event_describes_make_room_for_those_of_the_engine() {
+    let mut join = Join::new(JoinSettings {
+        mode: Mode::Tiers,
+        pages_max: 4,
+        gone_max: 1000,
+        groups: true,
+    });
+    let held: Vec<Change> = (0..4).map(|page| change(page, true)).collect();
+    assert_eq!(join.kvferry(&held), []);
+    join.engine(vec![engine_stored(8, 2, Some("GPU"))]);
+    assert_eq!((join.len(), join.left_out()), (4, 2));
+    let events = join.kvferry(&[change(8, true)]);
+    assert_eq!(events, [engine_stored(8, 1, Some("CPU"))]);
+    // Others of kvferry make no room.
+    join.kvferry(&[change(20, true)]);
+    assert_eq!((join.len(), join.left_out()), (4, 3));
+}
+
 #[test]
 fn other_events_pass_through_and_so_do_groups_without_a_number() {
     let mut join = Join::new(JoinSettings {
@@ -530,6 +581,9 @@ fn other_events_pass_through_and_so_do_groups_without_a_number() {
     let events = vec![other, Event::Stored(stored)];
     assert_eq!(join.engine(events.clone()), events);
     assert!(join.is_empty());
+    // Nothing but a clear takes the page of the unknown group back.
+    assert_eq!(join.engine_lost(), [Event::Cleared]);
+    assert_eq!(join.engine_lost(), []);
 }
 
 #[test]

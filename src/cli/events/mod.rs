@@ -30,6 +30,8 @@ const RETRY: Duration = Duration::from_secs(1);
 const ABSENT: Duration = Duration::from_secs(30);
 /// How often the file with the engine's namespace is read.
 const LOOK: Duration = Duration::from_millis(500);
+/// Time after which a file with the namespace that is missing is logged: the engine may start later.
+const MISSING_AFTER: Duration = Duration::from_secs(10);
 /// Events in a published batch, at most.
 const BATCH_EVENTS_MAX: usize = 128;
 /// Groups of an engine.
@@ -103,11 +105,19 @@ fn endpoint(text: &str) -> Result<String, String> {
     let known = ["tcp://", "ipc://"]
         .iter()
         .any(|scheme| text.starts_with(scheme));
-    if known && !text.contains('*') {
-        Ok(text.to_owned())
-    } else {
-        Err("give tcp://HOST:PORT or ipc://PATH; tcp://0.0.0.0:PORT for every address".to_owned())
+    if !known || text.contains('*') {
+        return Err(
+            "give tcp://HOST:PORT or ipc://PATH; tcp://0.0.0.0:PORT for every address".to_owned(),
+        );
     }
+    let port = text.strip_prefix("tcp://").map(|address| {
+        let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
+        !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0)
+    });
+    if port == Some(false) {
+        return Err("give tcp://HOST:PORT, with a port from 1 to 65535".to_owned());
+    }
+    Ok(text.to_owned())
 }
 
 fn hex(text: &str) -> Result<Namespace, String> {
@@ -248,6 +258,9 @@ struct Merged {
     no_changes: Problem,
     /// Whether it was logged that pages are left out.
     told_left_out: bool,
+    started: Instant,
+    /// Whether the file with the namespace was looked for.
+    told_missing: bool,
 }
 
 impl Merged {
@@ -295,6 +308,8 @@ impl Merged {
             no_namespace: Problem::default(),
             no_changes: Problem::default(),
             told_left_out: false,
+            started: Instant::now(),
+            told_missing: false,
         })
     }
 
@@ -319,8 +334,15 @@ impl Merged {
                         self.kvferry(&changes).await;
                         read = self.read(Duration::ZERO);
                     }
+                    // A read fails in time, so that the absence is noticed here. Otherwise an answer could wait behind
+                    // a replay of the engine, and count as absent.
                     Err(failure) => {
                         self.no_changes.is(format!("the leader's changes cannot be read: {failure}"));
+                        if answered_at.elapsed() > ABSENT {
+                            answered_at = Instant::now();
+                            self.leader_absent().await;
+                        }
+                        // The answer of an earlier read would continue what was forgotten.
                         read = self.read(RETRY);
                     }
                 },
@@ -333,21 +355,35 @@ impl Merged {
                     read = self.read(Duration::ZERO);
                 }
             }
-            if answered_at.elapsed() > ABSENT {
-                answered_at = Instant::now();
-                let changes = self.feed.forget();
-                if !changes.is_empty() {
-                    tracing::warn!(
-                        "no leader answers for {ABSENT:?}: every page in kvferry is removed"
-                    );
-                }
-                self.kvferry(&changes).await;
-                // The answer of the read before would continue what was forgotten.
-                read = self.read(Duration::ZERO);
-            }
             let changes = self.feed.turn(self.clock.now());
             self.kvferry(&changes).await;
             self.tell_left_out();
+            self.tell_missing();
+        }
+    }
+
+    async fn leader_absent(&mut self) {
+        let changes = self.feed.forget();
+        if !changes.is_empty() {
+            tracing::warn!("no leader answers for {ABSENT:?}: every page in kvferry is removed");
+        }
+        self.kvferry(&changes).await;
+    }
+
+    /// Logs once that no connector has left the namespace of its pages.
+    fn tell_missing(&mut self) {
+        if let Follows::File(path) = &self.follows
+            && !self.told_missing
+            && self.started.elapsed() > MISSING_AFTER
+        {
+            self.told_missing = true;
+            if !path.exists() {
+                tracing::warn!(
+                    "{} does not exist: no page in kvferry is announced: check --socket-dir and --replica, or give \
+                     --namespace for a connector that writes no such file",
+                    path.display()
+                );
+            }
         }
     }
 

@@ -16,6 +16,8 @@ use zeromq::{
 use crate::error::CommandError;
 use kvferry_events::{BATCH_BYTES_MAX, Kept};
 
+/// Time for one attempt to connect to the engine.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// Longest wait for the next batch of a replay, and for the whole replay. Nothing is published meanwhile.
 const REPLAY_PAUSE_MAX: Duration = Duration::from_secs(5);
 const REPLAY_LIMIT: Duration = Duration::from_secs(30);
@@ -62,8 +64,20 @@ impl EngineStream {
         let failed = |error| CommandError::Failed(format!("engine {endpoint}: {error}"));
         events.subscribe(topic).await.map_err(failed)?;
         // The engine may start later: the socket connects in the background, and again after each loss.
-        while let Err(error) = events.connect(endpoint).await {
-            tracing::info!(%error, "the engine does not publish at {endpoint} yet");
+        let mut told = false;
+        loop {
+            // The socket itself tries for long.
+            let error = match timeout(CONNECT_LIMIT, events.connect(endpoint)).await {
+                Ok(Ok(())) => break,
+                Ok(Err(error)) => error.to_string(),
+                Err(_) => format!("no connection within {CONNECT_LIMIT:?}"),
+            };
+            if !told {
+                told = true;
+                tracing::warn!(
+                    "engine {endpoint}: {error}: waits until the engine publishes there"
+                );
+            }
             tokio::time::sleep(Duration::from_millis(500)).await;
         }
         Ok(Self {
@@ -82,7 +96,7 @@ impl EngineStream {
                 },
                 // The socket connects again by itself.
                 Err(error) => {
-                    tracing::info!(%error, "the connection to the engine's events broke");
+                    tracing::warn!(%error, "the connection to the engine's events broke: it is made again");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             }
