@@ -48,9 +48,33 @@ class Pair:
     def flushed(self) -> list[Any]:
         """Answers the prompt after a flush; returns what was cached."""
         self.engine.flush()
+        return self.answered()
+
+    def answered(self) -> list[Any]:
         answers = self.engine.generate(PROMPT)
         assert said(answers) == said(self.cold), self.log()
         return cached(answers)
+
+    @contextlib.contextmanager
+    def stopped_until_a_load_runs(self, workers: list[int], then: Callable[[], None]) -> Iterator[None]:
+        """Stops workers with SGLang's cache empty; calls ``then`` once a load waits for them."""
+        self.engine.flush()
+        for worker in workers:
+            stop(worker)
+        failures: list[AssertionError] = []
+
+        def wait() -> None:
+            try:
+                eventually("a load runs", lambda: self.daemon.status()["requests"]["open_loads"], 2 * LOAD_TIMEOUT_S)
+            except AssertionError as error:
+                failures.append(error)
+            then()
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        yield
+        waiting.join()
+        assert not failures, self.log()
 
     def log(self) -> str:
         """Returns the last lines that the linker has logged."""
@@ -83,11 +107,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def test_a_worker_that_is_killed_in_a_load_costs_only_time(pair: Pair, rank: int) -> None:
     pair.recovers()
     worker = pair.daemon.pid(rank=rank)
-    stop(worker)
-    killer = threading.Timer(0.3, os.kill, (worker, signal.SIGKILL))
-    killer.start()
-    assert pair.flushed() == [(0, 0)]
-    killer.join()
+    with pair.stopped_until_a_load_runs([worker], lambda: os.kill(worker, signal.SIGKILL)):
+        assert pair.answered() == [(0, 0)], pair.log()
     pair.recovers()
 
 
@@ -95,9 +116,10 @@ def test_a_worker_that_is_killed_in_a_load_costs_only_time(pair: Pair, rank: int
 def test_a_worker_that_hangs_in_a_load_is_ended_soon(pair: Pair, rank: int) -> None:
     pair.recovers()
     worker = pair.daemon.pid(rank=rank)
+    pair.engine.flush()
     stop(worker)
     begun = time.monotonic()
-    assert pair.flushed() == [(0, 0)]
+    assert pair.answered() == [(0, 0)], pair.log()
     took_s = time.monotonic() - begun
     print(f"the worker of rank {rank} hangs: {took_s:.1f} s with a deadline of {LOAD_TIMEOUT_S:.0f} s")
     assert took_s < HUNG_MAX_S, pair.log()
@@ -137,12 +159,8 @@ def test_kvferry_is_killed_is_absent_and_comes_back(pair: Pair) -> None:
 
 def test_kvferry_is_killed_while_pages_are_loaded(pair: Pair) -> None:
     pair.recovers()
-    for worker in pair.daemon.workers:
-        stop(worker)
-    killer = threading.Timer(0.3, pair.daemon.kill)
-    killer.start()
-    assert pair.flushed() == [(0, 0)]
-    killer.join()
+    with pair.stopped_until_a_load_runs(pair.daemon.workers, pair.daemon.kill):
+        assert pair.answered() == [(0, 0)], pair.log()
     pair.daemon.start()
     pair.recovers()
 
