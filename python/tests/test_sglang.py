@@ -222,7 +222,8 @@ def test_a_router_has_what_engine_and_kvferry_hold(one: Fixture, tmp_path: Path)
             return expected
 
         def stored(prompt: list[int]) -> bool:
-            """Runs a prompt again: an offload fails until the connection to the leader is there."""
+            """Runs a prompt again: offloads fail until the connection to the leader is there."""
+            engine.flush()
             engine.generate(prompt, max_tokens=1)
             settled(daemon)
             return set(events.tiers.router.sequence(prompt)) <= events.agree("after a prompt").get("CPU", set())
