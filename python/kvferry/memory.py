@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,27 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Slices:
+    """Which part of the model's KV the tensors of a rank hold, as docs/wire.md defines it, with axes of these tensors.
+
+    ``kv_heads`` and ``head_axis`` are None where every rank holds everything.
+    """
+
+    token_axis: int
+    kv_heads: int | None = None
+    head_axis: int | None = None
+
+    def describe(self, axes: dict[int, int]) -> dict[str, Any] | None:
+        """Returns the entry of a registration that has these axes; None where it has not all of them."""
+        if self.token_axis not in axes or (self.head_axis is not None and self.head_axis not in axes):
+            return None
+        token_axis = axes[self.token_axis]
+        if self.head_axis is None:
+            return {"whole": {"token_axis": token_axis}}
+        return {"heads": {"kv_heads": self.kv_heads, "head_axis": axes[self.head_axis], "token_axis": token_axis}}
+
+
+@dataclass(frozen=True)
 class Group:
     """Layers with the same pages, as docs/wire.md defines a group. A layer may have several tensors: states do."""
 
@@ -86,6 +107,7 @@ class Group:
     attention: str = "full"
     window_tokens: int = 0
     eagle: bool = False
+    slices: Slices | None = None
 
     def distinct(self) -> list[torch.Tensor]:
         """Returns the tensors in order, each once: layers that use the cache of an earlier one have the same memory.
@@ -408,7 +430,9 @@ class _Described:
     @classmethod
     def of(cls, group: Group) -> "_Described":
         tensors = group.distinct()
-        return cls(group, tensors, [_View.of(tensor, group.device_pages) for tensor in tensors])
+        slices = group.slices
+        named = () if slices is None else (slices.token_axis, slices.head_axis)
+        return cls(group, tensors, [_View.of(tensor, group.device_pages, named) for tensor in tensors])
 
     def place(self, layer: int, pieces: list[Piece]) -> tuple[int, int]:
         """Returns the index of the piece that holds a tensor, and the offset of its first byte in that piece."""
@@ -434,7 +458,9 @@ class _Described:
     def _tensor(self, layer: int, pieces: list[Piece]) -> dict[str, Any]:
         tensor, view = self.tensors[layer], self.views[layer]
         allocation, offset_bytes = self.place(layer, pieces)
+        slices = None if self.group.slices is None else self.group.slices.describe(view.axes)
         return {
+            **({} if slices is None else {"slices": slices}),
             "layer": layer,
             "role": self.group.role,
             "allocation": allocation,
@@ -470,27 +496,33 @@ class _Folder:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor's axes, pages first."""
+    """A tensor's axes, pages first, without those of one index. ``axes``: the places of the named ones."""
 
     shape: list[int]
     strides: list[int]
     page_elements: int
+    axes: dict[int, int]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, pages: int) -> "_View":
+    def of(cls, tensor: torch.Tensor, pages: int, named: Sequence[int | None] = ()) -> "_View":
         blocks, *shape = tensor.shape
         stride, *strides = tensor.stride()
         if blocks % pages or blocks == 0:
             raise Unsupported(f"a KV tensor has {blocks} blocks along its first axis, the engine counts {pages} pages")
         if blocks != pages:
-            # The kernel's blocks are smaller than the engine's: a page is several consecutive kernel blocks.
+            # The kernel's blocks are smaller than the engine's: a page is several consecutive kernel blocks. No axis
+            # counts its tokens.
+            named = ()
             shape, strides = [blocks // pages, *shape], [stride, *strides]
             stride *= blocks // pages
-        kept = [(length, step) for length, step in zip(shape, strides, strict=True) if length != 1]
+        inside = enumerate(zip(shape, strides, strict=True), 1)
+        kept = [(axis, length, step) for axis, (length, step) in inside if length != 1 or axis in named]
         elements = 1
-        for length, _ in kept:
+        for _, length, _ in kept:
             elements *= length
-        return cls([pages, *(length for length, _ in kept)], [stride, *(step for _, step in kept)], elements)
+        lengths, steps = [length for _, length, _ in kept], [step for _, _, step in kept]
+        places = {axis: place for place, (axis, _, _) in enumerate(kept, 1) if axis in named}
+        return cls([pages, *lengths], [stride, *steps], elements, places)
 
 
 def _send_fds(

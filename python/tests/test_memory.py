@@ -13,7 +13,7 @@ from daemon import TIMEOUT_S, Daemon, eventually, running
 
 from kvferry import memory, wire
 from kvferry.engine_client import EngineClient
-from kvferry.memory import Group, KvMemory, Place, Unsupported
+from kvferry.memory import Group, KvMemory, Place, Slices, Unsupported
 from kvferry.rank import RankSession
 from kvferry.served import Part
 
@@ -103,9 +103,9 @@ class Talk:
         self.rank.close()
 
 
-def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int = 1, role: str = "kv") -> None:
+def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int = 1, **more: Any) -> None:
     """Stores pages, overwrites the memory, and loads the pages elsewhere: only loaded pages change."""
-    talk = Talk(daemon, group(tensors, role=role))
+    talk = Talk(daemon, group(tensors, **more))
     try:
         daemon.wait_ready()
         fill(tensors, seed=1)
@@ -173,6 +173,22 @@ def test_latent_pages_come_back_unchanged(daemon: Daemon) -> None:
 
 def test_pages_of_several_kernel_blocks_come_back_unchanged(daemon: Daemon) -> None:
     there_and_back(daemon, {"layer": torch.zeros(PAGES * 2, HEADS, PAGE_TOKENS // 2, CONTENT)}, rows=2)
+
+
+def test_pages_of_named_slices_come_back_unchanged(daemon: Daemon) -> None:
+    tensors = layers(LAYOUTS["LBHNC"], torch.float32)
+    there_and_back(daemon, tensors, slices=Slices(2, HEADS, 1))
+    one_head = {"layer": torch.zeros(PAGES, PAGE_TOKENS, 1, CONTENT)}
+    there_and_back(daemon, one_head, slices=Slices(1, 1, 2))
+    there_and_back(daemon, one_head, role="latent", slices=Slices(1))
+
+
+def test_axes_that_the_registration_does_not_have_are_not_named() -> None:
+    small = Group({"layer": torch.zeros(PAGES * 2, HEADS, PAGE_TOKENS // 2, CONTENT)}, PAGE_TOKENS, PAGES)
+    kept = KvMemory([dataclasses.replace(small, slices=Slices(2, HEADS, 1))], PLACE)
+    (described,) = kept.describe([b"t" * 16])["groups"]
+    kept.close()
+    assert "slices" not in described["tensors"][0], "a page is two blocks of the kernel"
 
 
 def test_a_tensor_in_the_middle_of_its_storage_comes_back_unchanged(daemon: Daemon) -> None:

@@ -62,7 +62,7 @@ class PageMajorMHATokenToKVPool(MHATokenToKVPool):
 def test_plain_pools_are_served_and_their_pages_are_token_slots() -> None:
     for pool, tensors in ((MHATokenToKVPool(), 4), (MLATokenToKVPool(), 3)):
         assert pools.why_not_served(pool, TOKENS) == ""
-        group = pools.group_of(pool, TOKENS)
+        group = pools.group_of(pool, TOKENS, 8)
         assert (len(group.tensors), group.device_pages, group.engine_page_tokens) == (tensors, ROWS // TOKENS, TOKENS)
         memory = KvMemory([group], Place(0, 1, 0, b"test"))
         pools.moved(pool)
@@ -72,6 +72,11 @@ def test_plain_pools_are_served_and_their_pages_are_token_slots() -> None:
             first = next(iter(group.tensors.values()))
             assert isinstance(first, torch.Tensor)
             assert first[3, 5].eq(7.0).all(), "the pool's tensors and the described ones are the same memory"
+            (described,) = memory.describe([b"t" * 16] * len(memory._pieces))["groups"]
+            heads = {"heads": {"kv_heads": 8, "head_axis": 2, "token_axis": 1}}
+            whole = {"whole": {"token_axis": 1}}
+            named = whole if isinstance(pool, MLATokenToKVPool) else heads
+            assert [each["slices"] for each in described["tensors"]] == [named] * tensors
             if isinstance(pool, MLATokenToKVPool):
                 assert pool.data_ptrs.tolist() == [each.data_ptr() for each in pool.kv_buffer]
                 assert group.role == "latent"

@@ -106,7 +106,7 @@ class Linker(UnifiedCacheLinker):
         described = content.content_of(arguments, self._weights, ranks=ranks.size, pool=pool)
         place = Place(ranks.rank, ranks.size, ranks.rank * shards // ranks.size, described.encode())
         try:
-            return KvMemory([pools.group_of(pool, self._page_tokens)], place)
+            return KvMemory([pools.group_of(pool, self._page_tokens, heads)], place)
         finally:
             # A part may have been moved before a failure.
             if pools.is_on_cpu(pool):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvferry.memory import Group
+from kvferry.memory import Group, Slices
 
 #: Smallest page in tokens: smaller pages cost a record of 80 bytes for few bytes of KV.
 PAGE_TOKENS_MIN = 16
@@ -53,13 +53,19 @@ def is_on_cpu(pool: Any) -> bool:
     return all(tensor.device.type == "cpu" for tensor in _tensors(pool))
 
 
-def group_of(pool: Any, page_tokens: int) -> Group:
-    """Describes the tensors of a served pool: one for keys and one for values of each layer, or one latent."""
+def group_of(pool: Any, page_tokens: int, kv_heads: int) -> Group:
+    """Describes the tensors of a served pool: one for keys and one for values of each layer, or one latent.
+
+    ``kv_heads``: of the whole model.
+    """
     shaped = {f"tensor {number}": _paged(tensor, page_tokens) for number, tensor in enumerate(_tensors(pool))}
     pages = {tensor.shape[0] for tensor in shaped.values()}
     if len(pages) != 1:
         raise ValueError(f"the tensors of the KV cache have {sorted(pages)} pages: one number is expected")
-    return Group(shaped, page_tokens, pages.pop(), role="latent" if is_mla(pool) else "kv")
+    # Pages, tokens, heads, and the elements of a head; a latent has one head, which every rank holds.
+    if is_mla(pool):
+        return Group(shaped, page_tokens, pages.pop(), role="latent", slices=Slices(1))
+    return Group(shaped, page_tokens, pages.pop(), slices=Slices(1, kv_heads, 2))
 
 
 def _tensors(pool: Any) -> Iterator[torch.Tensor]:
