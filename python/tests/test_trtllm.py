@@ -132,14 +132,14 @@ def test_a_hit_of_the_device_that_ends_inside_a_block_is_computed(connector: Any
 def test_salts_adapters_and_other_inputs_are_kept_apart(executor: Executor) -> None:
     tokens = prompt(6, 5 * BLOCK + 1)
     executor.complete(tokens)
-    for named in ({"cache_salt_id": 1}, {"cache_salt_id": 2}, {"lora_task_id": 1}, {"multimodal_hashes": [[1]]}):
+    salts: list[dict[str, Any]] = [{"cache_salt_id": 1}, {"cache_salt_id": 2}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    for named in (*salts, {"lora_task_id": 1}, {"multimodal_hashes": [[1]]}):
         executor.rest()
         executor.clear()
         assert executor.complete(tokens, **named).matched == 0, named
     for named, blocks in (
         ({}, 5),
-        ({"cache_salt_id": 1}, 5),
-        ({"cache_salt_id": 2}, 5),
+        *((salt, 5) for salt in salts),
         ({"lora_task_id": 1}, 5),
         ({"multimodal_hashes": [[1]]}, 0),
     ):

@@ -104,7 +104,7 @@ def pages_of_an_ended_request_are_not_kept(executor: Executor, patch: Callable[.
 def the_seed_lacks_the_salt(executor: Executor, patch: Callable[..., None]) -> Callable[[], None]:
     side = trtllm_stubs.connector("side")
     seed_of = side.seed_of
-    patch(side, "seed_of", lambda *fields: seed_of(*fields[:4], None, fields[5]))
+    patch(side, "seed_of", lambda *fields: seed_of(*fields[:4], (), fields[5]))
 
     def run() -> None:
         executor.complete(TOKENS, cache_salt_id=7)

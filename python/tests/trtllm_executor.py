@@ -68,6 +68,7 @@ class Request:
     prompt_len: int
     max_new: int
     cache_salt_id: int | None = None
+    cache_salt: str | None = None
     lora_task_id: int | None = None
     is_generation_only_request: bool = False
     is_dummy_request: bool = False
@@ -93,7 +94,7 @@ class Request:
     @property
     def origin(self) -> tuple:
         """Everything that the KV depends on, beside the tokens."""
-        return self.cache_salt_id, self.lora_task_id, repr(self.multimodal_hashes)
+        return self.cache_salt_id, self.cache_salt, self.lora_task_id, repr(self.multimodal_hashes)
 
     @property
     def all_tokens(self) -> list[int]:

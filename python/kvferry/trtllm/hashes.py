@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 #: First item of the list that a seed is made from; another one for each change of its form.
-FORM = "kvferry trtllm 1"
+FORM = "kvferry trtllm 2"
 
 #: Attributes of a request that hold inputs which are not tokens: its KV depends on more than the hashes cover.
 OTHER_INPUTS = (
@@ -31,6 +31,8 @@ OTHER_INPUTS = (
     "cross_attention_mask",
     "skip_cross_attn_blocks",
 )
+#: Attributes with the salt of a request: one release has a number of it, another one its text.
+SALTS = ("cache_salt_id", "cache_salt")
 #: Flags of requests whose pages are neither looked up nor stored.
 NOT_CACHED = ("is_generation_only_request", "is_dummy_request")
 
@@ -40,11 +42,11 @@ def seed_of(
     revision: str | None,
     dtype: str,
     page_tokens: int,
-    cache_salt_id: int | None = None,
+    salts: Sequence[int | str | None] = (),
     lora: str | None = None,
 ) -> bytes:
     """Returns the hash before the first page. ``lora`` names an adapter, None: a request without one."""
-    fields = [FORM, model, revision, dtype, page_tokens, cache_salt_id, lora]
+    fields = [FORM, model, revision, dtype, page_tokens, list(salts), lora]
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).digest()
 
 

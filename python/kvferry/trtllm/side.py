@@ -19,7 +19,7 @@ from kvferry.finishes import Finishes
 from kvferry.removals import Removals
 from kvferry.switch import Switch
 from kvferry.trtllm.content import Identity
-from kvferry.trtllm.hashes import PageHashes, seed_of, why_not_hashed
+from kvferry.trtllm.hashes import SALTS, PageHashes, seed_of, why_not_hashed
 from kvferry.trtllm.loads import Loads
 from kvferry.trtllm.metadata import StepMetadata
 from kvferry.trtllm.settings import Settings
@@ -140,7 +140,7 @@ class SchedulerSide:
             identity.revision,
             identity.dtype,
             identity.page_tokens,
-            getattr(request, "cache_salt_id", None),
+            [getattr(request, name, None) for name in SALTS],
             # The number of an adapter says nothing about its weights: other engines, and later starts, have others.
             None if lora is None else f"{lora} of start {self._start}",
         )
