@@ -306,7 +306,9 @@ class Client:
                 self._new.append(pending)
         if full:
             text = "the client closes" if self._closing else f"{OPEN_MAX} requests wait for an answer"
-            pending._end(None, Failure(Code.BUSY, text, reported=False, retry=True, over=True))
+            # A repeated request may have been sent before.
+            over = identity is None
+            pending._end(None, Failure(Code.BUSY, text, reported=False, retry=True, over=over))
         elif wake and threading.get_ident() != self._thread.ident:
             # The client's own thread sends what ``turn`` has requested before it waits again.
             self.poke()
@@ -622,7 +624,8 @@ class Client:
         while self._expiry and self._expiry[0][0] <= now:
             _, identity = heapq.heappop(self._expiry)
             pending = self._open.get(identity)
-            if pending is not None:
+            # A request that is repeated under its id has another time than before.
+            if pending is not None and pending.expires <= now:
                 self._settle(
                     pending, None, Failure(Code.DEADLINE, "no answer came in time", reported=False, retry=True)
                 )

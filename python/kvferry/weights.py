@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from kvferry import files, hub
 
 _NAME_CHARACTERS_MAX = 200
+#: Time for which a branch must have rested before this process began: another process of the engine, which began
+#: earlier, may have resolved it, and a file server may have another clock.
+BRANCH_REST_S = 600.0
 
 
 class Weights(NamedTuple):
@@ -58,7 +61,7 @@ def identify(
         if config_commit is not None:
             certain = config_commit == commit
         else:
-            certain = hub.branch_changed_at(path, revision, cache) <= files.began_at()
+            certain = hub.branch_changed_at(path, revision, cache) <= files.began_at() - BRANCH_REST_S
         if commit is not None and certain:
             snapshot = path, commit
     if snapshot is not None and from_path:

@@ -11,10 +11,11 @@ import pytest
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import IncompleteSnapshotError
 
-from kvferry import files
+from kvferry import files, weights
 from kvferry.vllm import content
 from kvferry.vllm.namespaces import Namespaces
 from kvferry.vllm.settings import Settings
+from kvferry.weights import BRANCH_REST_S
 
 COMMITS = ("a" * 40, "b" * 40)
 
@@ -76,8 +77,9 @@ def both(made: Any, **given: Any) -> tuple[str, str]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Path:
-    """Creates a Hub cache with one repository, whose branch ``main`` is at the first commit."""
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Creates a Hub cache with one repository. Its branch ``main`` is at the first commit, and counts as old."""
+    monkeypatch.setattr(weights, "BRANCH_REST_S", 0.0)
     for commit in COMMITS:
         (tmp_path / "models--org--model" / "snapshots" / commit).mkdir(parents=True)
         (tmp_path / "models--org--model" / "snapshots" / commit / "config.json").write_text("{}")
@@ -114,8 +116,9 @@ def test_without_a_commit_of_the_configuration_the_branch_must_be_older_than_the
 ) -> None:
     cached = {"download_dir": str(hub)}
     branch = hub / "models--org--model" / "refs" / "main"
+    monkeypatch.setattr(weights, "BRANCH_REST_S", BRANCH_REST_S)
     for seconds, shared in ((1.0, True), (-1.0, False)):
-        began_at = branch.stat().st_ctime + seconds
+        began_at = branch.stat().st_ctime + BRANCH_REST_S + seconds
         monkeypatch.setattr("kvferry.files.began_at", lambda began_at=began_at: began_at)
         assert content.weights_of(config("org/model", **cached), settings()).shared == shared
     assert content.weights_of(config("org/model", revision=COMMITS[0], **cached), settings()).shared

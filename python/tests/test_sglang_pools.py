@@ -308,6 +308,15 @@ def test_files_of_arguments_are_identified_like_weights(tmp_path: Path, monkeypa
     scales.write_text("22")
     monkeypatch.setattr(content.files, "began_at", lambda: scales.stat().st_ctime)
     assert first != described(**named)[0]
+    # A relative path, without a separator, and a path in JSON.
+    monkeypatch.chdir(tmp_path)
+    for each in ({"quantization_param_path": "scales.json"}, {"model_loader_extra_config": '{"file": "scales.json"}'}):
+        before = described(**each)[0]
+        scales.write_text(scales.read_text() + "3")
+        monkeypatch.setattr(content.files, "began_at", lambda: scales.stat().st_ctime)
+        assert described(**each)[0] != before, each
+    gone = {"quantization_param_path": str(tmp_path / "gone.json")}
+    assert described(**gone)[0] != described(**gone, start="start 2")[0]
     # Who names the weights promises them, as far as names, sizes and times do not contradict.
     declared = {**named, "settings": {"weights": "mine"}}
     assert described(**declared)[0] == described(**declared, start="start 2")[0]

@@ -623,8 +623,16 @@ def test_pages_that_come_after_the_deadline_of_a_load_are_computed() -> None:
         answer = engine.leader._lookups._lookups["r"].pending.answer
         answer.ready_in_ms = engine.settings.load_timeout_ms
         assert engine.find("r", hashes("a", 2)) == 0
+        lookup = engine.leader._lookups._lookups["r"]
+        assert engine.find("r", hashes("a", 2)) == 0
+        assert engine.leader._lookups._lookups["r"] is lookup, "not in each step"
         assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
         eventually("nothing is held", lambda: not daemon.status()["slots"])
+        # They may have come up since.
+        eventually("they are looked up again", lambda: engine.find("s", hashes("a", 2)) == 2)
+        engine.leader._lookups._lookups["s"].pending.answer.ready_in_ms = engine.settings.load_timeout_ms
+        assert engine.find("s", hashes("a", 2)) == 0
+        eventually("they are looked up again soon", lambda: engine.find("s", hashes("a", 2)) == 2, lookups.FRESH_S / 2)
 
 
 def test_offloads_end_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,20 +651,28 @@ def test_offloads_end_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_flush_that_fails_on_rank_0_is_one_on_every_rank() -> None:
     with one_rank() as (daemon, engine):
 
-        def drop_all() -> None:
+        def fails(*_: Any) -> None:
             raise OSError("planted")
 
-        told: list[list[int]] = []
         with stopped(daemon.pid()):
-            engine.fill([3, 4], 1)
-            assert engine.transfers.offload(hashes("a", 2), [3, 4])
-            number = engine.leader._offloads._open[0].pending.id
-            with pytest.MonkeyPatch.context() as planted:
-                planted.setattr(engine.leader._lookups, "drop_all", drop_all)
-                planted.setattr(engine.transfers, "_end", told.append)
-                engine.transfers.reset()
-        assert told == [[number]]
-        assert engine.transfers.fault
+            for at, step in enumerate(
+                (
+                    (engine.leader, "begin_private"),
+                    (engine.leader._lookups, "drop_all"),
+                    (engine.leader._offloads, "turn"),
+                )
+            ):
+                told: list[list[int]] = []
+                engine.transfers.fault = ""
+                assert engine.transfers.offload(hashes(f"a{at}", 2), [3, 4])
+                number = engine.leader._offloads._open[0].pending.id
+                with pytest.MonkeyPatch.context() as planted:
+                    planted.setattr(*step, fails)
+                    planted.setattr(engine.transfers, "_end", told.append)
+                    engine.transfers.reset()
+                engine.transfers._offloads = 0
+                assert told == [[number]], step
+                assert engine.transfers.fault
 
 
 def test_a_cancelled_load_is_in_no_batch() -> None:

@@ -16,7 +16,7 @@ from trtllm_executor import BLOCK, Executor, Request
 from trtllm_faults import between
 from trtllm_stubs import NEW
 
-from kvferry import wire
+from kvferry import client, wire
 from kvferry.client import Failure, PendingRequest
 from kvferry.wire import Code
 
@@ -238,6 +238,43 @@ def test_a_load_that_the_leader_never_examines_ends_in_time(
         (first, number), *again = sent
         assert first is None
         assert again == [(number, number)] * len(again) != []
+    finally:
+        executor.close()
+
+
+def test_a_load_that_may_run_is_kept_while_the_client_is_full(
+    connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_TRTLLM_LOAD_RETRY_MS", "60000")
+    executor = start(connector, daemon, model)
+    try:
+        side = executor.scheduler._side
+        request, repeated = side._client.request, []
+
+        def load(*arguments: Any, identity: int | None, **named: Any) -> PendingRequest:
+            message = wire.Load(1, [])
+            if identity is not None:
+                # A client that is full refuses it.
+                repeated.append(identity)
+                with pytest.MonkeyPatch.context() as full:
+                    full.setattr(client, "OPEN_MAX", 0)
+                    return request(message, 1.0, identity=identity)
+            pending = PendingRequest(side._client.draw(), message, 0.0, 0.0, None)
+            # It was sent over another connection before.
+            side.loads._open[2].link = -1
+            pending._end(None, Failure(Code.BUSY, "busy", reported=True, retry=True))
+            return pending
+
+        monkeypatch.setattr(side._client, "load", load)
+        executor.complete(TOKENS)
+        executor.rest()
+        executor.clear()
+        executor.add(TOKENS)
+        executor.iterate()
+        assert side.finished(2)
+        eventually("it is repeated", lambda: side.turn() or len(repeated) > 2)
+        assert side.holds(2), "another leader may copy for it"
+        assert len(set(repeated)) == 1
     finally:
         executor.close()
 

@@ -297,7 +297,10 @@ fn tensor_pieces(
             for (difference, equal) in [
                 ("tp_size", sources == targets),
                 ("engine_page_tokens", pages.source == pages.target),
-                ("shape", both.source.lengths == both.target.lengths),
+                (
+                    "shape or strides",
+                    both.source.registered == both.target.registered,
+                ),
                 (
                     "page_bytes",
                     both.source.page_bytes == both.target.page_bytes,

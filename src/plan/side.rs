@@ -40,8 +40,9 @@ pub(crate) struct SideTensor {
     /// The axes inside a page, outermost first. The bytes of an element are the innermost one; neighbouring axes that
     /// count the same are one.
     pub(crate) axes: Vec<Axis>,
-    /// Lengths of the axes inside a page as registered, innermost first, without those of one index.
-    pub(crate) lengths: Vec<u64>,
+    /// The axes inside a page as registered, by their place in the shape, and their lengths; in memory order, the innermost
+    /// first, without those of one index.
+    pub(crate) registered: Vec<(u32, u64)>,
     pub(crate) slices: Option<Slices>,
 }
 
@@ -195,26 +196,31 @@ impl SideTensor {
                 "token_axis is another axis",
             );
         }
-        let mut inside: Vec<(u64, u64, Counts)> = (0_u32..)
+        let mut inside: Vec<(u32, u64, u64, Counts)> = (0_u32..)
             .zip(view.shape.iter().zip(&view.strides))
             .filter(|(axis, _)| *axis != view.page_axis)
             .map(|(axis, (length, stride))| {
                 let counts = match Some(axis) {
-                    axis if axis == heads => Counts::Heads,
-                    axis if axis == tokens => Counts::Tokens,
+                    named if named == heads => Counts::Heads,
+                    named if named == tokens => Counts::Tokens,
                     _ => Counts::Other,
                 };
-                (*length, *stride, counts)
+                (axis, *length, *stride, counts)
             })
             .collect();
         // An axis of one index has any stride, and comes first among those of the same one.
-        inside.sort_by_key(|(length, stride, _)| (*stride, *length > 1));
-        let lengths = inside.iter().map(|(length, _, _)| *length);
-        let lengths = lengths.filter(|length| *length > 1).collect();
-        let bytes = (u64::from(view.element_bytes), 0, Counts::Other);
+        inside.sort_by_key(|(_, length, stride, _)| (*stride, *length > 1));
+        let registered = inside.iter().map(|(axis, length, ..)| (*axis, *length));
+        let registered = registered.filter(|(_, length)| *length > 1).collect();
+        let bytes = (
+            view.page_axis,
+            u64::from(view.element_bytes),
+            0,
+            Counts::Other,
+        );
         let mut step_bytes = 1_u64;
         let mut axes: Vec<Axis> = Vec::with_capacity(inside.len() + 1);
-        for (length, _, counts) in std::iter::once(bytes).chain(inside) {
+        for (_, length, _, counts) in std::iter::once(bytes).chain(inside) {
             match axes.last_mut() {
                 Some(last) if last.counts == counts => {
                     last.length = last.length.saturating_mul(length)
@@ -244,7 +250,7 @@ impl SideTensor {
             offset_bytes,
             page_bytes: view.page_bytes,
             axes,
-            lengths,
+            registered,
             slices: view.slices.clone(),
         })
     }

@@ -25,6 +25,7 @@ pub(crate) const TRTLLM_ARROWS: &[Arrow] = &[
             "served",
             "trtllm/settings",
             "trtllm/steps",
+            "trtllm/stores",
             "trtllm/tracked",
             "wire",
         ],

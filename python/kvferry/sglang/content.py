@@ -5,8 +5,8 @@ summary in one line, and is part of each registration of KV memory.
 """
 
 import hashlib
+import json
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 from kvferry import files
@@ -35,6 +35,8 @@ READ_FROM_PATH = frozenset(
         "sharded_state",
     )
 )
+#: Ends of the names of arguments that are files or folders.
+_NAMES_OF_FILES = ("_path", "_file", "_dir")
 #: Arguments of SGLang on which the weights in memory depend, beside their files.
 _OF_WEIGHTS = (
     "dtype",
@@ -98,13 +100,32 @@ def namespace_of(
 
 def _of_computation(arguments: dict[str, Any], settings: "Settings", start: str) -> dict[str, Any]:
     """Returns the arguments on which pages may depend. Files that they name are identified like those of weights."""
+
+    def named(value: Any, *, is_file: bool = False) -> Any:
+        if isinstance(value, dict):
+            return {key: named(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [named(each) for each in value]
+        if not isinstance(value, str) or not value:
+            return value
+        if value[0] in "{[":
+            try:
+                return named(json.loads(value))
+            except ValueError:
+                return value
+        local = files.look(value)
+        if settings.weights:
+            return local.text(declared=True) if local is not None else value
+        if local is not None and local.changed_at <= files.began_at():
+            return local.text()
+        # A file that has changed since the engine began, or is gone, may not be the one that was read.
+        return f"{value} of start {start}" if local is not None or is_file else value
+
     found = {name: value for name, value in arguments.items() if name not in HARMLESS}
-    for name, value in found.items():
-        local = files.look(value) if isinstance(value, str) and os.sep in value else None
-        if local is not None:
-            unchanged = settings.weights or local.changed_at <= files.began_at()
-            found[name] = local.text(declared=bool(settings.weights)) if unchanged else f"{value} of start {start}"
-    return {f"argument {name}": sorted_json(found[name]) for name in sorted(found)}
+    return {
+        f"argument {name}": sorted_json(named(found[name], is_file=name.endswith(_NAMES_OF_FILES)))
+        for name in sorted(found)
+    }
 
 
 def content_of(arguments: dict[str, Any], weights: Weights, *, ranks: int, pool: Any) -> str:

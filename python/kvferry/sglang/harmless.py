@@ -80,7 +80,8 @@ _LOGS_AND_METRICS = """
     forward_pass_metrics_ipc_name enable_trace trace_modules otlp_traces_endpoint otlp_service_name
     export_metrics_to_file export_metrics_to_file_dir stat_loggers expert_distribution_recorder_mode
     expert_distribution_recorder_buffer_size expert_balancedness_report_mode enable_layerwise_nvtx_marker
-    debug_tensor_dump_output_folder debug_tensor_dump_layers enable_return_hidden_states return_hidden_states_mode
+    modelopt_checkpoint_save_path modelopt_export_path debug_tensor_dump_output_folder
+    debug_tensor_dump_layers enable_return_hidden_states return_hidden_states_mode
     enable_return_routed_experts enable_return_indexer_topk enable_return_aux_hidden_states
 """
 

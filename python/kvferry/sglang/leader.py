@@ -182,12 +182,12 @@ class LeaderSide:
 
     def reset(self) -> list[int]:
         """Ends all transfers; returns the requests that every rank must abandon."""
-        self._lookups.drop_all()
-        requests = self._offloads.end_all()
         if self._weights_changed() or self._mixed or not self._settings.keep_on_flush:
             self.begin_private("SGLang's cache was flushed")
         self._mixed = False
-        return requests
+        self._lookups.drop_all()
+        # The last step, because its result must not be lost.
+        return self._offloads.end_all()
 
     def abandon_all(self) -> list[int]:
         """Ends all stores without the leader; returns the requests that every rank must abandon."""

@@ -168,7 +168,7 @@ class Lookups:
         named = (len(hashes), hashes[-1]) == (lookup.count, lookup.last)
         if lookup.link != self._client.link or not named or lookup.namespace != namespace:
             return False
-        return not lookup.pending.done or lookup.age_s < (FRESH_S if lookup.pages else MISS_S)
+        return not lookup.pending.done or lookup.age_s < (MISS_S if lookup.finished else FRESH_S)
 
     def _request(self, request: str, hashes: "Sequence[str]", namespace: bytes) -> Lookup:
         slot, found = self.slot(), packed(hashes)

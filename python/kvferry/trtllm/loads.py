@@ -15,6 +15,7 @@ from kvferry.engine_client import EngineClient
 from kvferry.served import Part
 from kvferry.trtllm.settings import Settings, variable_of
 from kvferry.trtllm.steps import Steps
+from kvferry.trtllm.stores import FENCE_S
 from kvferry.trtllm.tracked import Tracked
 from kvferry.wire import Code
 
@@ -24,8 +25,9 @@ logger = logging.getLogger("kvferry")
 LOOKUP_LIMIT_S = 2.0
 #: Shortest and longest pause before a load is requested again.
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.02, 0.5
-#: Time for which the client waits for the end of a load beyond the time in which it is requested again.
-_BEYOND_S = 5.0
+#: Time for which the client waits for the end of a load beyond the time in which it is requested again: so long the
+#: leader may still report it.
+_BEYOND_S = FENCE_S
 
 
 class LoadFailed(RuntimeError):
@@ -202,7 +204,8 @@ class Loads:
     def _copied(self, load: Load, pending: PendingRequest) -> None:
         """Handles the end of a request for copies."""
         failure = pending.failure
-        load.unknown, load.repeats = False, None
+        unknown, load.unknown = load.unknown, False
+        repeated, load.repeats = load.repeats is not None, None
         if isinstance(pending.answer, wire.LoadAnswer):
             done = min(pending.answer.pages, load.named)
             load.first += done
@@ -213,12 +216,15 @@ class Loads:
             load.problem = "kvferry loaded only a part of them"
         elif failure is not None:
             load.problem = str(failure)
-            if failure.reported and failure.code == Code.BUSY and not failure.over:
+            if failure.code == Code.BUSY and not failure.over and (failure.reported or repeated):
                 load.repeats = pending.id
             # A request that is refused before it was examined, and that was sent over one connection only, has begun
             # no copy.
             refused = failure.reported and load.link != 0 and load.link == self._client.link
             load.unknown = not (failure.over or refused)
+            if load.repeats is not None and not failure.reported:
+                # The client has not sent it again.
+                load.unknown = unknown
             load.epoch = self._client.epoch
         if load.attempts == 1:
             logger.warning(

@@ -55,8 +55,9 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         #: Requests whose pages are kept for stores, and when these are given up; requests that load.
         self._saving: dict[int, float] = {}
         self._loading: dict[int, None] = {}
-        #: Stores of these requests that the worker was asked to give up, and those that rank 0's worker has given up.
-        self._abandoned: set[int] = set()
+        #: By request whose pages are kept: stores that the worker was asked to give up. Of all requests: those that rank
+        #: 0's worker has given up.
+        self._abandoned: dict[int, set[int]] = {}
         self._given_back: set[int] = set()
 
     # The memory.
@@ -228,6 +229,7 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         saved = [request for request in self._saving if self._is_saved(request)]
         for request in saved:
             del self._saving[request]
+            self._abandoned.pop(request, None)
             for store in self._stores.pop(request, ()):
                 self._of.pop(store, None)
             if self._side is not None:
@@ -245,10 +247,10 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
             if side.loads.is_open(request):
                 return False
         if stores and time.monotonic() >= self._saving[request]:
-            self._give_up(stores)
+            self._give_up(request, stores)
         return not stores
 
-    def _give_up(self, stores: set[int]) -> None:
+    def _give_up(self, request: int, stores: set[int]) -> None:
         """Requests this rank's worker to give the pages of these stores back."""
         if self._rank is None:
             # kvferry cannot reach the memory of this rank: nothing is copied there.
@@ -256,12 +258,11 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
                 self._is_over(store)
                 if self._side is not None:
                     self._given_back.add(store)
-        elif new := sorted(stores - self._abandoned):
-            self._abandoned.update(new)
+        elif new := sorted(stores - self._abandoned.setdefault(request, set())):
+            self._abandoned[request].update(new)
             self._rank.abandon(new)
 
     def _is_over(self, store: int) -> None:
-        self._abandoned.discard(store)
         request = self._of.pop(store, None)
         if request is not None and (stores := self._stores.get(request)) is not None:
             stores.discard(store)

@@ -241,6 +241,16 @@ fn what_a_registration_does_not_say_is_needed_for_unequal_sides_only() {
     let mut other = unnamed(2, 16);
     tensor(&mut other).shape.swap(0, 2);
     assert!(made(&unnamed(2, 16), &other).is_err());
+    // As many heads as tokens, in another order in memory.
+    let square = [Group::of(heads_first(32, 64))];
+    let mut registrations = [registration(&square, 2, 16), registration(&square, 2, 16)];
+    for each in &mut registrations {
+        tensor(each).slices = None;
+    }
+    let [source, target] = &mut registrations;
+    assert!(made(source, target).is_ok());
+    tensor(target).strides.swap(1, 2);
+    assert!(said(source, target).ends_with("the sides differ in shape or strides"));
 }
 
 #[test]
