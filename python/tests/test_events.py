@@ -280,7 +280,7 @@ def test_data_parallel_ranks_count_on_from_the_port(streams: Any) -> None:
             stream.put([event(subscriber.next)])
             if not subscriber.next and subscriber._sub.poll(20):
                 _, _, payload = subscriber._sub.recv_multipart()
-                assert subscriber._decoder.decode(payload).data_parallel_rank == 2
+                assert subscriber._decode(payload).data_parallel_rank == 2
                 return True
             return False
 

@@ -73,6 +73,10 @@ class Copy:
     #: Pages, counted from the first, that a load has brought.
     loaded: int = 0
 
+    def drop(self) -> None:
+        """Drops the bytes: the timer of the deadline still names the copy."""
+        self.data = []
+
 
 class Leader:
     """The service of the leader."""
@@ -399,6 +403,7 @@ class Leader:
             self._server.later(late_s, lambda: self._settled(copy))
             return
         if copy.request.done:
+            copy.drop()
             return
         if not copy.is_store:
             whole = copy.loaded == len(copy.pages)
@@ -406,6 +411,7 @@ class Leader:
                 self._over(copy, wire.LoadAnswer(copy.loaded))
             else:
                 self._over(copy, Error(Code.COPY_FAILED, "the copy failed by the script", retry=True, over=True))
+            copy.drop()
             return
         answer = wire.StoreAnswer(0, 0)
         for at, key in enumerate(copy.keys):
@@ -416,6 +422,7 @@ class Leader:
             else:
                 answer.refused_pages += 1
         self._over(copy, answer)
+        copy.drop()
         self._wake_reads()
 
     def _expire(self, copy: Copy) -> None:
@@ -426,8 +433,6 @@ class Leader:
 
     def _over(self, copy: Copy, body: Any) -> None:
         self._copies.pop((copy.request.session.engine, copy.request.id), None)
-        # The timer of the deadline still names the copy.
-        copy.data = []
         if isinstance(body, Error) and "never_over" in self._lies:
             body = Error(body.code, body.message, body.retry)
         self._server.answer(copy.request, body)

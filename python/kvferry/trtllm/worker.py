@@ -55,8 +55,8 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         #: Requests whose pages are kept for stores, and when these are given up; requests that load.
         self._saving: dict[int, float] = {}
         self._loading: dict[int, None] = {}
-        #: By request whose pages are kept: stores that the worker was asked to give up. Of all requests: those that rank
-        #: 0's worker has given up.
+        #: By request whose pages are kept: stores that the worker was asked to give up. Of all requests: those that
+        #: rank 0's worker has given up.
         self._abandoned: dict[int, set[int]] = {}
         self._given_back: set[int] = set()
 

@@ -349,8 +349,6 @@ class SchedulerSide:
             # Pages of the model that others have stored are announced before its first request.
             self._namespaces.of(None)
         self._followed = self._namespaces.changes, finds
-        # The client's thread shows the namespace of the model.
-        self._client.poke()
         if self._events is not None:
             self._events.follow(self._namespaces.present if finds else [])
 
