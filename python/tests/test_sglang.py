@@ -22,6 +22,8 @@ from sglang_engine import DEVICE_TOKENS, PAGE_TOKENS, SglangEngine, arguments, w
 from sglang_events import publishing, streams
 from signals import stop
 
+from kvferry import present_namespace
+
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
@@ -320,3 +322,20 @@ def test_two_ranks_give_the_same_results() -> None:
             assert said(engine.generate(PROMPT)) != said(cold)
         finally:
             engine.end()
+
+
+@pytest.mark.skipif(not FULL, reason="starts two engines")
+def test_two_starts_of_an_engine_share_a_namespace() -> None:
+    """No argument that SGLang draws at a start, such as a port, separates its pages from those of the next one."""
+    shown = []
+    with running(ranks=1, ratio=1) as daemon:
+        path = present_namespace.path_of(daemon.socket_dir, 0)
+        for _ in range(2):
+            engine = SglangEngine(arguments(daemon.socket_dir))
+            try:
+                eventually("the namespace is shown", lambda: path.exists() and path.read_text().strip())
+                shown.append(path.read_text())
+            finally:
+                engine.end()
+            path.unlink(missing_ok=True)
+    assert shown[0] == shown[1]
