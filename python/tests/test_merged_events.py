@@ -360,6 +360,8 @@ def test_wrong_flags_are_refused() -> None:
     both = ["--engine", "tcp://a:1", "--publish", "tcp://b:1"]
     for flags, text in (
         (["--engine", "127.0.0.1:1"], "give tcp://HOST:PORT"),
+        (["--engine", "tcp://127.0.0.1"], "with a port from 1 to 65535"),
+        (["--engine", "tcp://127.0.0.1:0"], "with a port from 1 to 65535"),
         (["--engine", "tcp://127.0.0.1:1", "--publish", "tcp://*:1"], "tcp://0.0.0.0:PORT for every address"),
         ([*both, "--namespace", "xyz"], "hexadecimal"),
         ([*both, "--namespace", "00", "--groups", "1,1"], "different numbers"),

@@ -13,8 +13,8 @@ pub(crate) struct Run {
     pub(crate) count: u64,
 }
 
-/// The runs of heads of a target rank, ascending. `heads`: of the whole model; either number of ranks divides it or is
-/// divided by it.
+/// The runs of a target rank, ascending: of heads, or of rows of a part of a state. `heads`: of the whole model; either
+/// number of ranks divides it or is divided by it. Both divide the rows of a part.
 ///
 /// Of several source ranks that hold the same head, takes the one nearest to the place of the target rank among its
 /// peers, so that the readers are spread evenly.
@@ -64,27 +64,6 @@ pub(crate) fn whole(source_ranks: u16, target_ranks: u16, rank: u16) -> u16 {
 }
 
 /// The rows of a part of a state that a rank holds.
-pub(crate) fn rows(dim: u64, ranks: u64, rank: u64) -> Range<u64> {
+fn rows(dim: u64, ranks: u64, rank: u64) -> Range<u64> {
     rank * dim / ranks..(rank + 1) * dim / ranks
-}
-
-/// The runs of rows of a target rank, ascending. Both numbers of ranks divide `dim`.
-pub(crate) fn parts(dim: u64, source_ranks: u16, target_ranks: u16, rank: u16) -> Vec<Run> {
-    let (sources, targets) = (u64::from(source_ranks), u64::from(target_ranks));
-    let mine = rows(dim, targets, u64::from(rank));
-    let mut runs = Vec::new();
-    let mut row = mine.start;
-    while row < mine.end {
-        let source_rank = row / (dim / sources);
-        let there = rows(dim, sources, source_rank);
-        let count = there.end.min(mine.end) - row;
-        runs.push(Run {
-            source_rank: u16::try_from(source_rank).unwrap_or(u16::MAX),
-            first_there: row - there.start,
-            first_here: row - mine.start,
-            count,
-        });
-        row += count;
-    }
-    runs
 }

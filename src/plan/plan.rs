@@ -269,7 +269,7 @@ fn tensor_pieces(
                 (both.source.offset_bytes, both.target.offset_bytes);
             for part in ours {
                 let dim = u64::from(part.dim);
-                for run in holders::parts(dim, sources, targets, rank) {
+                for run in holders::heads(dim, sources, targets, rank) {
                     let piece = Piece {
                         source_page: 0,
                         source_offset: source_offset + run.first_there * part.row_bytes,
