@@ -19,12 +19,12 @@ from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
 from kvferry.admin import AdminClient
-from kvferry.contract import checks, session_checks
+from kvferry.contract import checks, leader_checks, session_checks
 from kvferry.contract.__main__ import CANNOT_RUN, FAILED, PASSED, main
 from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.leader_checks import LeaderChecks
 from kvferry.contract.leader_rules import LEADER_RULES
-from kvferry.contract.live import Connection, Rank
+from kvferry.contract.live import WORKER_SOCKETS, Connection, Rank, Unavailable
 from kvferry.contract.pages import OwnMemory
 from kvferry.contract.played import Target
 from kvferry.contract.rules import Outcome
@@ -608,6 +608,28 @@ def _attached(socket_dir: Path) -> bool:
 def test_the_command_without_a_kvferry_names_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["leader", "--socket-dir", str(tmp_path)]) == CANNOT_RUN
     assert "no leader listens: start kvferry first" in capsys.readouterr().err
+
+
+def test_the_checks_wait_for_a_worker_that_starts_after_its_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(ranks=1, g2="16MiB") as daemon:
+        worker = daemon.socket_dir / "worker-0-0"
+        eventually("the worker listens", lambda: all((worker / name).exists() for name in WORKER_SOCKETS))
+        late = [worker / name for name in WORKER_SOCKETS]
+        for path in late:
+            path.rename(path.with_suffix(".late"))
+
+        def next_socket() -> None:
+            path = late.pop(0)
+            path.with_suffix(".late").rename(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(leader_checks, "pause", next_socket)
+            LeaderChecks(Target(daemon.socket_dir))._prepare()
+        assert late == []
+
+        monkeypatch.setattr(leader_checks, "WORKERS_LIMIT_S", 0.1)
+        with pytest.raises(Unavailable, match="no worker of rank 1 of replica 0 listens in"):
+            LeaderChecks(Target(daemon.socket_dir, ranks=2))._prepare()
 
 
 def test_a_driver_declares_prompts_and_gets_the_report(tmp_path: Path) -> None:

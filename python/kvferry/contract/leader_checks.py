@@ -10,12 +10,13 @@ from kvferry import wire
 from kvferry.contract.bodies import name_of
 from kvferry.contract.copy_checks import CopyChecks
 from kvferry.contract.leader_rules import LEADER_RULES
-from kvferry.contract.live import Broken, Connection, Rank, Unavailable
+from kvferry.contract.live import WORKER_SOCKETS, Broken, Connection, Rank, Unavailable, worker_dir
 from kvferry.contract.pages import OwnMemory
 from kvferry.contract.played import (
     PAGE_BYTES,
     PAGES,
     READY_LIMIT_S,
+    WORKERS_LIMIT_S,
     PlayedEngine,
     Target,
     pause,
@@ -114,6 +115,21 @@ class LeaderChecks:
         ranks = [rank.rank for rank in answer.ranks if rank.replica == target.replica]
         self._engine.count = target.ranks or max(ranks, default=0) + 1
         self._engine.page_tokens = target.page_tokens or answer.engine_page_tokens or 16
+        self._wait_for_workers()
+
+    def _wait_for_workers(self) -> None:
+        """Waits until the worker of each rank listens: the leader answers before its workers have started."""
+        target = self._engine.target
+        until = time.monotonic() + WORKERS_LIMIT_S
+        for rank in range(self._engine.count):
+            directory = worker_dir(target.socket_dir, rank, target.replica)
+            while not all((directory / name).exists() for name in WORKER_SOCKETS):
+                if time.monotonic() > until:
+                    raise Unavailable(
+                        f"no worker of rank {rank} of replica {target.replica} listens in {directory} after "
+                        f"{WORKERS_LIMIT_S:.0f} s: give the ranks and replica that kvferry was started with"
+                    )
+                pause()
 
     def _clean_up(self) -> None:
         with contextlib.suppress(Broken, Unavailable):

@@ -23,6 +23,8 @@ from kvferry.wire import Envelope, Error, Kind
 
 #: Longest wait for an answer, if a check names no other.
 ANSWER_LIMIT_S = 20.0
+#: Sockets of a worker: for messages, and for descriptors.
+WORKER_SOCKETS = ("kvferry.sock", "fds.sock")
 #: Messages that wait to be read by a check; more means that kvferry sends without end.
 UNREAD_MAX = 16_384
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -227,11 +229,16 @@ class Connection:
         return self.gone
 
 
+def worker_dir(socket_dir: Path, rank: int, replica: int) -> Path:
+    """Returns the directory in which the worker of a rank listens."""
+    return socket_dir / f"worker-{replica}-{rank}"
+
+
 class Rank:
     """One rank: its memory, and its connection to its worker."""
 
     def __init__(self, socket_dir: Path, engine: bytes, memory: OwnMemory, rank: int, replica: int):
-        self.directory = socket_dir / f"worker-{replica}-{rank}"
+        self.directory = worker_dir(socket_dir, rank, replica)
         self.memory = memory
         self.connection = Connection(self.directory, "rank", engine, rank=rank, replica=replica).opened()
         self.name = engine

@@ -20,6 +20,8 @@ PAGE_BYTES = 16 << 10
 LENGTH = 6
 #: Longest wait until the ranks are registered and the leader serves lookups.
 READY_LIMIT_S = 60.0
+#: Longest wait until all workers of a leader listen.
+WORKERS_LIMIT_S = 10.0
 _MS = 10_000
 
 
