@@ -1,12 +1,14 @@
 """``kvferry events``: a fake engine publishes, a real kvferry stores, and a router reads the merged stream."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -110,6 +112,8 @@ class Router:
         self.socket.connect(f"tcp://127.0.0.1:{port}")
         self.engine = engine
         self.held: dict[str | None, set[int]] = {}
+        #: Media whose last page was removed at some time.
+        self.emptied: set[str | None] = set()
         self.numbers: list[int] = []
         self.ranks: set[int | None] = set()
 
@@ -139,6 +143,8 @@ class Router:
             else:
                 assert event["type"] == "BlockRemoved", event
                 pages -= {number - 1 for number in numbers}
+                if not pages:
+                    self.emptied.add(event.get("medium"))
 
     def reaches(self, **media: set[int]) -> None:
         """Waits until these media have these pages, and the others none."""
@@ -193,8 +199,9 @@ class Stores:
 class Merged:
     """The command."""
 
-    def __init__(self, socket_dir: Path, engine: FakeEngine, **settings: Any):
+    def __init__(self, socket_dir: Path, engine: FakeEngine, stderr: IO[bytes] | None = None, **settings: Any):
         self.port, self.replay_port = port(), port()
+        self.stderr = stderr
         given = {
             "socket_dir": socket_dir,
             "engine": engine.endpoint,
@@ -211,7 +218,11 @@ class Merged:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [PROGRAM, "events", *self.flags], env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            [PROGRAM, "events", *self.flags],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline().startswith(b"publishing at ")
@@ -342,6 +353,43 @@ def test_routers_without_tiers_read_each_page_once(context: zmq.Context) -> None
             admin.reset(NAMESPACE)
         router.reaches(NONE={0})
         stores.close()
+
+
+@pytest.mark.skipif(not os.environ.get("KVFERRY_VLLM_FULL"), reason="takes more than half a minute")
+def test_a_replay_that_never_ends_does_not_count_as_an_absent_leader(context: zmq.Context) -> None:
+    with running(ranks=1) as daemon, merged(context, daemon, namespace=NAMESPACE.hex()) as (engine, _, router):
+        stores = Stores(daemon)
+        joined(router, engine)
+        stores.store(0, 1)
+        engine.publish(stored(0, 2), removed(60))
+        router.reaches(GPU={0, 1}, CPU={0, 1})
+        numbers = len(router.numbers)
+        # A gap, and a replay that sends one batch again and again: the command waits for its end until its limit.
+        engine.publish(stored(2, 1), lost=True)
+        engine.publish(removed(1))
+        router.engine = None
+        assert engine.replay.poll(TIMEOUT_S * 1000)
+        peer, empty, start = engine.replay.recv_multipart()
+        first = int.from_bytes(start, "big")
+        until = time.monotonic() + 35
+        while time.monotonic() < until and len(router.read().numbers) == numbers:
+            engine.replay.send_multipart([peer, empty, b"", first.to_bytes(8, "big"), engine.batches[first]])
+        assert len(router.numbers) > numbers, "the replay did not end"
+        router.engine = engine
+        # The engine's pages are removed, because its batches are missing. No page of kvferry was removed, not even for
+        # a moment: a removal would be published before the page returns.
+        engine.publish(stored(5, 1))
+        router.reaches(GPU={5}, CPU={0, 1})
+        assert "CPU" not in router.emptied
+        stores.close()
+
+
+def test_a_missing_file_of_the_namespace_is_told_once(context: zmq.Context, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with running(ranks=1) as daemon, log.open("wb") as stderr, merged(context, daemon, stderr=stderr):
+        missing = "does not exist: no page in kvferry is announced: check --socket-dir and --replica"
+        eventually("the log names the missing file", lambda: missing in log.read_text())
+        assert log.read_text().count(missing) == 1
 
 
 def test_a_signal_ends_the_wait_for_an_engine(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ const LONG: [(&str, &[&str]); 2] = [
     (
         "sglang",
         &[
+            "test_merged_events.py",
             "test_sglang.py",
             "test_sglang_pools.py",
             "test_sglang_transfers.py",
