@@ -1,5 +1,6 @@
 """Tests of the connector for TensorRT-LLM while kvferry is away, dies, stands still, or refuses."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -304,6 +305,34 @@ def test_a_silent_leader_costs_one_budget(
         executor.close()
 
 
+def test_a_burst_of_requests_does_not_wait_for_a_silent_leader(
+    executor: Executor, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = executor.scheduler._side
+    budget_s = 0.02
+    monkeypatch.setattr(side, "_settings", dataclasses.replace(side._settings, lookup_budget_ms=20))
+    monkeypatch.setattr(trtllm_stubs.connector("side"), "LOOKUP_LIMIT_S", 60.0)
+    looked, lookup = [], side._client.lookup
+
+    def seen(*arguments: Any, device_pages: int, **named: Any) -> PendingRequest:
+        # Those that find nothing only open a slot.
+        looked.extend([time.monotonic()] * (device_pages == 0))
+        return lookup(*arguments, device_pages=device_pages, **named)
+
+    monkeypatch.setattr(side._client, "lookup", seen)
+    leader = daemon.leader
+    stop(leader)
+    for seed in range(30):
+        tokens = prompt(60 + seed, 2 * BLOCK + 1)
+        side.matched_tokens(Request(1000 + seed, tokens, len(tokens), 1), 0)
+    os.kill(leader, signal.SIGCONT)
+    silent_s = trtllm_stubs.connector("side").SILENT_S
+    # Each waits for the budget, until the oldest one is that old.
+    assert 1 <= len(looked) <= silent_s / budget_s + 1
+    for seed in range(30):
+        side.finished(1000 + seed)
+
+
 def test_blocks_under_store_are_kept_until_the_store_is_over(
     connector: Any, daemon: Daemon, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +366,11 @@ def test_blocks_of_a_store_that_is_given_up_are_kept_until_the_worker_confirms(
     executor.run(lambda: request.state == "saving", "the request ends")
     last = executor.ranks[-1].worker
     executor.run(lambda: last._abandoned, "the store is given up")
-    # The worker still has the order of the copy, and does not answer.
+    first = executor.ranks[0].worker
+    if first is not last:
+        executor.run(lambda: request.request_id not in first._saving, "the first rank has given its pages back")
+    # The worker of the last rank still has the order of the copy, and does not answer. The metadata of a batch comes.
+    executor.add([1], max_new=8)
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
         executor.iterate()

@@ -212,6 +212,9 @@ def run(kind: tuple[str, int], seeds: list[int], monkeypatch: pytest.MonkeyPatch
                 assert not rank.worker._saving
                 assert not rank.worker._loading
                 assert not rank.worker._abandoned
+                assert not rank.worker._given_back
+                assert not rank.worker._stores
+                assert not rank.worker._of
     return counts
 
 

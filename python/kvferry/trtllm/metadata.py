@@ -15,5 +15,5 @@ class StepMetadata:
     needed_through: int = 0
     #: The stores that were requested with this step: requests of the engine and ids of kvferry requests.
     stores: list[tuple[int, int]] = field(default_factory=list)
-    #: Ids of stores of earlier steps that are over on every rank.
+    #: Ids of stores of earlier steps that are over on every rank, as the leader has reported.
     over: list[int] = field(default_factory=list)

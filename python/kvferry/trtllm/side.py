@@ -54,6 +54,7 @@ class SchedulerSide:
         self._tracked: dict[int, Tracked] = {}
         self._switch = Switch(settings.socket_dir)
         self._absence = Absence()
+        #: The oldest lookup that was not answered within the budget.
         self._late: PendingRequest | None = None
         # Ids and slots start from the clock, so that they also grow over a restart of an engine.
         self._next_slot = base = time.time_ns() // 1000
@@ -123,7 +124,8 @@ class SchedulerSide:
         )
         tracked.opens(lookup, self._client.epoch, limit)
         if not lookup.wait(self._settings.lookup_budget_ms / 1000):
-            self._late = lookup
+            if self._late is None or self._late.done:
+                self._late = lookup
             # Releases the leader's hold on what is found too late.
             self.stores.open(tracked, limit)
             return 0

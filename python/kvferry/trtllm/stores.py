@@ -54,7 +54,7 @@ class Stores:
         self._open: dict[int, Store] = {}
         self._of: dict[int, set[int]] = {}
         self._pages = 0
-        #: Stores of the present step, and stores that are over since the last one.
+        #: Stores of the present step, and stores whose end the leader has reported since the last one.
         self._new: list[tuple[int, int]] = []
         self._over: list[int] = []
         self._again_at = 0.0
@@ -176,9 +176,11 @@ class Stores:
         return self._of.get(request, set())
 
     def released(self, request: int) -> None:
-        """Drops the stores of a request, for which no rank copies any longer."""
+        """Drops the stores of a request, for which rank 0 copies nothing any longer.
+
+        Other ranks are not told: each one asks its own worker, which may still read the pages.
+        """
         for number in list(self.of(request)):
-            self._over.append(number)
             self._drop(number)
 
     def take_new(self) -> list[tuple[int, int]]:
@@ -193,7 +195,7 @@ class Stores:
         self._client.poke()
 
     def take_over(self) -> list[int]:
-        """Returns stores that are over since the last call."""
+        """Returns stores that are over on every rank by the leader's report since the last call."""
         over, self._over = self._over, []
         return over
 

@@ -224,8 +224,7 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
         if self._rank is not None:
             for store in self._rank.over():
                 self._is_over(store)
-                if self._side is not None:
-                    self._given_back.add(store)
+                self._is_given_back(store)
         saved = [request for request in self._saving if self._is_saved(request)]
         for request in saved:
             del self._saving[request]
@@ -256,11 +255,15 @@ class Worker(compat.INTERFACE.worker, Faults):  # type: ignore[misc, name-define
             # kvferry cannot reach the memory of this rank: nothing is copied there.
             for store in list(stores):
                 self._is_over(store)
-                if self._side is not None:
-                    self._given_back.add(store)
+                self._is_given_back(store)
         elif new := sorted(stores - self._abandoned.setdefault(request, set())):
             self._abandoned[request].update(new)
             self._rank.abandon(new)
+
+    def _is_given_back(self, store: int) -> None:
+        """Records that rank 0 copies nothing for a store any longer, unless the leader has reported its end before."""
+        if self._side is not None and self._side.stores.is_open(store):
+            self._given_back.add(store)
 
     def _is_over(self, store: int) -> None:
         request = self._of.pop(store, None)
