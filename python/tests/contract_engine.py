@@ -187,10 +187,15 @@ class ToyEngine:
             more, more_from = (), 0
             if "other_hashes" in self.mistakes:
                 more = [bytes(32) for _ in range(count)]
-            parts = [Part(0, first - before, pages[first:])]
+            # A correct engine stores its pages in two halves, so that two stores of a slot are open at a time.
+            half = first + (count - first) // 2 if not self.mistakes else first
+            parts = [Part(0, half - before, pages[half:])]
             work = next(self._works) if self._works else 0
             store = self._client.store(slot, parts, more=more, more_from=more_from, after=work, timeout_s=self._wait_s)
             again = None
+            if half > first:
+                parts = [Part(0, first - before, pages[first:half])]
+                again = self._client.store(slot, parts, after=work, timeout_s=self._wait_s)
             if "store_twice" in self.mistakes:
                 again = self._client.store(slot, parts, timeout_s=self._wait_s)
             self._rank.wrote(work or (again.id if again else store.id))

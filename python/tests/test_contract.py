@@ -25,6 +25,7 @@ from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.leader_checks import LeaderChecks
 from kvferry.contract.leader_rules import LEADER_RULES
 from kvferry.contract.live import WORKER_SOCKETS, Connection, Rank, Unavailable
+from kvferry.contract.loop import Loop
 from kvferry.contract.pages import OwnMemory
 from kvferry.contract.played import Target
 from kvferry.contract.rules import Outcome
@@ -346,6 +347,27 @@ def another_body(run: Run, raw: Raw) -> None:
     run.kvferry.add(Event("lookup", 1, "late", 500))
     raw.lookup(7)
     raw.lookup(7, slot=9)
+
+
+class Calls(Loop):
+    """A thread that only runs calls."""
+
+    def _tick(self, now: float) -> None: ...
+
+    def _ended(self) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_call_that_fails_on_the_thread_of_the_checks_names_its_reason() -> None:
+    def fails() -> None:
+        raise LookupError("planted")
+
+    for _ in range(20):
+        calls = Calls()
+        calls.begin()
+        with pytest.raises(RuntimeError, match=r"the call failed: LookupError\('planted'\)"):
+            calls.call(fails)
+        calls.end_loop()
 
 
 def no_answer_to_unknown(run: Run, raw: Raw) -> None:

@@ -26,6 +26,8 @@ class _Page:
     prompt: str
     position: int
     space: str
+    #: Digests of the tokens before the page, up to its end, and of its own.
+    before: bytes
     prefix: bytes
     own: bytes
 
@@ -42,6 +44,7 @@ class HashChecks:
         self._before: dict[tuple[Domain, bytes], bytes] = {}
         self._by_prefix: dict[tuple[str, bytes], tuple[Domain, bytes]] = {}
         self._by_hash: dict[tuple[Domain, bytes], _Page] = {}
+        self._by_before: dict[tuple[str, bytes], bytes] = {}
         self._by_own: dict[tuple[str, bytes], bytes] = {}
         self._spaces: dict[bytes, str] = {}
 
@@ -90,14 +93,16 @@ class HashChecks:
         self, prompt: Prompt, domain: Domain, first: int, hashes: Sequence[bytes], page_tokens: int, number: int
     ) -> None:
         digest = hashlib.sha256()
+        prefix = digest.digest()
         for position in range(min(first + len(hashes), len(prompt.tokens) // page_tokens)):
             if len(self._by_hash) >= PAGES_MAX:
                 return
             tokens = prompt.tokens[position * page_tokens : (position + 1) * page_tokens]
             own = repr(tokens).encode()
             digest.update(own)
+            before, prefix = prefix, digest.digest()
             if position >= first:
-                page = _Page(prompt.name, position, prompt.space, digest.digest(), hashlib.sha256(own).digest())
+                page = _Page(prompt.name, position, prompt.space, before, prefix, hashlib.sha256(own).digest())
                 self._page(page, domain, hashes[position - first], number)
 
     def _page(self, page: _Page, domain: Domain, page_hash: bytes, number: int) -> None:
@@ -119,7 +124,7 @@ class HashChecks:
             report.broken("hashes-repeat", text, number)
         elif known is not page:
             report.exercised("hashes-repeat")
-        if self._by_own and (page.space, page.own) not in self._by_own:
+        if self._by_before.setdefault((page.space, page.before), page.own) != page.own:
             report.exercised("hashes-cover-tokens")
         if self._by_own.setdefault((page.space, page.own), page.prefix) != page.prefix:
             report.exercised("hashes-chained")

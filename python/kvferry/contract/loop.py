@@ -47,10 +47,14 @@ class Loop:
         """
         done = threading.Event()
         results: list[Any] = []
+        failures: list[BaseException] = []
 
         def run() -> None:
             try:
                 results.append(action())
+            except BaseException as failure:
+                failures.append(failure)
+                raise
             finally:
                 done.set()
 
@@ -61,7 +65,7 @@ class Loop:
             if not self._thread.is_alive() or time.monotonic() > until:
                 raise RuntimeError(f"the thread of the contract's server does not answer: {self.fault!r}")
         if not results:
-            raise RuntimeError(f"the call failed: {self.fault!r}")
+            raise RuntimeError(f"the call failed: {failures[0]!r}") from failures[0]
         return results[0]
 
     def end_loop(self) -> None:

@@ -231,9 +231,14 @@ class PageChecks:
                     text = f"{hold} names device page {page} for page {at} of slot {hold.slot}, and {other} {state}"
                     self._report.broken(rule, text, other.number, request.number)
             self._pages.setdefault((engine, page), set()).add(hold)
-        if is_store and not any(rule == "one-store-of-a-page" for rule, _ in told):
+        if is_store and self._is_beside_a_store(hold) and not any(rule == "one-store-of-a-page" for rule, _ in told):
             self._report.exercised("one-store-of-a-page")
         self._holds[engine, request.id] = hold
+
+    def _is_beside_a_store(self, hold: _Hold) -> bool:
+        """Whether another store of the slot is not known to be over, so that its pages could be stored again."""
+        others = (each for each in self._holds.values() if each.is_store and each.engine == hold.engine)
+        return any(each.slot == hold.slot for each in others)
 
     @staticmethod
     def _conflict(hold: _Hold, other: _Hold, at: int, page: int) -> str:
