@@ -123,8 +123,8 @@ class RankSession:
 
         ``stream`` is the device's, and the calling thread's context its context. The device itself then marks in its
         timeline when the work that was submitted to the stream so far is over. The worker reads the timeline for loads,
-        and is notified only of what is needed. Where there is no mark, ``record`` is called, which must be given with
-        ``stream``: it returns a check whether that work is over, which must not wait.
+        and for stores of earlier work; it is notified only of what is needed. Where there is no mark, ``record`` is
+        called, which must be given with ``stream``: it returns a check whether that work is over, which must not wait.
         """
         if not self.announces(through):
             return
@@ -273,7 +273,7 @@ class RankSession:
         known, self.fault = self.fault, "reading the progress of the device"
         if not known:
             logger.exception(
-                "kvferry: %s: the device reports no progress: requests run without the cache until the "
+                "kvferry: %s: the device reports no progress: stores, and loads that wait for it, fail until the "
                 "engine is started again",
                 self._name,
             )
@@ -397,8 +397,8 @@ class RankSession:
         elif self._process_is_dead():
             self._are_over(self._outbox.dead())
         elif given_up and not self._process_killed:
-            self._process_killed = True
-            waited_s = now - min(self._abandoned_at[request] for request in self._outbox.abandoned)
+            # A request that was abandoned again after its end was read has no time here.
+            waited_s = now - min(self._abandoned_at.get(request, now) for request in self._outbox.abandoned)
             logger.error(
                 "kvferry: worker %s gives no pages back for %.1f s and no process ends it: it is killed",
                 self._process,
@@ -406,3 +406,4 @@ class RankSession:
             )
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)
+            self._process_killed = True

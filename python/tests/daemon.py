@@ -140,6 +140,11 @@ class Daemon:
         return found
 
     @property
+    def supervisor(self) -> int:
+        assert self._up is not None
+        return self._up.pid
+
+    @property
     def leader(self) -> int:
         return self.children("leader")[0]
 

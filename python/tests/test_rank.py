@@ -251,6 +251,22 @@ def test_a_paused_worker_without_a_supervisor_is_killed(tmp_path: Path, monkeypa
         assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
 
 
+def test_a_worker_is_killed_for_a_request_that_was_abandoned_again_before_its_end_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "KILL_AFTER_S", 2.0)
+    with leader_and_worker(tmp_path) as (leader, worker), contextlib.closing(begin(tmp_path / "worker-0-0")) as session:
+        eventually("it is registered", lambda: session.registered)
+        session.abandon([7])
+        assert session._any_over.wait(TIMEOUT_S), "the worker has confirmed"
+        stop(worker.pid)
+        leader.kill()
+        session.abandon([7])
+        assert session.over() == [7], "the end of the first call"
+        over(session, [7])
+        assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
+
+
 def test_a_worker_that_accepts_connections_and_answers_nothing_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

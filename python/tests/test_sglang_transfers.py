@@ -405,8 +405,28 @@ def test_an_offload_whose_leader_is_lost_is_abandoned_before_its_result(monkeypa
     with one_rank() as (daemon, engine):
         # The rank reports nothing as written: the store cannot begin.
         engine.transfers._written = lambda _work: None
+        abandoned = []
+        abandon = engine.session.abandon
+
+        def seen(requests: list[int], **named: Any) -> None:
+            abandoned.extend(requests)
+            abandon(requests, **named)
+
+        monkeypatch.setattr(engine.session, "abandon", seen)
         assert engine.transfers.offload(hashes("a", 2), [3, 4])
-        daemon.kill()
+        leader, worker = daemon.leader, daemon.pid()
+        stop(worker)
+        # Nothing starts another leader.
+        stop(daemon.supervisor)
+        os.kill(leader, signal.SIGKILL)
+        eventually("the store is abandoned", lambda: engine.transfers.ended_offloads() or abandoned)
+        # The worker may have begun, and has confirmed nothing.
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            assert engine.transfers.ended_offloads() == 0
+        assert len(abandoned) == 1
+        for stopped_process in (worker, daemon.supervisor):
+            os.kill(stopped_process, signal.SIGCONT)
         begun = time.monotonic()
         assert engine.wait_offloads(1) == [False]
         assert time.monotonic() - begun < 10.0
@@ -691,6 +711,10 @@ def test_the_pauses_of_the_breaker_double_up_to_a_limit() -> None:
     assert pauses[:3] == [PAUSE_FIRST_S, 2 * PAUSE_FIRST_S, 4 * PAUSE_FIRST_S]
     assert pauses[-1] == PAUSE_MAX_S
     breaker.worked()
+    assert breaker.failed() == PAUSE_FIRST_S
+    assert breaker.failed() == 2 * PAUSE_FIRST_S
+    # Failures that are far apart do not add up.
+    breaker._until -= PAUSE_MAX_S + 2 * PAUSE_FIRST_S
     assert breaker.failed() == PAUSE_FIRST_S
 
 

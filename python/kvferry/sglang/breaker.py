@@ -2,7 +2,8 @@
 
 import time
 
-#: First and longest pause. Each failure without a success in between doubles the pause.
+#: First and longest pause. Each failure doubles the pause, unless a load has succeeded in
+#: between or the last pause ended more than the longest pause ago.
 PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 30.0
 
 
@@ -20,8 +21,11 @@ class Breaker:
 
     def failed(self) -> float:
         """Begins a pause; returns its length in seconds."""
+        now = time.monotonic()
+        if now - self._until > PAUSE_MAX_S:
+            self._pause_s = PAUSE_FIRST_S
         pause_s = self._pause_s
-        self._until = time.monotonic() + pause_s
+        self._until = now + pause_s
         self._pause_s = min(pause_s * 2, PAUSE_MAX_S)
         return pause_s
 
