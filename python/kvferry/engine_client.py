@@ -11,6 +11,8 @@ from kvferry.client import Client, Later, PendingRequest, Watch
 from kvferry.served import Part
 from kvferry.wire import Kind
 
+#: Time after a copy's deadline in which the leader may still report its end: the leader's fence of 10 s, and 2 s more.
+FENCE_S = 12.0
 #: Receives an ended request: on the client's thread, or inside the call if the request is refused.
 Ended = Callable[[PendingRequest], None] | None
 

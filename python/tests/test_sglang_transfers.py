@@ -21,7 +21,7 @@ from kvferry import rank as rank_module
 from kvferry.memory import Group, KvMemory, Place
 from kvferry.rank import RankSession
 from kvferry.sglang import abandoned as abandoned_module
-from kvferry.sglang import loads, lookups, offloads
+from kvferry.sglang import loads, lookups
 from kvferry.sglang.abandoned import Abandoned, Unconfirmed
 from kvferry.sglang.breaker import PAUSE_FIRST_S, PAUSE_MAX_S, Breaker
 from kvferry.sglang.leader import LeaderSide
@@ -382,70 +382,6 @@ def test_a_worker_that_confirms_nothing_ends_the_engine_instead_of_giving_its_pa
             engine.transfers.load("r", hashes("a", 2), [8, 9])
 
 
-def test_offloads_are_bounded_and_their_results_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_rank(offloads_max=3, store_timeout_ms=1000) as (daemon, engine):
-        worker = daemon.pid()
-        with stopped(worker):
-            for number in range(3):
-                assert engine.transfers.offload(hashes(f"n{number}", 2), [1 + 2 * number, 2 + 2 * number])
-            assert not engine.transfers.offload(hashes("more", 2), [8, 9])
-            assert engine.transfers.ended_offloads() == 0
-        eventually("they end", lambda: engine.transfers.ended_offloads() == 3)
-        results = [engine.transfers.take_offload() for _ in range(3)]
-        assert len(results) == 3
-        # Slots that form no pages, and a pause after a refusal.
-        monkeypatch.setattr(offloads, "PAUSE_S", 0.0)
-        assert engine.transfers.offload(hashes("no", 2), None)
-        assert engine.transfers.ended_offloads() == 1
-        assert engine.transfers.take_offload() is False
-
-
-def test_an_offload_whose_leader_is_lost_is_abandoned_before_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloads, "LOST_S", 0.3)
-    with one_rank() as (daemon, engine):
-        # The rank reports nothing as written: the store cannot begin.
-        engine.transfers._written = lambda _work: None
-        abandoned = []
-        abandon = engine.session.abandon
-
-        def seen(requests: list[int], **named: Any) -> None:
-            abandoned.extend(requests)
-            abandon(requests, **named)
-
-        monkeypatch.setattr(engine.session, "abandon", seen)
-        assert engine.transfers.offload(hashes("a", 2), [3, 4])
-        leader, worker = daemon.leader, daemon.pid()
-        stop(worker)
-        # Nothing starts another leader.
-        stop(daemon.supervisor)
-        os.kill(leader, signal.SIGKILL)
-        eventually("the store is abandoned", lambda: engine.transfers.ended_offloads() or abandoned)
-        # The worker may have begun, and has confirmed nothing.
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            assert engine.transfers.ended_offloads() == 0
-        assert len(abandoned) == 1
-        for stopped_process in (worker, daemon.supervisor):
-            os.kill(stopped_process, signal.SIGCONT)
-        begun = time.monotonic()
-        assert engine.wait_offloads(1) == [False]
-        assert time.monotonic() - begun < 10.0
-
-
-def test_a_reset_ends_stores_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_rank(keep_on_flush=True) as (daemon, engine):
-        engine.transfers._written = lambda _work: None
-        for number in range(3):
-            assert engine.transfers.offload(hashes(f"n{number}", 2), [1 + 2 * number, 2 + 2 * number])
-        begun = time.monotonic()
-        engine.transfers.reset()
-        assert time.monotonic() - begun < offloads.RESET_LIMIT_S, "they were cancelled, not awaited"
-        assert engine.transfers.ended_offloads() == 0
-        engine.transfers._written = engine.session.wrote
-        engine.store("a", [3, 4], 1)
-        daemon.wait_idle()
-
-
 def test_an_exception_stops_the_cache_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_rank() as (_, engine):
         engine.store("a", [3, 4], 1)
@@ -480,20 +416,6 @@ def test_a_load_is_abandoned_if_the_wait_for_it_raises(monkeypatch: pytest.Monke
         assert not engine.transfers.load("r", hashes("a", 2), [8, 9])
         assert len(abandoned) == 1
         assert engine.transfers.fault == "a load"
-
-
-@pytest.mark.parametrize("broken", ["lookup", "store"])
-def test_a_failed_offload_counts_once(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    with one_rank() as (_, engine):
-
-        def raises(*_given: Any, **_named: Any) -> None:
-            raise LookupError("injected")
-
-        monkeypatch.setattr(engine.leader._client, broken, raises)
-        assert engine.transfers.offload(hashes("a", 2), [3, 4])
-        assert engine.transfers.ended_offloads() == 1
-        assert engine.transfers.take_offload() is False
-        assert engine.transfers.ended_offloads() == 0
 
 
 def test_an_operator_switches_the_cache_off(tmp_path: Path) -> None:
@@ -653,19 +575,6 @@ def test_pages_that_come_after_the_deadline_of_a_load_are_computed() -> None:
         engine.leader._lookups._lookups["s"].pending.answer.ready_in_ms = engine.settings.load_timeout_ms
         assert engine.find("s", hashes("a", 2)) == 0
         eventually("they are looked up again soon", lambda: engine.find("s", hashes("a", 2)) == 2, lookups.FRESH_S / 2)
-
-
-def test_offloads_end_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_rank() as (_, engine):
-
-        def next_step() -> None:
-            raise OSError("planted")
-
-        engine.fill([3, 4], 1)
-        assert engine.transfers.offload(hashes("a", 2), [3, 4])
-        monkeypatch.setattr(engine.leader, "next_step", next_step)
-        assert engine.wait_offloads(1) == [True]
-        assert engine.transfers.fault
 
 
 def test_a_flush_that_fails_on_rank_0_is_one_on_every_rank() -> None:

@@ -12,6 +12,8 @@ use crate::page::PageKey;
 
 /// Bytes of a batch that is read. Its events take at most 40 times as much memory while it is read: 320 MiB.
 pub const BATCH_BYTES_MAX: usize = 8 << 20;
+/// Pages in an event, at most.
+pub(crate) const PAGES_OF_EVENT_MAX: usize = 128;
 const DEPTH_MAX: usize = 16;
 
 const STORED: &str = "BlockStored";

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 use rmpv::{Value, decode, encode};
 
-use crate::batch::{Event, Fields, Removed, Stored, group_field, group_of, names_group};
+use crate::batch::{
+    Event, Fields, PAGES_OF_EVENT_MAX, Removed, Stored, group_field, group_of, names_group,
+};
 use crate::feed::Change;
 use crate::page::{PageKey, Tier};
 
@@ -17,8 +19,6 @@ pub const PAGES_MAX: usize = 1 << 20;
 /// Pages that are nowhere, at most, of which the tokens are kept: the leader reports a stored page up to a moment after the
 /// engine may have given it up. They count towards [`PAGES_MAX`].
 pub const GONE_MAX: usize = 1 << 16;
-/// Pages in an event, at most.
-const EVENT_PAGES_MAX: usize = 128;
 /// Media of an engine that are told apart; pages in others pass through.
 const MEDIA_MAX: usize = 8;
 /// Fields that events have in common, of which the newest are remembered, so that pages share them.
@@ -181,7 +181,7 @@ impl Join {
     /// Adds the removal of these pages, in their order.
     fn removed(&self, pages: &[Key], medium: Option<&str>, out: &mut Vec<Event>) {
         let of_groups = pages.chunk_by(|(one, _), (other, _)| one == other);
-        for pages in of_groups.flat_map(|pages| pages.chunks(EVENT_PAGES_MAX)) {
+        for pages in of_groups.flat_map(|pages| pages.chunks(PAGES_OF_EVENT_MAX)) {
             let group = pages.first().filter(|_| self.names_groups);
             out.push(Event::Removed(Removed {
                 pages: pages.iter().map(|(_, page)| *page).collect(),
@@ -509,7 +509,7 @@ impl Run {
     fn takes(&self, (group, _): Key, about: &About) -> bool {
         self.group == group
             && self.pages.last() == about.parent.as_ref()
-            && self.pages.len() < EVENT_PAGES_MAX
+            && self.pages.len() < PAGES_OF_EVENT_MAX
             && (Arc::ptr_eq(&self.shared, &about.shared) || self.shared == about.shared)
             && self.by_page.len() == about.by_page.len()
             && self

@@ -4,12 +4,9 @@ use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 use rmpv::Value;
 
-use crate::batch::{Event, Fields, Removed, Stored, group_field};
+use crate::batch::{Event, Fields, PAGES_OF_EVENT_MAX, Removed, Stored, group_field};
 use crate::feed::Change;
 use crate::page::{PageKey, Tier};
-
-/// Pages in an event, at most.
-const EVENT_PAGES_MAX: usize = 128;
 
 /// One group of layers.
 #[derive(Debug)]
@@ -82,11 +79,13 @@ impl TierEvents {
                 Some(Event::Stored(stored))
                     if before.is_some()
                         && before == self.parent(change)
-                        && stored.pages.len() < EVENT_PAGES_MAX =>
+                        && stored.pages.len() < PAGES_OF_EVENT_MAX =>
                 {
                     stored.pages.push(change.page);
                 }
-                Some(Event::Removed(removed)) if same && removed.pages.len() < EVENT_PAGES_MAX => {
+                Some(Event::Removed(removed))
+                    if same && removed.pages.len() < PAGES_OF_EVENT_MAX =>
+                {
                     removed.pages.push(change.page);
                 }
                 _ => out.push(self.event(change)),
@@ -276,7 +275,7 @@ mod tests {
     #[test]
     fn an_event_has_a_limited_number_of_pages() {
         let mut events = TierEvents::new([16]);
-        let pages = EVENT_PAGES_MAX as u64 + 1;
+        let pages = PAGES_OF_EVENT_MAX as u64 + 1;
         events.describe(0, (0..pages).map(PageKey));
         for held in [true, false] {
             let changes: Vec<_> = (0..pages)

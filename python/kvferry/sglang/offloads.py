@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvferry import wire
 from kvferry.client import PendingRequest
-from kvferry.engine_client import EngineClient
+from kvferry.engine_client import FENCE_S, EngineClient
 from kvferry.finishes import Finishes
 from kvferry.served import Part
 from kvferry.sglang.lookups import split
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvferry")
 
-#: Time after a store's deadline in which the leader may still report its end: the leader's fence of 10 s, and 2 s more.
-FENCE_S = 12.0
 #: Time without a connection after which stores are abandoned instead of awaited. A leader's restart takes less.
 LOST_S = 3.0
 #: Pause of all stores after one that the leader could not take.

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 from kvferry import wire
 from kvferry.client import PendingRequest
-from kvferry.engine_client import EngineClient
+from kvferry.engine_client import FENCE_S, EngineClient
 from kvferry.served import Part
 from kvferry.trtllm.settings import Settings, variable_of
 from kvferry.trtllm.steps import Steps
-from kvferry.trtllm.stores import FENCE_S
 from kvferry.trtllm.tracked import Tracked
 from kvferry.wire import Code
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry import wire
 from kvferry.client import PendingRequest
-from kvferry.engine_client import EngineClient
+from kvferry.engine_client import FENCE_S, EngineClient
 from kvferry.served import Part
 from kvferry.trtllm.settings import Settings
 from kvferry.trtllm.steps import Steps
@@ -16,8 +16,6 @@ logger = logging.getLogger("kvferry")
 
 #: Most stores at a time. The leader has 1,024 requests of an engine open: lookups and loads need the others.
 STORES_MAX = 512
-#: Time after a copy's deadline in which the leader may still report its end: the leader's fence of 10 s, and 2 s more.
-FENCE_S = 12.0
 #: Pause of all stores after one that the leader could not take.
 STORE_PAUSE_S = 1.0
 #: Shortest time between two warnings about skipped stores.

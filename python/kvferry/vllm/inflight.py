@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.client import Failure, PendingRequest
-from kvferry.engine_client import EngineClient
+from kvferry.engine_client import FENCE_S, EngineClient
 from kvferry.served import Part
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-#: Time after a copy's deadline in which the leader may still report its end: the leader's fence of 10 s, and 2 s more.
-FENCE_S = 12.0
 #: Time without a connection after which copies are abandoned instead of awaited. A leader's restart takes less.
 LOST_S = 3.0
 #: Time after which an idle engine no longer waits for an abandoned copy that the ranks have not confirmed. A worker is

@@ -82,6 +82,7 @@ const LONG: [(&str, &[&str]); 2] = [
             "test_sglang.py",
             "test_sglang_pools.py",
             "test_sglang_transfers.py",
+            "test_sglang_offloads.py",
             "test_sglang_at_once.py",
             "test_sglang_counts.py",
             "test_sglang_ranks.py",
