@@ -14,8 +14,8 @@ use kvferry_protocol::{
 };
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
 use kvferry_types::{
-    Answer, EngineId, LookupAnswer, PageHashes, Part, Replica, Request, RequestId, ResetScope,
-    SlotId,
+    Answer, EngineId, LookupAnswer, PageHashes, PagesBelow, Part, Replica, Request, RequestId,
+    ResetScope, SlotId,
 };
 
 /// The leader to connect to, and the identity of the engine.
@@ -284,7 +284,7 @@ pub struct RequestGuard {
 const NOTHING_FOUND: LookupAnswer = LookupAnswer {
     hit_pages: 0,
     pending: false,
-    below_pages: 0,
+    below_pages: PagesBelow { disk: 0, remote: 0 },
     ready_in_ms: None,
     declined_pages: 0,
 };

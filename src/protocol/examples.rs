@@ -16,8 +16,8 @@ use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
     ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FlushAnswer, FragmentPair,
     GroupGeometry, GroupId, GroupMemory, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord,
-    Rank, Registration, ResetAnswer, Slices, StoreAnswer, Stored, TensorRole, TensorView, Timeline,
-    TransferId,
+    PagesBelow, Rank, Registration, ResetAnswer, Slices, StoreAnswer, Stored, TensorRole,
+    TensorView, Timeline, TransferId,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -87,7 +87,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::LookupAnswer(LookupAnswer {
                 hit_pages: 2,
                 pending: true,
-                below_pages: 1,
+                below_pages: PagesBelow::disk(1),
                 ready_in_ms: Some(12),
                 declined_pages: 3,
             }),

@@ -1,7 +1,9 @@
 //! Answers of a leader to the requests of engines. The same values are decided by the core and encoded on the wire.
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::TierId;
 
 /// The answer to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +24,65 @@ pub enum Answer {
     Finish,
 }
 
+/// Numbers of pages by the tier below host memory in which they lie. On the wire pairs `[tier, pages]`, fastest tier first,
+/// without the tiers that have none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PagesBelow {
+    /// Pages on a disk.
+    pub disk: u32,
+    /// Pages in storage of other hosts, and in tiers of a newer version, which are slower than any that this one knows.
+    pub remote: u32,
+}
+
+impl PagesBelow {
+    /// Pages on a disk alone.
+    pub const fn disk(pages: u32) -> Self {
+        Self {
+            disk: pages,
+            remote: 0,
+        }
+    }
+
+    /// The pages of all tiers.
+    pub const fn total(self) -> u32 {
+        self.disk.saturating_add(self.remote)
+    }
+
+    /// Whether no page lies below host memory.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+    pub const fn is_empty(&self) -> bool {
+        self.total() == 0
+    }
+
+    fn pairs(self) -> impl Iterator<Item = (u8, u32)> {
+        let by_tier = [(TierId::Disk, self.disk), (TierId::Remote, self.remote)];
+        let with_pages = by_tier.into_iter().filter(|(_, pages)| *pages > 0);
+        with_pages.map(|(tier, pages)| (tier.number(), pages))
+    }
+}
+
+impl Serialize for PagesBelow {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let pairs: Vec<(u8, u32)> = self.pairs().collect();
+        pairs.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for PagesBelow {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut below = Self::default();
+        for (tier, pages) in Vec::<(u8, u32)>::deserialize(deserializer)? {
+            let of_tier = match TierId::of_number(tier) {
+                Some(TierId::Device | TierId::Host) => continue,
+                Some(TierId::Disk) => &mut below.disk,
+                Some(TierId::Remote) | None => &mut below.remote,
+            };
+            *of_tier = of_tier.saturating_add(pages);
+        }
+        Ok(below)
+    }
+}
+
 /// Answer to `lookup`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LookupAnswer {
@@ -30,10 +91,11 @@ pub struct LookupAnswer {
     /// The page after those is being stored: a later lookup may find more.
     #[serde(default)]
     pub pending: bool,
-    /// Those of the pages that lie in a tier below host memory: the load brings them up first, unless they are on their
-    /// way already.
-    #[serde(default)]
-    pub below_pages: u32,
+    /// Those of the pages that lie in a tier below host memory, as pairs of the tier's number and a number of pages: the
+    /// load brings them up first, unless they are on their way already.
+    #[serde(default, skip_serializing_if = "PagesBelow::is_empty")]
+    #[schemars(with = "Vec<(u8, u32)>")]
+    pub below_pages: PagesBelow,
     /// Estimate of the time until those are in host memory, in milliseconds; absent if there are none, or nothing was read
     /// from their tier lately.
     #[serde(default)]

@@ -23,7 +23,8 @@ mod transfer;
 mod units;
 
 pub use answer::{
-    Answer, CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer,
+    Answer, CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, PagesBelow, ResetAnswer,
+    StoreAnswer,
 };
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, MemoryGeometry, RATIO_MAX, Ratio};

@@ -1,6 +1,7 @@
 //! The description of an engine rank's KV memory. The engine describes it, and kvferry checks the description: nothing
 //! is guessed from shapes.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::Rank;
@@ -9,7 +10,9 @@ use super::Rank;
 pub const CONTENT_BYTES_MAX: usize = 1024;
 
 /// The content of a tensor, for each page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorRole {
     /// Keys only.
@@ -38,7 +41,7 @@ impl TensorRole {
 }
 
 /// The tokens that a token of a group's layers attends to, which decides how long its pages are needed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Attention {
     /// Every token before it (also with a latent, MLA).
@@ -69,7 +72,7 @@ impl Attention {
 }
 
 /// Kind of an allocation's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AllocationKind {
     /// Host memory that both processes map.
@@ -79,25 +82,37 @@ pub enum AllocationKind {
 }
 
 /// How the worker opens an allocation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AllocationHandle {
     /// A file under a memory file system, by its absolute path.
     Path(String),
     /// A file descriptor that was passed to the worker's descriptor socket under this ticket: of a memory file, or of
     /// device memory exported by CUDA's virtual memory management.
-    Ticket(#[serde(with = "serde_bytes")] [u8; 16]),
+    Ticket(
+        #[serde(with = "serde_bytes")]
+        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        [u8; 16],
+    ),
     /// `cudaIpcMemHandle_t` of device memory: the whole allocation that holds the tensors, from its first byte.
-    CudaIpc(#[serde(with = "serde_bytes")] [u8; 64]),
+    CudaIpc(
+        #[serde(with = "serde_bytes")]
+        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        [u8; 64],
+    ),
     /// `CUmemFabricHandle` of device memory.
-    CudaFabric(#[serde(with = "serde_bytes")] [u8; 64]),
+    CudaFabric(
+        #[serde(with = "serde_bytes")]
+        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        [u8; 64],
+    ),
     /// Device memory in chunks, each shared on its own. The chunks lie one after another: offsets count over all of
     /// them.
     Chunks(Vec<Chunk>),
 }
 
 /// A part of an allocation of device memory.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Chunk {
     /// How the worker opens the chunk.
     pub handle: ChunkHandle,
@@ -106,17 +121,25 @@ pub struct Chunk {
 }
 
 /// How the worker opens a chunk.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ChunkHandle {
     /// Like [`AllocationHandle::Ticket`].
-    Ticket(#[serde(with = "serde_bytes")] [u8; 16]),
+    Ticket(
+        #[serde(with = "serde_bytes")]
+        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        [u8; 16],
+    ),
     /// Like [`AllocationHandle::CudaFabric`].
-    CudaFabric(#[serde(with = "serde_bytes")] [u8; 64]),
+    CudaFabric(
+        #[serde(with = "serde_bytes")]
+        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        [u8; 64],
+    ),
 }
 
 /// One piece of memory that the engine allocated.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Allocation {
     /// Kind of the memory.
     pub kind: AllocationKind,
@@ -137,7 +160,7 @@ pub struct Allocation {
 ///
 /// Scales of quantised keys and values are tensors too, with one more layer of the group for each layer that has them:
 /// `layers` counts the described layers, and a (layer, role) names one tensor.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct TensorView {
     /// Layer within the group, from 0.
     pub layer: u32,
@@ -166,7 +189,7 @@ pub struct TensorView {
 
 /// How the ranks of an engine share the bytes of a tensor, from which a plan is made for an engine with another number of
 /// ranks or tokens of a page. Rank r of T holds:
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Slices {
     /// The heads from r x `kv_heads` / T to (r + 1) x `kv_heads` / T, or, with more ranks than heads, head
@@ -203,7 +226,7 @@ impl Slices {
 }
 
 /// A part of a state that is split along one dimension.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StatePart {
     /// Length of the dimension in the whole model: a multiple of the number of ranks.
     pub dim: u32,
@@ -213,7 +236,7 @@ pub struct StatePart {
 
 /// Bytes of the engine's memory that the worker must find through its own mapping. The bytes of [`Registration::nonce`]
 /// are random, and the engine wrote them for this registration.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Nonce {
     /// Index into [`Registration::allocations`].
     pub allocation: u32,
@@ -221,11 +244,12 @@ pub struct Nonce {
     pub offset_bytes: u64,
     /// The bytes, 16 to 64 of them.
     #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub bytes: Vec<u8>,
 }
 
 /// The pages of one group of layers of one rank: layers of one kind, which share a table of pages.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GroupMemory {
     /// The tokens that its layers attend to.
     #[serde(default, skip_serializing_if = "is_full")]
@@ -249,7 +273,7 @@ pub struct GroupMemory {
 
 /// One rank's KV memory: its groups, which may lie in the same bytes, because a page of the memory belongs to one group at
 /// a time.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Registration {
     /// The groups of layers, by id from 0.
     pub groups: Vec<GroupMemory>,
@@ -264,8 +288,10 @@ pub struct Registration {
     /// Opaque, 1 to [`CONTENT_BYTES_MAX`] bytes. Memory with other content shares no page with this one. An absent
     /// field reads as an empty one, so that the check of the registration can name it with its remedy.
     #[serde(default, with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub content: Vec<u8>,
     /// The rank that this memory belongs to.
+    #[schemars(with = "u16")]
     pub rank: Rank,
     /// Number of ranks of the engine.
     pub tp_size: u16,
@@ -290,7 +316,7 @@ pub struct Registration {
 /// A word of 8 bytes in device memory, little-endian, that only grows: the highest request for whose stores the device
 /// has written everything. The engine sets it to 0 before its first registration, and lets the device write it after
 /// the work in question.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Timeline {
     /// Index into [`Registration::allocations`].
     pub allocation: u32,

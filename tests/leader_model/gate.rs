@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use kvferry_types::{Edge, TierId, Transfer};
+use kvferry_types::{Edge, PagesBelow, TierId, Transfer};
 
 use super::moves::{DOWN, RATIO, Tiered, UP};
 use super::*;
@@ -95,7 +95,7 @@ fn pages_that_are_loaded_sooner_than_computed_are_offered_with_their_time() {
     measured(&mut tiered, 0, 600);
     let offered = LookupAnswer {
         hit_pages: RATIO,
-        below_pages: RATIO,
+        below_pages: PagesBelow::disk(RATIO),
         ready_in_ms: Some(600),
         ..LookupAnswer::default()
     };

@@ -1,7 +1,7 @@
 //! Uses of pages in slower tiers: a lookup uses the copies of its pages in every tier, and the end of a request makes its
 //! sequence the newest one there.
 
-use kvferry_types::TierId;
+use kvferry_types::{PagesBelow, TierId};
 
 use super::moves::{DOWN, RATIO, Tiered};
 use super::*;
@@ -78,7 +78,7 @@ fn the_answer_of_a_lookup_counts_the_pages_below_host_memory() {
         assert_eq!(tiered.lookup(name), RATIO);
         let answer = LookupAnswer {
             hit_pages: RATIO,
-            below_pages,
+            below_pages: PagesBelow::disk(below_pages),
             ..LookupAnswer::default()
         };
         assert_eq!(tiered.answer(), Some(Ok(Answer::Lookup(answer))));

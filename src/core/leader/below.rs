@@ -14,17 +14,32 @@ use crate::group::GroupKind;
 use crate::model::Sequence;
 use crate::pool::{BlockRun, Pool};
 use crate::reach::UsedPages;
-use kvferry_types::{Edge, GroupId, PerTier, TierId};
+use kvferry_types::{Edge, GroupId, PagesBelow, PerTier, TierId};
 
 use super::Leader;
 use super::tier::Tiers;
 
-/// The part of a hit that lies below host memory, in units of the hashes: of `hit`, the units of which a page of some
-/// group lies there.
-pub(super) fn units_below(
+/// The parts of a hit that lie below host memory, in units of the hashes. A unit counts for the slowest tier in which a
+/// page of some group lies.
+pub(super) fn pages_below(
     sequence: &Sequence,
     needed: &[(GroupId, TierRun)],
-    hit: Range<u32>,
+    hit: &Range<u32>,
+) -> PagesBelow {
+    let from = |tier| units_from(sequence, needed, hit, tier);
+    let remote = from(TierId::Remote);
+    PagesBelow {
+        disk: from(TierId::Disk) - remote,
+        remote,
+    }
+}
+
+/// The units of `hit` of which a page of some group lies in this tier or in a slower one.
+fn units_from(
+    sequence: &Sequence,
+    needed: &[(GroupId, TierRun)],
+    hit: &Range<u32>,
+    from_tier: TierId,
 ) -> u32 {
     let mut spans: Vec<Range<u32>> = Vec::new();
     let (mut last, mut at) = (None, 0);
@@ -35,7 +50,7 @@ pub(super) fn units_below(
         // A run of a slower tier may begin before the pages that it is needed for.
         let from = run.position.max(at);
         at = at.max(run.position + run.pages);
-        if *tier != TierId::Host && from < at {
+        if *tier >= from_tier && from < at {
             let units = sequence.model().hashes_per_page(*group);
             spans.push(from * units..at * units);
         }

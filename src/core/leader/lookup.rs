@@ -14,7 +14,7 @@ use crate::session::{PinnedRun, Slot};
 use kvferry_types::{Answer, LookupAnswer};
 use kvferry_types::{GroupId, PageHashes, SlotId, TierId, Time};
 
-use super::below::units_below;
+use super::below::pages_below;
 use super::timers::Timer;
 use super::{Leader, ReplyTo, release_holds};
 
@@ -84,8 +84,10 @@ impl Leader {
         self.use_below(&sequence, &found.used_pages, &found.used);
         let hit_pages = found.hit_pages;
         let hit = device_pages..device_pages + hit_pages;
-        let below_pages = units_below(&sequence, &found.needed, hit);
-        let ready_in = self.time_up(now, &found.needed).filter(|_| below_pages > 0);
+        let below_pages = pages_below(&sequence, &found.needed, &hit);
+        let ready_in = self
+            .time_up(now, &found.needed)
+            .filter(|_| !below_pages.is_empty());
         let ready_in_ms = ready_in.map(|time| {
             let ms = time.as_micros().div_ceil(1_000);
             u32::try_from(ms).unwrap_or(u32::MAX)
@@ -128,10 +130,10 @@ impl Leader {
         self.counts.lookup_pages += sequence.hashes().len() as u64;
         self.counts.device_pages += u64::from(device_pages);
         self.counts.hit_pages += u64::from(hit_pages);
-        self.counts.below_pages += u64::from(below_pages);
+        self.counts.below_pages += u64::from(below_pages.total());
         let tokens = |pages: u32| u64::from(pages) * u64::from(sequence.model().hash_tokens());
         self.counts.hit_tokens += tokens(hit_pages);
-        self.counts.below_tokens += tokens(below_pages);
+        self.counts.below_tokens += tokens(below_pages.total());
         self.counts.declined_tokens += tokens(declined_pages);
         Ok(Answer::Lookup(LookupAnswer {
             hit_pages,

@@ -236,8 +236,8 @@ fn fields(recorded: &Answer, replayed: &Answer) -> Vec<Field> {
             all.push(("pending", pending.into(), b.pending.into(), false));
             all.push((
                 "below_pages",
-                below_pages.into(),
-                b.below_pages.into(),
+                below_pages.total().into(),
+                b.below_pages.total().into(),
                 true,
             ));
             let declined = (declined_pages.into(), b.declined_pages.into());
@@ -360,12 +360,12 @@ impl CallsReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_types::StoreAnswer;
+    use kvferry_types::{PagesBelow, StoreAnswer};
 
     fn lookup(hit_pages: u32, below_pages: u32) -> Outcome {
         Outcome::Answered(Answer::Lookup(LookupAnswer {
             hit_pages,
-            below_pages,
+            below_pages: PagesBelow::disk(below_pages),
             ready_in_ms: Some(below_pages),
             ..LookupAnswer::default()
         }))

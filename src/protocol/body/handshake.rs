@@ -19,8 +19,8 @@ pub struct Hello {
     /// Role of the client.
     pub role: Role,
     /// Identity of the engine, 16 bytes, the same over reconnects. That of an admin session is random, or zero where it
-    /// repeats no request; zero for workers.
-    #[serde(with = "serde_bytes")]
+    /// repeats no request; zero, or absent, for workers.
+    #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub engine: [u8; 16],
     /// Rank of a worker or of an engine's rank; 0 for other roles.

@@ -17,7 +17,6 @@ pub struct Register {
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub engine: [u8; 16],
     /// Layout and handles of the memory.
-    #[schemars(with = "serde_json::Value")]
     pub registration: Registration,
     /// The worker only checks the description, opens the memory and answers; it serves none of it.
     #[serde(default, skip_serializing_if = "is_false")]

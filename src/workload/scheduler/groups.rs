@@ -237,7 +237,7 @@ impl GroupScheduler {
             return self.compute(slot, actions);
         };
         run.state.served.hit_pages = hit_pages;
-        run.state.served.below_pages = found.below_pages;
+        run.state.served.below_pages = found.below_pages.total();
         run.outstanding = run.outstanding.saturating_sub(copies.len());
         run.step = Step::Poisoning;
         // A number among those of the requests, so that the load is ordered after this work.

@@ -112,7 +112,7 @@ impl PrefixScheduler {
         match (run.step, answer) {
             (Step::LookingUp, Some(Answer::Lookup(found))) if found.hit_pages > 0 => {
                 run.served.hit_pages = found.hit_pages;
-                run.served.below_pages = found.below_pages;
+                run.served.below_pages = found.below_pages.total();
                 run.step = Step::Poisoning;
                 let parts = vec![run.part(run.loading())];
                 let kind = WorkKind::Poison;
