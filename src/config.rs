@@ -13,6 +13,7 @@ use figment::Figment;
 use serde::{Deserialize, Serialize};
 
 use kvferry_core::TierPolicy;
+use kvferry_protocol::{VERSION, VERSION_MIN};
 use kvferry_tiers::disk::DiskIo;
 use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
@@ -74,6 +75,7 @@ pub struct Config {
     pub store_bytes_per_s: ByteSize,
     pub gpu_copy: GpuCopy,
     pub heartbeat_ms: u64,
+    pub wire_max: u16,
     pub page_index: bool,
     pub record_decisions: bool,
     pub log: String,
@@ -222,6 +224,12 @@ pub struct Flags {
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat_ms: Option<u64>,
+    /// Newest version of the protocol between processes, for others of an older program.
+    ///
+    /// 1 or 2. Engines, ranks, workers and leader agree on the newest version that both sides support.
+    #[arg(long, value_name = "VERSION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wire_max: Option<u16>,
     /// Find pages inside blocks, for engines that name only the tail of a sequence.
     ///
     /// true or false. Takes 8 bytes of the leader's memory for each page that host memory has room for, and time in each
@@ -399,6 +407,15 @@ impl Config {
                     (HEARTBEAT_MS_MIN..=HEARTBEAT_MS_MAX)
                         .contains(&ms)
                         .then_some(ms)
+                },
+            )?,
+            wire_max: settings.get(
+                "wire_max",
+                &bounds(VERSION_MIN.into(), VERSION.into()),
+                |version| {
+                    (VERSION_MIN..=VERSION)
+                        .contains(&version)
+                        .then_some(version)
                 },
             )?,
             page_index: settings.get("page_index", "true or false", Some)?,

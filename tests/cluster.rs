@@ -21,6 +21,7 @@ mod cluster {
     mod restarts;
     mod settings;
     mod strangers;
+    mod versions;
 }
 mod support;
 

@@ -1,7 +1,11 @@
 //! Golden files: the bytes of every message, the published schemas, and the reference pages. `KVFERRY_BLESS=1` rewrites
 //! the files.
 
-#![expect(clippy::expect_used, reason = "a test says what it expects")]
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test says what it expects"
+)]
 
 mod golden {
     mod reference;
@@ -119,6 +123,76 @@ fn pages(message: &Message) -> Vec<(u64, u32, u32)> {
             pairs.collect()
         }
         _ => Vec::new(),
+    }
+}
+
+/// The JSON twin of a vector: the fields of the header, and the body with binary fields as `{"bin": HEX}`.
+fn twin(header: &[u8], body: &[u8]) -> String {
+    let head = Header::from_bytes(header).expect("a header");
+    let body = rmpv::decode::read_value(&mut &body[..]).expect("MessagePack");
+    let twin = serde_json::json!({
+        "header": {
+            "version": head.version,
+            "kind": head.kind,
+            "id": head.correlation.0,
+            "deadline_ms": head.deadline_ms,
+            "epoch": head.epoch.0,
+        },
+        "body": json(&body),
+    });
+    format!("{}\n", serde_json::to_string_pretty(&twin).expect("JSON"))
+}
+
+fn json(value: &rmpv::Value) -> Value {
+    use rmpv::Value as Packed;
+    match value {
+        Packed::Nil => Value::Null,
+        Packed::Boolean(flag) => (*flag).into(),
+        Packed::Integer(number) => match (number.as_u64(), number.as_i64()) {
+            (Some(number), _) => number.into(),
+            (None, number) => number.into(),
+        },
+        Packed::String(text) => text.as_str().expect("UTF-8").into(),
+        Packed::Binary(bytes) => serde_json::json!({ "bin": hex(bytes) }),
+        Packed::Array(items) => items.iter().map(json).collect(),
+        Packed::Map(fields) => {
+            let named = |(name, value): &(Packed, Packed)| {
+                (name.as_str().expect("a name").to_owned(), json(value))
+            };
+            Value::Object(fields.iter().map(named).collect())
+        }
+        other => panic!("no message has {other}"),
+    }
+}
+
+#[test]
+fn every_golden_vector_has_its_twin_in_json() {
+    for version in VERSION_MIN..=VERSION {
+        for (name, _) in examples() {
+            let path = schema(&format!("golden/v{version}/{name}.hex"));
+            let text = fs::read_to_string(&path).expect("a golden vector");
+            let (header, body) = text.trim_end().split_once('\n').expect("two lines");
+            compare(
+                &path.with_extension("json"),
+                &twin(&unhex(header), &unhex(body)),
+            );
+        }
+    }
+}
+
+#[test]
+fn every_golden_file_is_that_of_an_example() {
+    let names: Vec<_> = examples().into_iter().map(|(name, _)| name).collect();
+    for version in VERSION_MIN..=VERSION {
+        for entry in fs::read_dir(schema(&format!("golden/v{version}"))).expect("vectors") {
+            let path = entry.expect("a file").path();
+            let name = path.file_stem().and_then(|name| name.to_str());
+            assert!(
+                name.is_some_and(|name| names.contains(&name)),
+                "{}",
+                path.display()
+            );
+        }
     }
 }
 

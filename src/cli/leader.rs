@@ -101,7 +101,8 @@ impl Arguments {
                     roles: vec![Role::Engine, Role::Worker, Role::Admin],
                     features: features(&config),
                 },
-            );
+            )
+            .with_version_max(config.wire_max);
             let supervisor = self
                 .supervised
                 .then(|| Box::new(request_fence) as EndWorker);

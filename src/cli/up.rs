@@ -289,6 +289,7 @@ impl Supervisor {
             ])
             .args(["--gpu-copy", &config.gpu_copy.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
+            .args(["--wire-max", &config.wire_max.to_string()])
             .args(["--page-index", &config.page_index.to_string()])
             .args(["--record-decisions", &config.record_decisions.to_string()])
             .args(["--log", &config.log])

@@ -91,10 +91,12 @@ impl Arguments {
                     roles: vec![Role::Rank],
                     features: FEATURE_TIMELINE,
                 },
-            );
+            )
+            .with_version_max(config.wire_max);
             let hello = Hello {
                 rank: self.rank,
                 replica: self.replica,
+                version_max: config.wire_max,
                 ..Hello::new(Role::Worker, format!("worker of {worker}"))
             };
             let settings = ClientSettings {

@@ -10,6 +10,7 @@ use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
 use super::{ConfigError, Flags};
+use kvferry_protocol::VERSION;
 
 /// Prefix of kvferry's environment variables: `ratio` is `KVFERRY_RATIO`.
 pub const ENVIRONMENT_PREFIX: &str = "KVFERRY_";
@@ -81,7 +82,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 24] = [
+pub(super) const KEYS: [Key; 25] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -103,6 +104,7 @@ pub(super) const KEYS: [Key; 24] = [
     text("store_bytes_per_s", Fallback::Text("0")),
     text("gpu_copy", Fallback::Text("batch")),
     number("heartbeat_ms", 1_000),
+    number("wire_max", VERSION as u64),
     switch("page_index", false),
     switch("record_decisions", false),
     text("log", Fallback::Text("info")),

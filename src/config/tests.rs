@@ -61,6 +61,7 @@ fn defaults_are_those_of_the_docs() {
         store_bytes_per_s: ByteSize(0),
         gpu_copy: GpuCopy::Batch,
         heartbeat_ms: 1_000,
+        wire_max: 2,
         page_index: false,
         record_decisions: false,
         log: "info".to_owned(),
@@ -142,6 +143,7 @@ fn every_key_can_be_given_by_every_source() {
         store_bytes_per_s: ByteSize(2 << 30),
         gpu_copy: GpuCopy::Async,
         heartbeat_ms: 50,
+        wire_max: 1,
         page_index: true,
         record_decisions: true,
         log: "1".to_owned(),
@@ -151,7 +153,7 @@ fn every_key_can_be_given_by_every_source() {
          g2_numa = '1,0'\ng2_policy = 'pieces=0'\ng3 = '1GiB'\ng3_dir = '/d,/e'\n\
          g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\ng3_scrub_bytes_per_s = '0'\ng3_discard = true\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
          gpu_copy = 'async'\n\
-         heartbeat_ms = 50\npage_index = true\nrecord_decisions = true\nlog = '1'",
+         heartbeat_ms = 50\nwire_max = 1\npage_index = true\nrecord_decisions = true\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
     let variables = [
@@ -176,6 +178,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_STORE_BYTES_PER_S", "2GiB"),
         ("KVFERRY_GPU_COPY", "async"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
+        ("KVFERRY_WIRE_MAX", "1"),
         ("KVFERRY_PAGE_INDEX", "true"),
         ("KVFERRY_RECORD_DECISIONS", "true"),
         ("KVFERRY_LOG", "1"),
@@ -203,6 +206,7 @@ fn every_key_can_be_given_by_every_source() {
         store_bytes_per_s: Some(ByteSize(2 << 30)),
         gpu_copy: Some(GpuCopy::Async),
         heartbeat_ms: Some(50),
+        wire_max: Some(1),
         page_index: Some(true),
         record_decisions: Some(true),
         log: Some("1".to_owned()),
@@ -232,7 +236,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
         g2_lock, g2_numa, g2_policy, g3, g3_dir, g3_policy, g3_depth, g3_io, g3_scrub_bytes_per_s, g3_discard, \
-        prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, \
+        prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, wire_max, \
         page_index, record_decisions, log"
         ),
         "{error}"
@@ -302,6 +306,10 @@ fn bad_values_name_key_value_source_and_what_is_expected() {
         (
             "heartbeat_ms = 9",
             "'heartbeat_ms' is 9: expected a whole number from 10 to 60000",
+        ),
+        (
+            "wire_max = 3",
+            "'wire_max' is 3: expected a whole number from 1 to 2",
         ),
         ("log = 1", "'log' is 1: expected a filter"),
         (

@@ -1,12 +1,13 @@
 //! The catalogue of messages as JSON: `schema/messages.json`.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 
 use crate::error::ErrorCode;
 use crate::kind::MessageKind;
 use crate::role::Role;
 use crate::{Message, VERSION, VERSION_MIN, limits};
-use kvferry_types::CONTENT_BYTES_MAX;
 
 /// Returns every kind with its number and the JSON Schema of its body, every error code, and the limits.
 pub fn catalogue() -> Value {
@@ -35,31 +36,14 @@ pub fn catalogue() -> Value {
             })
         })
         .collect();
+    let named: BTreeMap<&str, u64> = limits::NAMED.into_iter().collect();
     json!({
         "status": "provisional",
         "versions": { "oldest": VERSION_MIN, "newest": VERSION },
         "header": "src/protocol/header.rs: 32 bytes, big-endian",
         "kinds": kinds,
         "errors": errors,
-        "limits": {
-            "body_bytes": limits::BODY_BYTES_MAX,
-            "small_body_bytes": limits::SMALL_BODY_BYTES_MAX,
-            "deadline_max_ms": limits::DEADLINE_MAX_MS,
-            "page_hashes": limits::HASHES_MAX,
-            "stores": limits::STORES_MAX,
-            "pairs": limits::PAIRS_MAX,
-            "page_items": limits::PAGE_ITEMS_MAX,
-            "pages": limits::PAGES_MAX,
-            "event_pages": limits::EVENT_PAGES_MAX,
-            "copies": limits::COPIES_MAX,
-            "abandoned_requests": limits::ABANDONED_MAX,
-            "text_bytes": limits::TEXT_BYTES_MAX,
-            "namespace_bytes": limits::NAMESPACE_BYTES_MAX,
-            "content_bytes": CONTENT_BYTES_MAX,
-            "depth": limits::DEPTH_MAX,
-            "request_credits": limits::REQUEST_CREDITS,
-            "byte_credits": limits::BYTE_CREDITS,
-        },
+        "limits": named,
     })
 }
 

@@ -1,5 +1,10 @@
 //! Example messages of every kind: the source of the golden vectors.
 
+mod edges;
+mod registrations;
+
+use std::collections::BTreeMap;
+
 use crate::body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
     Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
@@ -13,15 +18,21 @@ use crate::codec::Message;
 use crate::error::ErrorCode;
 use crate::role::Role;
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
-    ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FlushAnswer, FragmentPair,
-    GroupGeometry, GroupId, GroupMemory, LoadAnswer, LookupAnswer, Nonce, PageList, PageRecord,
-    PagesBelow, Rank, Registration, ResetAnswer, Slices, StoreAnswer, Stored, TensorRole,
-    TensorView, Timeline, TransferId,
+    Anchor, CancelStoresAnswer, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FlushAnswer,
+    FragmentPair, GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageList, PageRecord,
+    PagesBelow, ResetAnswer, StoreAnswer, Stored, TransferId,
 };
+use registrations::{device_registration, of_two_groups, registration};
 
-/// One message of each kind, with values that show every field. Names are unique.
+/// One message of each kind, with values that show every field, and messages at the limits of their fields. Names are
+/// unique.
 pub fn examples() -> Vec<(&'static str, Message)> {
+    let mut all = of_each_kind();
+    all.extend(edges::edges());
+    all
+}
+
+fn of_each_kind() -> Vec<(&'static str, Message)> {
     let pages = |list: &[u32]| list.iter().copied().collect::<PageList>();
     let gather = FragmentPair {
         src: pages(&[7, 9, 4, 5]),
@@ -48,6 +59,8 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 request_credits: 1024,
                 byte_credits: 64 << 20,
                 deadline_max_ms: 120_000,
+                program: String::new(),
+                limits: BTreeMap::new(),
                 features: FEATURE_TIMELINE,
             }),
         ),
@@ -59,6 +72,10 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 request_credits: 1024,
                 byte_credits: 64 << 20,
                 deadline_max_ms: 120_000,
+                program: "kvferry 0.1.0".into(),
+                limits: [("body_bytes", 8 << 20), ("page_hashes", 131_072)]
+                    .map(|(name, most)| (name.to_owned(), most))
+                    .into(),
                 features: 0,
             }),
         ),
@@ -576,130 +593,6 @@ fn hello() -> Hello {
         name: "example".to_owned(),
         replica: 0,
         features: 0,
-    }
-}
-
-fn registration() -> Registration {
-    Registration {
-        groups: vec![GroupMemory {
-            attention: Attention::Full,
-            window_tokens: 0,
-            eagle: false,
-            engine_page_tokens: 16,
-            device_pages: 4,
-            layers: 1,
-            tensors: vec![TensorView {
-                layer: 0,
-                role: TensorRole::Kv,
-                allocation: 0,
-                offset_bytes: 0,
-                shape: vec![4, 16, 64],
-                strides: vec![1024, 64, 1],
-                element_bytes: 2,
-                page_axis: 0,
-                page_bytes: 2048,
-                page_stride_bytes: 2048,
-                slices: None,
-            }],
-        }],
-        hash_tokens: 0,
-        hit_tokens: 0,
-        content: b"org/model@0123abcd bfloat16".to_vec(),
-        rank: Rank(1),
-        tp_size: 2,
-        shard: 1,
-        allocations: vec![
-            Allocation {
-                kind: AllocationKind::SharedMemory,
-                handle: AllocationHandle::Ticket([5; 16]),
-                bytes: 8192,
-            },
-            Allocation {
-                kind: AllocationKind::SharedMemory,
-                handle: AllocationHandle::Path("/dev/shm/example".to_owned()),
-                bytes: 8192,
-            },
-        ],
-        nonce: Nonce {
-            allocation: 0,
-            offset_bytes: 0,
-            bytes: vec![3; 16],
-        },
-        proofs: Vec::new(),
-        device_uuid: None,
-        timeline: None,
-    }
-}
-
-/// A sliding window beside full attention, in the same bytes. The window says which heads the rank has: 2 of 4.
-fn of_two_groups() -> Registration {
-    let full = registration();
-    let tensor = TensorView {
-        shape: vec![4, 16, 2, 32],
-        strides: vec![1024, 64, 32, 1],
-        slices: Some(Slices::Heads {
-            kv_heads: 4,
-            head_axis: 2,
-            token_axis: 1,
-        }),
-        ..full.groups[0].tensors[0].clone()
-    };
-    let window = GroupMemory {
-        attention: Attention::SlidingWindow,
-        window_tokens: 128,
-        tensors: vec![tensor],
-        ..full.groups[0].clone()
-    };
-    Registration {
-        groups: vec![full.groups[0].clone(), window],
-        hash_tokens: 16,
-        hit_tokens: 16,
-        ..full
-    }
-}
-
-/// Ways to reach the memory of a GPU.
-fn device_registration() -> Registration {
-    let host = registration();
-    let chunks = [
-        ChunkHandle::Ticket([9; 16]),
-        ChunkHandle::CudaFabric([10; 64]),
-    ];
-    let chunks = chunks.map(|handle| Chunk {
-        handle,
-        bytes: 1 << 20,
-    });
-    let handles = [
-        AllocationHandle::CudaIpc([6; 64]),
-        AllocationHandle::CudaFabric([7; 64]),
-        AllocationHandle::Ticket([8; 16]),
-        AllocationHandle::Chunks(chunks.to_vec()),
-    ];
-    let allocations = handles.map(|handle| Allocation {
-        kind: AllocationKind::Device,
-        handle,
-        bytes: 2 << 20,
-    });
-    Registration {
-        allocations: allocations.to_vec(),
-        device_uuid: Some("GPU-5f1d1a3c-0000-0000-0000-000000000000".to_owned()),
-        timeline: Some(Timeline {
-            allocation: 0,
-            offset_bytes: 1 << 20,
-        }),
-        proofs: vec![
-            Nonce {
-                allocation: 1,
-                offset_bytes: 0,
-                bytes: (1..33).collect(),
-            },
-            Nonce {
-                allocation: 3,
-                offset_bytes: 1 << 20,
-                bytes: (33..65).collect(),
-            },
-        ],
-        ..host
     }
 }
 

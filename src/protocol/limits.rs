@@ -1,5 +1,7 @@
 //! Limits of the wire, enforced on encode and on decode, before anything is allocated.
 
+use kvferry_types::CONTENT_BYTES_MAX;
+
 /// Bytes of a message's body. A lookup of a million tokens in pages of 16, with hashes of 64 bytes, takes 4 MiB.
 pub const BODY_BYTES_MAX: usize = 8 << 20;
 /// Bytes of the body of a hello, a ping or a pong: a server reads them before the peer has identified itself.
@@ -40,6 +42,28 @@ pub const DEADLINE_MAX_MS: u32 = 120_000;
 pub const REQUEST_CREDITS: u32 = 1024;
 /// Bytes of unanswered requests that one peer may have: bounds the memory that a peer can occupy.
 pub const BYTE_CREDITS: u64 = 64 << 20;
+
+/// Every limit with its public name: of `schema/messages.json`, and of a welcome.
+pub const NAMED: [(&str, u64); 18] = [
+    ("abandoned_requests", ABANDONED_MAX as u64),
+    ("body_bytes", BODY_BYTES_MAX as u64),
+    ("byte_credits", BYTE_CREDITS),
+    ("content_bytes", CONTENT_BYTES_MAX as u64),
+    ("copies", COPIES_MAX as u64),
+    ("deadline_max_ms", DEADLINE_MAX_MS as u64),
+    ("depth", DEPTH_MAX as u64),
+    ("event_pages", EVENT_PAGES_MAX as u64),
+    ("namespace_bytes", NAMESPACE_BYTES_MAX as u64),
+    ("page_hashes", HASHES_MAX as u64),
+    ("page_items", PAGE_ITEMS_MAX as u64),
+    ("pages", PAGES_MAX),
+    ("pairs", PAIRS_MAX as u64),
+    ("parts", PARTS_MAX as u64),
+    ("request_credits", REQUEST_CREDITS as u64),
+    ("small_body_bytes", SMALL_BODY_BYTES_MAX as u64),
+    ("stores", STORES_MAX as u64),
+    ("text_bytes", TEXT_BYTES_MAX as u64),
+];
 
 /// Error text for a value beyond its limit. Serde carries errors as text, so the codec recognizes a limit by this text.
 pub(super) fn beyond(what: &str, max: usize) -> String {

@@ -77,6 +77,7 @@ pub trait ServerHost {
 #[derive(Debug)]
 pub struct ServerSession {
     settings: ServerSettings,
+    version_max: u16,
     peers: BTreeMap<PeerId, Peer>,
     /// When silent peers were last searched for.
     swept: Time,
@@ -87,9 +88,15 @@ impl ServerSession {
     pub fn new(settings: ServerSettings, now: Time) -> Self {
         Self {
             settings,
+            version_max: VERSION,
             peers: BTreeMap::new(),
             swept: now,
         }
+    }
+
+    /// Welcomes peers in no newer version than this one.
+    pub fn limit_version(&mut self, version_max: u16) {
+        self.version_max = version_max.clamp(VERSION_MIN, VERSION);
     }
 
     /// Interval at which [`Self::tick`] is due.
@@ -217,7 +224,7 @@ impl ServerSession {
         correlation: RequestId,
         hello: Hello,
     ) -> Option<ServerEvent> {
-        let version = hello.version_max.min(VERSION);
+        let version = hello.version_max.min(self.version_max);
         if let Some(refusal) = self.refusal(host, &hello, version) {
             self.send(host, id, correlation, Message::Error(refusal));
             return None;
@@ -225,17 +232,15 @@ impl ServerSession {
         let heartbeat_ms = u32::try_from(self.settings.heartbeat.as_millis()).unwrap_or(u32::MAX);
         let welcome = Welcome {
             version,
-            heartbeat_ms,
-            request_credits: limits::REQUEST_CREDITS,
-            byte_credits: limits::BYTE_CREDITS,
-            deadline_max_ms: limits::DEADLINE_MAX_MS,
             features: hello.features & self.settings.features,
+            ..Welcome::new(heartbeat_ms)
         };
         // Encoded in the version of hello messages, which every client reads.
         self.send(host, id, correlation, Message::Welcome(welcome));
         let peer = self.peers.get_mut(&id)?;
         peer.role = Some(hello.role);
         peer.version = version;
+        tracing::debug!(role = ?hello.role, version, name = hello.name, "welcomed");
         let pid = peer.pid;
         if hello.role == Role::Rank {
             host.watch(id, pid);
@@ -251,8 +256,9 @@ impl ServerSession {
     fn refusal(&self, host: &impl ServerHost, hello: &Hello, version: u16) -> Option<ErrorBody> {
         if version < hello.version_min.max(VERSION_MIN) {
             let (min, max) = (hello.version_min, hello.version_max);
+            let newest = self.version_max;
             let text = format!(
-                "you support versions {min} to {max}, this side {VERSION_MIN} to {VERSION}: update the older side"
+                "you support versions {min} to {max}, this side {VERSION_MIN} to {newest}: update the older side"
             );
             return Some(ErrorBody::new(ErrorCode::UnsupportedVersion, text));
         }

@@ -8,7 +8,7 @@ use super::{
 };
 use kvferry_protocol::{
     Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message, MessageKind,
-    Role, Status, VERSION, Welcome, decode, encode, limits,
+    Role, Status, VERSION, Welcome, decode, encode,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -83,12 +83,8 @@ impl Client {
 
     fn welcome(&mut self, now: Time, request_credits: u32) {
         let welcome = Welcome {
-            version: VERSION,
-            heartbeat_ms: 1000,
             request_credits,
-            byte_credits: limits::BYTE_CREDITS,
-            deadline_max_ms: limits::DEADLINE_MAX_MS,
-            features: 0,
+            ..Welcome::new(1000)
         };
         self.receive(
             now,

@@ -10,7 +10,7 @@ use crate::{
 };
 use kvferry_protocol::{
     Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Message, MessageKind,
-    VERSION, VERSION_MIN, Welcome, decode, encode, limits,
+    VERSION, VERSION_MIN, Welcome, decode, encode,
 };
 use kvferry_types::{Epoch, RequestId};
 
@@ -91,11 +91,7 @@ impl Scripted {
             0,
             Message::Welcome(Welcome {
                 version,
-                heartbeat_ms: 1000,
-                request_credits: limits::REQUEST_CREDITS,
-                byte_credits: limits::BYTE_CREDITS,
-                deadline_max_ms: limits::DEADLINE_MAX_MS,
-                features: 0,
+                ..Welcome::new(1000)
             }),
         );
     }

@@ -166,6 +166,13 @@ impl Server {
         }
     }
 
+    /// Speaks no newer version of the protocol than this one. Before the first call of [`Self::next`].
+    #[must_use]
+    pub fn with_version_max(self, version_max: u16) -> Self {
+        lock(&self.session).limit_version(version_max);
+        self
+    }
+
     /// Returns a handle to send answers and orders.
     pub fn replier(&self) -> Replier {
         Replier {

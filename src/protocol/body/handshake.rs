@@ -1,11 +1,13 @@
 //! Bodies of the handshake, and of errors.
 
+use std::collections::BTreeMap;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::no_features;
 use crate::error::ErrorCode;
-use crate::limits::TEXT_BYTES_MAX;
+use crate::limits::{self, TEXT_BYTES_MAX};
 use crate::role::Role;
 use crate::{VERSION, VERSION_MIN};
 
@@ -76,10 +78,38 @@ pub struct Welcome {
     /// Longest deadline of a request; a later one is cut to it.
     #[serde(default)]
     pub deadline_max_ms: u32,
+    /// Name and version of the program, for logs.
+    #[serde(default)]
+    pub program: String,
+    /// The limits of the server, by their names in `schema/messages.json`. A message beyond one of them is refused.
+    #[serde(default)]
+    pub limits: BTreeMap<String, u64>,
     /// The features of the hello that the server supports, too.
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
 }
+
+impl Welcome {
+    /// A welcome with the limits of this program, of its newest version, without features.
+    pub fn new(heartbeat_ms: u32) -> Self {
+        Self {
+            version: VERSION,
+            heartbeat_ms,
+            request_credits: limits::REQUEST_CREDITS,
+            byte_credits: limits::BYTE_CREDITS,
+            deadline_max_ms: limits::DEADLINE_MAX_MS,
+            program: PROGRAM.to_owned(),
+            limits: limits::NAMED
+                .into_iter()
+                .map(|(name, most)| (name.to_owned(), most))
+                .collect(),
+            features: 0,
+        }
+    }
+}
+
+/// Name and version of this program.
+const PROGRAM: &str = concat!("kvferry ", env!("CARGO_PKG_VERSION"));
 
 /// Answer to a request that is not carried out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
