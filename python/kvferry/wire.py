@@ -119,6 +119,9 @@ class Welcome(msgspec.Struct):
     features: int = 0
     #: Longest deadline of a request; a longer one is cut to it. 0: not given.
     deadline_max_ms: int = 0
+    #: Name and version of the server's program, and its limits by their names in ``schema/messages.json``.
+    program: str = ""
+    limits: dict[str, int] = {}
 
 
 class Error(msgspec.Struct):
@@ -150,13 +153,14 @@ class Lookup(msgspec.Struct, kw_only=True):
 class LookupAnswer(msgspec.Struct):
     """Number of pages after the engine's own that can be loaded; ``pending``: the next one is being stored.
 
-    ``below_pages`` of them lie in a tier below host memory, and reach it in ``ready_in_ms``. ``declined_pages`` more
-    lie there and are not offered, because computing them takes less time than loading.
+    ``below_pages`` counts those that lie in tiers below host memory, as pairs of the tier's number and a number of pages;
+    they reach host memory in ``ready_in_ms``. ``declined_pages`` more lie there and are not offered, because computing
+    them takes less time than loading.
     """
 
     hit_pages: int
     pending: bool = False
-    below_pages: int = 0
+    below_pages: list[tuple[int, int]] = []
     ready_in_ms: int | None = None
     declined_pages: int = 0
 

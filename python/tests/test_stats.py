@@ -63,7 +63,7 @@ def counted(engine: Engine) -> Data:
 
 def load(engine: Engine, name: str, pages: int, answer: Any, below: int = 0) -> Request:
     """A request whose load of so many pages ends with ``answer``, and is noticed in the next step."""
-    engine.leader.answers[wire.Lookup] = wire.LookupAnswer(pages, below_pages=below)
+    engine.leader.answers[wire.Lookup] = wire.LookupAnswer(pages, below_pages=[(3, below)] if below else [])
     asking = request(name, pages * PAGE_TOKENS + 1)
     assert engine.side.matched_tokens(asking, 0) == pages * PAGE_TOKENS
     engine.allocate(asking, list(range(10, 11 + pages)), pages * PAGE_TOKENS)
@@ -629,7 +629,7 @@ def test_vllms_scheduler_delivers_each_count_once() -> None:
     )
     stored: list[int] = []
     for seed, loaded in ((1, 3), (2, 1)):
-        engine.leader.answers[wire.Lookup] = wire.LookupAnswer(3, below_pages=1)
+        engine.leader.answers[wire.Lookup] = wire.LookupAnswer(3, below_pages=[(3, 1)])
         asking = engine.add(tokens(ENGINE_PAGE_TOKENS * 4, seed=seed))
         engine.step()
         engine.leader.last(wire.Load).end(wire.LoadAnswer(loaded))

@@ -59,7 +59,8 @@ class Counts:
         If fewer tokens are loaded than were found, those on a disk are assumed to be among them.
         """
         answer = tracked.lookup.pending.answer if tracked.lookup is not None else None
-        below = answer.below_pages * self._served.hash_tokens if isinstance(answer, wire.LookupAnswer) else 0
+        pages = sum(pages for _, pages in answer.below_pages) if isinstance(answer, wire.LookupAnswer) else 0
+        below = pages * self._served.hash_tokens
         tracked.disk_tokens = min(below, tokens)
         self._meters.count(meters.HIT_TOKENS, "host", by=tokens - tracked.disk_tokens)
         self._meters.count(meters.HIT_TOKENS, "disk", by=tracked.disk_tokens)
