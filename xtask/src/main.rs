@@ -11,6 +11,7 @@ mod gpu;
 mod licences;
 mod planted;
 mod skipped;
+mod vectors;
 mod vllm;
 
 use std::ffi::OsStr;
@@ -78,6 +79,7 @@ fn root() -> &'static Path {
 /// Runs every test. The Python tests, which wait for engines much of the time, run beside the others; their output
 /// follows at the end. Lists skipped tests last.
 fn test() -> Result<(), String> {
+    vectors::check(root())?;
     let list = skipped::start(root())?;
     let all = ["test", "--workspace", "--locked", "--all-targets"];
     cargo(&[&all[..], &["--no-run"]].concat())?;

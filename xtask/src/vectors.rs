@@ -1,0 +1,232 @@
+//! Checks that no published golden vector of a public message has changed since the messages were frozen.
+//!
+//! The messages are frozen from the first commit on whose `schema/messages.json` says `"status": "frozen"`. The check
+//! compares the working tree with that commit and with every later one that changed a vector, so that a vector cannot be
+//! changed, removed or renamed, and one that was added later stays, too. Vectors between leader and workers may change.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+const CATALOGUE: &str = "schema/messages.json";
+const VECTORS: &str = "schema/golden";
+
+/// Fails with one line for each published vector that is not what it was. Prints why nothing is compared where that is so.
+pub(crate) fn check(root: &Path) -> Result<(), String> {
+    let catalogue = std::fs::read_to_string(root.join(CATALOGUE));
+    let catalogue = catalogue.map_err(|error| format!("{CATALOGUE}: {error}"))?;
+    if !is_frozen(&catalogue)? {
+        println!("golden vectors: the messages are provisional, and may change");
+        return Ok(());
+    }
+    if !root.join(".git").exists() {
+        println!("golden vectors: not compared with their history, because this tree has none");
+        return Ok(());
+    }
+    if git(root, &["rev-parse", "--is-shallow-repository"])?.trim() == "true" {
+        return Err(
+            "golden vectors: this clone has a part of the history only: run git fetch --unshallow"
+                .to_owned(),
+        );
+    }
+    let mut wrong = BTreeSet::new();
+    for commit in commits(root)? {
+        let listed = git(
+            root,
+            &["ls-tree", "-r", "--name-only", &commit, "--", VECTORS],
+        )?;
+        let then = git(root, &["show", &format!("{commit}:{CATALOGUE}")])?;
+        for name in listed.lines().filter(|name| name.ends_with(".hex")) {
+            let published = git(root, &["show", &format!("{commit}:{name}")])?;
+            if !is_public(&then, &published)? {
+                continue;
+            }
+            match std::fs::read_to_string(root.join(name)) {
+                Ok(now) if now == published => {}
+                Ok(_) => {
+                    wrong.insert(format!("{name} has changed since {commit}"));
+                }
+                Err(_) => {
+                    wrong.insert(format!("{name} is gone since {commit}"));
+                }
+            }
+        }
+    }
+    match wrong.is_empty() {
+        true => Ok(()),
+        false => {
+            let lines: Vec<String> = wrong.into_iter().collect();
+            Err(format!(
+                "published golden vectors never change: restore them, and add the new form under another name or in another \
+                 version:\n{}",
+                lines.join("\n")
+            ))
+        }
+    }
+}
+
+/// The first commit with frozen messages, and the later ones that changed a vector, oldest first.
+fn commits(root: &Path) -> Result<Vec<String>, String> {
+    let changed = git(
+        root,
+        &["log", "--reverse", "--format=%H", "--", CATALOGUE, VECTORS],
+    )?;
+    let mut all = Vec::new();
+    for commit in changed.lines() {
+        if all.is_empty() {
+            let shown = git(root, &["show", &format!("{commit}:{CATALOGUE}")]);
+            // The commit may be older than the file.
+            if !shown.is_ok_and(|text| is_frozen(&text).unwrap_or(false)) {
+                continue;
+            }
+        }
+        all.push(commit.to_owned());
+    }
+    Ok(all)
+}
+
+fn is_frozen(catalogue: &str) -> Result<bool, String> {
+    Ok(json(catalogue)?["status"] == "frozen")
+}
+
+/// Whether the message of a vector is public in a catalogue.
+fn is_public(catalogue: &str, vector: &str) -> Result<bool, String> {
+    let number = vector
+        .get(12..16)
+        .and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    let number = number.ok_or_else(|| format!("no header: {vector:.40}"))?;
+    let catalogue = json(catalogue)?;
+    let kinds = catalogue["kinds"].as_array().into_iter().flatten();
+    let kind = kinds.into_iter().find(|kind| kind["number"] == number);
+    Ok(kind.is_some_and(|kind| kind["stability"] == "public"))
+}
+
+fn json(text: &str) -> Result<Value, String> {
+    serde_json::from_str(text).map_err(|error| format!("{CATALOGUE}: {error}"))
+}
+
+fn git(root: &Path, arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new("git")
+        .current_dir(root)
+        .args(arguments)
+        .output();
+    let output = output.map_err(|error| format!("git: {error}"))?;
+    match output.status.success() {
+        true => String::from_utf8(output.stdout).map_err(|error| format!("git: {error}")),
+        false => Err(format!(
+            "git {}: {}",
+            arguments.join(" "),
+            String::from_utf8_lossy(&output.stderr).trim()
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A repository with a catalogue and two vectors: of a public and of an internal message.
+    struct Repository(std::path::PathBuf);
+
+    impl Repository {
+        fn new(name: &str) -> Self {
+            let path =
+                std::env::temp_dir().join(format!("kvferry-vectors-{name}-{}", std::process::id()));
+            let made = Self(path);
+            std::fs::create_dir_all(made.0.join("schema/golden/v2")).expect("made");
+            made.git(&["init", "--quiet"]);
+            made.vector("lookup", 16, "aa");
+            made.vector("attach", 48, "aa");
+            made
+        }
+
+        fn git(&self, arguments: &[&str]) {
+            let identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"];
+            git(&self.0, &[&identity[..], arguments].concat()).expect("git");
+        }
+
+        fn write(&self, name: &str, text: &str) {
+            std::fs::write(self.0.join(name), text).expect("written");
+        }
+
+        fn vector(&self, name: &str, kind: u16, body: &str) {
+            let text = format!("4b5646590002{kind:04x}{}\n{body}\n", "00".repeat(24));
+            self.write(&format!("schema/golden/v2/{name}.hex"), &text);
+        }
+
+        fn catalogue(&self, status: &str) {
+            let text = serde_json::json!({
+                "status": status,
+                "kinds": [
+                    { "number": 16, "stability": "public" },
+                    { "number": 48, "stability": "internal" },
+                ],
+            });
+            self.write(CATALOGUE, &text.to_string());
+        }
+
+        fn commit(&self) {
+            self.git(&["add", "--all"]);
+            self.git(&["commit", "--quiet", "--message", "a change"]);
+        }
+
+        fn checked(&self) -> Result<(), String> {
+            check(&self.0)
+        }
+    }
+
+    impl Drop for Repository {
+        fn drop(&mut self) {
+            std::fs::remove_dir_all(&self.0).ok();
+        }
+    }
+
+    #[test]
+    fn vectors_of_public_messages_never_change_once_they_are_frozen() {
+        let made = Repository::new("frozen");
+        made.catalogue("provisional");
+        made.commit();
+        made.vector("lookup", 16, "bb");
+        assert_eq!(made.checked(), Ok(()), "provisional");
+        made.catalogue("frozen");
+        made.commit();
+        made.vector("attach", 48, "bb");
+        made.commit();
+        assert_eq!(made.checked(), Ok(()), "of an internal message");
+        made.vector("lookup_later", 16, "cc");
+        made.commit();
+
+        for name in ["lookup", "lookup_later"] {
+            let path = format!("schema/golden/v2/{name}.hex");
+            let published = std::fs::read_to_string(made.0.join(&path)).expect("a vector");
+            made.vector(name, 16, "dd");
+            let error = made.checked().expect_err("it has changed");
+            assert!(
+                error.contains(&format!("{path} has changed since")),
+                "{error}"
+            );
+            // Also in a commit.
+            made.commit();
+            assert!(made.checked().is_err());
+            std::fs::remove_file(made.0.join(&path)).expect("removed");
+            let error = made.checked().expect_err("it is gone");
+            assert!(error.contains(&format!("{path} is gone since")), "{error}");
+            made.git(&["reset", "--quiet", "--hard", "HEAD~1"]);
+            assert_eq!(
+                std::fs::read_to_string(made.0.join(&path)).expect("a vector"),
+                published
+            );
+            assert_eq!(made.checked(), Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_tree_without_history_is_not_compared() {
+        let made = Repository::new("bare");
+        made.catalogue("frozen");
+        std::fs::remove_dir_all(made.0.join(".git")).expect("removed");
+        assert_eq!(made.checked(), Ok(()));
+    }
+}
