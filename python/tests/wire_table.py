@@ -121,11 +121,11 @@ def _field(struct: inspect.StructType, field: inspect.Field, omits: bool) -> Fie
 
 
 def _union(forms: list[Form], *, optional: bool = False) -> Form:
-    """A value of one of several forms; those of equal names count once."""
-    distinct = list({form.name: form for form in forms}.values())
+    """A value of one of several forms; equal ones count once."""
+    distinct = [form for number, form in enumerate(forms) if form not in forms[:number]]
     if len(distinct) == 1:
         return distinct[0]._replace(optional=optional or distinct[0].optional)
-    return Form("one", tuple(sorted(distinct, key=lambda form: form.name)), optional=optional)
+    return Form("one", tuple(sorted(distinct, key=str)), optional=optional)
 
 
 def body_differences(name: str, schema: dict[str, Any], body: type[msgspec.Struct], *, sent: bool) -> Iterator[str]:
