@@ -10,7 +10,8 @@ import zmq
 from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
-from kvferry.client import SOCKET_NAME, Client, Failure, Later, PendingRequest
+from kvferry.client import Client, Failure, Later, PendingRequest
+from kvferry.sockets import SOCKET_NAME, Connection
 from kvferry.wire import Code, Kind
 
 ENGINE = b"e" * 16
@@ -218,7 +219,7 @@ def test_a_send_over_a_lost_connection_does_not_block(directory: Path, monkeypat
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
-        monkeypatch.setattr(client, "_gone", lambda monitor: False)
+        monkeypatch.setattr(Connection, "gone", lambda connection: False)
         server.close()
         questions = []
 
