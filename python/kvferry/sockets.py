@@ -51,6 +51,20 @@ class Connection:
             self.close()
             raise
 
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Descriptors that become readable when :attr:`readable` may have become true. They may do so without that."""
+        return self.socket.getsockopt(zmq.FD), self.monitor.getsockopt(zmq.FD)
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message was received, or an end of the connection.
+
+        After any other use of the connection this must be read before its descriptors are waited for, because they
+        show a change only once.
+        """
+        return any(each.getsockopt(zmq.EVENTS) & zmq.POLLIN for each in (self.socket, self.monitor))
+
     def send(self, message: tuple[bytes, bytes]) -> None:
         """Sends a message: header and body."""
         self.socket.send_multipart(message)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import zmq
 from daemon import TIMEOUT_S, eventually, running
+from in_loop import InLoop
 
-from kvferry import wire
+from kvferry import aio, wire
 from kvferry.client import Client, Failure, Later, PendingRequest
 from kvferry.sockets import SOCKET_NAME, Connection
 from kvferry.wire import Code, Kind
@@ -93,9 +94,22 @@ def directory(tmp_path: Path) -> Path:
     return own
 
 
+#: The clients that keep the same rules, and which of them a test uses now.
+CLIENTS = {"thread": Client, "event loop": InLoop.of(aio.Client)}
+USED = {"client": Client}
+#: For tests of what only the client with a thread has.
+WITH_A_THREAD = pytest.mark.parametrize("client_type", ["thread"], indirect=True)
+
+
+@pytest.fixture(autouse=True, params=CLIENTS)
+def client_type(request: pytest.FixtureRequest) -> None:
+    """Runs each test with each client."""
+    USED["client"] = CLIENTS[request.param]
+
+
 @contextlib.contextmanager
 def talking(directory: Path, **turn: object) -> Iterator[Client]:
-    client = Client(directory, wire.Hello(role="engine", engine=ENGINE), first_id=100, **turn)
+    client = USED["client"](directory, wire.Hello(role="engine", engine=ENGINE), first_id=100, **turn)
     client.start()
     try:
         yield client
@@ -249,6 +263,7 @@ def test_garbage_breaks_only_the_connection(directory: Path, garbage: bytes) -> 
         assert ended(pending).answer == FOUND
 
 
+@WITH_A_THREAD
 def test_a_header_of_another_length_or_magic_is_no_message() -> None:
     good = wire.header(2, Kind.PONG, 1, 0, 0)
     for parts in ([], [good], [good, b"\x80", b""], [good[:-1], b"\x80"], [b"X" + good[1:], b"\x80"]):
@@ -294,6 +309,7 @@ def test_unknown_required_bits_are_refused(directory: Path) -> None:
         assert client.link == link
 
 
+@WITH_A_THREAD
 def test_unknown_optional_bytes_of_the_header_are_skipped() -> None:
     head = bytearray(wire.header(2, Kind.LOOKUP_ANSWER, 1, 0, 0))
     head[22:24] = b"\xff\xff"
@@ -436,6 +452,7 @@ def test_closing_ends_every_request(directory: Path) -> None:
         assert late.over
 
 
+@WITH_A_THREAD
 def test_turn_is_called_on_events_and_at_its_time(directory: Path) -> None:
     turns: list[float] = []
 
@@ -447,6 +464,7 @@ def test_turn_is_called_on_events_and_at_its_time(directory: Path) -> None:
         eventually("some turns", lambda: len(turns) > 10)
 
 
+@WITH_A_THREAD
 def test_turn_is_called_at_its_time_while_a_peer_sends_no_welcome(directory: Path) -> None:
     """And no more often: a time that has passed must not be waited for again and again."""
     turns: list[float] = []
@@ -479,6 +497,7 @@ def test_a_client_reconnects_to_a_restarted_leader() -> None:
         assert ended(client.request(LOOKUP, TIMEOUT_S)).failure is not None
 
 
+@WITH_A_THREAD
 def test_consecutive_pages_are_encoded_as_runs() -> None:
     assert wire.runs([3, 5, 6, 7, 9, 8]) == [3, [5, 3], 9, 8]
     assert wire.runs([]) == []

@@ -1,15 +1,16 @@
 """`kvferry.wire` against the table of messages, both ways. A mistake in either of them must show."""
 
+import asyncio
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import wire_table
 
-from kvferry import options, outbox, wire
+from kvferry import aio, options, outbox, wire
 from kvferry.admin import AdminClient
 from kvferry.contract import bodies as contract_bodies
 from kvferry.engine_client import EngineRequests
@@ -179,15 +180,42 @@ def test_errors_limits_and_versions_that_differ_are_named(key: str, value: Any, 
     assert any(text.startswith(shown) for text in differences({**TABLE, key: value}))
 
 
-class Sent(EngineRequests):
-    """Keeps the kinds of the requests that a client sends."""
+class Sent:
+    """Keeps the kinds of the requests that a client sends. For clients with a thread, and of an event loop."""
 
     def __init__(self) -> None:
         self.kinds: set[Kind] = set()
 
     def request(self, message: Any, timeout_s: float, **_: Any) -> Any:
         self.kinds.add(message.kind if hasattr(message, "kind") else wire.KINDS[type(message)])
-        return SimpleNamespace(expires=0.0, failure=None, wait=lambda *_: True, answer=SimpleNamespace(pages=0))
+        return Answered(expires=0.0, failure=None, wait=lambda *_: True, answer=SimpleNamespace(pages=0))
+
+
+class Answered(SimpleNamespace):
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.answer
+        yield
+
+
+class SentByEngine(Sent, EngineRequests):
+    pass
+
+
+class SentByEngineInLoop(Sent, aio.EngineClient):
+    pass
+
+
+class SentByAdmin(AdminClient):
+    def __init__(self) -> None:
+        self._client = Sent()  # type: ignore[assignment]
+
+    @property
+    def kinds(self) -> set[Kind]:
+        return self._client.kinds  # type: ignore[attr-defined]
+
+
+class SentByAdminInLoop(Sent, aio.AdminClient):
+    pass
 
 
 ARGUMENTS: dict[str, Any] = {
@@ -197,30 +225,41 @@ ARGUMENTS: dict[str, Any] = {
     "namespace": b"n",
     "timeout_s": 1.0,
 }
-NO_REQUESTS = {"close"}
+#: Methods that are no requests.
+OTHERS = {"close", "finds_tails"}
 
 
 def sent_by(client: Any, source: type) -> Iterator[tuple[str, set[Kind]]]:
-    """Calls every method of a client, and yields its name and what it has sent."""
+    """Calls every method of a client, and yields its name and the kinds that were sent."""
     for name, method in vars(source).items():
-        if name.startswith("_") or name in NO_REQUESTS or not callable(method):
+        if name.startswith("_") or name in OTHERS:
             continue
-        sent = client if isinstance(client, Sent) else client._client
-        sent.kinds = set()
+        client.kinds.clear()
         given = {key: ARGUMENTS[key] for key in inspect.signature(method).parameters if key in ARGUMENTS}
-        getattr(client, name)(**given)
-        yield name, sent.kinds
+        answer = getattr(client, name)(**given)
+        if inspect.iscoroutine(answer):
+            asyncio.run(answer)
+        yield name, set(client.kinds)
 
 
-def test_each_client_sends_only_kinds_of_its_role() -> None:
-    admin = object.__new__(AdminClient)
-    admin._client = Sent()  # type: ignore[assignment]
-    for role, client, source in (("engine", Sent(), EngineRequests), ("admin", admin, AdminClient)):
-        calls = dict(sent_by(client, source))
-        assert len(calls) >= 3, calls
-        for name, kinds in calls.items():
-            assert kinds, f"{source.__name__}.{name} has sent nothing"
-            for kind in kinds:
-                assert role in BY_NAME[kind.name.lower()]["said_by"], f"{source.__name__}.{name} sends {kind.name}"
+@pytest.mark.parametrize(
+    ("role", "client", "source"),
+    [
+        ("engine", SentByEngine, EngineRequests),
+        ("engine", SentByEngineInLoop, aio.EngineClient),
+        ("admin", SentByAdmin, AdminClient),
+        ("admin", SentByAdminInLoop, aio.AdminClient),
+    ],
+)
+def test_each_client_sends_only_kinds_of_its_role(role: str, client: type, source: type) -> None:
+    calls = dict(sent_by(client(), source))
+    assert len(calls) == (7 if role == "engine" else 3), calls
+    for name, kinds in calls.items():
+        assert len(kinds) == 1, f"{source.__name__}.{name} has sent {kinds}"
+        for kind in kinds:
+            assert role in BY_NAME[kind.name.lower()]["said_by"], f"{source.__name__}.{name} sends {kind.name}"
+
+
+def test_every_request_of_python_is_one_of_a_role_of_python() -> None:
     for kind in wire.KINDS.values():
         assert ROLES & set(BY_NAME[kind.name.lower()]["said_by"]), f"no client of Python may send {kind.name}"

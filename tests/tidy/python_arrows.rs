@@ -34,7 +34,24 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     ("admin", &["client", "wire"], &[]),
     ("present_namespace", &[], &[]),
     ("absence", &[], &[]),
-    ("engine_client", &["client", "served", "wire"], &[]),
+    ("engine_messages", &["requests", "served", "wire"], &[]),
+    (
+        "engine_client",
+        &["client", "engine_messages", "served", "wire"],
+        &[],
+    ),
+    (
+        "aio",
+        &[
+            "engine_messages",
+            "requests",
+            "served",
+            "session",
+            "sockets",
+            "wire",
+        ],
+        &["zmq"],
+    ),
     ("memory", &["cuda", "proofs", "sockets"], &["torch"]),
     ("recording", &["client", "wire"], &[]),
     (
