@@ -101,6 +101,8 @@ class Client:
             raise RuntimeError("a client is entered once: make another one")
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._run(), name=self._name)
+        # Not at the end of the task itself: one that is cancelled before its first turn has none.
+        self._task.add_done_callback(self._ended)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -197,10 +199,12 @@ class Client:
                     await self._wait(until)
                 backoff_s = min(backoff_s * 2, session.BACKOFF_MAX_S)
         finally:
-            self._closing = True
-            self._session.lost(time.monotonic())
-            self._session.closed()
             context.destroy(linger=0)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._closing = True
+        self._session.lost(time.monotonic())
+        self._session.closed()
 
     def _set_problem(self, problem: str) -> None:
         if problem != self.problem:
@@ -219,7 +223,8 @@ class Client:
             await self._converse(connection)
             return True
         finally:
-            for each in descriptors:
+            # A loop that was closed with its tasks has no readers any longer.
+            for each in () if loop.is_closed() else descriptors:
                 loop.remove_reader(each)
             connection.close()
 
