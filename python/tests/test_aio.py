@@ -4,8 +4,10 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -13,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
-from daemon import TIMEOUT_S
+from daemon import TIMEOUT_S, running
 from test_client import ENGINE, FOUND, LOOKUP, Fake, directory
 
 from kvferry import aio, wire
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
 from kvferry.requests import Failure
 from kvferry.served import Part
 from kvferry.session import OPEN_MAX
@@ -259,3 +264,37 @@ def test_stores_that_are_requested_together_share_a_message(directory: Path) -> 
             assert await asyncio.gather(*stores) == [stored] * 3
 
     run(test)
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "docs/clients.md", "exec"), names)
+    with running(ranks=1, g2="64MiB") as daemon:
+        assert asyncio.run(asyncio.wait_for(names["main"](daemon.socket_dir), TIMEOUT_S)) == [0, 4, 2]
+        daemon.wait_idle()
+
+        async def unanswered() -> None:
+            """A store that is never written ends by its deadline, and gives its pages back."""
+            name = os.urandom(16)
+            kv = torch.zeros((8, 1, names["PAGE_TOKENS"], 64))
+            memory = KvMemory(
+                [Group({"layer": kv}, engine_page_tokens=names["PAGE_TOKENS"], device_pages=8)],
+                Place(rank=0, tp_size=1, shard=0, content=b"model@revision float32"),
+            )
+            rank = RankSession(daemon.socket_dir / "worker-0-0", name, 0, 0, memory)
+            try:
+                async with aio.EngineClient(daemon.socket_dir / "leader", name, first_id=1) as client:
+                    await until("the memory is registered", lambda: rank.registered)
+                    found = None
+                    while found is None:
+                        with contextlib.suppress(Failure):
+                            found = await client.lookup(1, [os.urandom(32)], timeout_s=1.0)
+                    store = client.store(1, PARTS, timeout_s=0.1)
+                    await names["free"](rank, store)
+                    assert store.pages_in_use == (store.id in names["given_back"])
+            finally:
+                rank.close()
+
+        asyncio.run(asyncio.wait_for(unanswered(), TIMEOUT_S))
