@@ -6,15 +6,12 @@ store has ended.
 
 import collections
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvferry import wire
+from kvferry.requests import PendingRequest
 from kvferry.wire import Code, Kind
-
-if TYPE_CHECKING:
-    from kvferry.client import PendingRequest
 
 #: Longest body of a store that shares a message, and most bytes of all of them. Longer ones have little to gain.
 STORE_BYTES_MAX = 4 << 10
@@ -42,7 +39,7 @@ class StoreBatches:
         self.more = 0
         self._known = True
 
-    def take(self, queue: "collections.deque[PendingRequest]", bytes_max: int) -> "list[PendingRequest]":
+    def take(self, queue: collections.deque[PendingRequest], bytes_max: int) -> list[PendingRequest]:
         """Takes the stores at the start of a queue that fit into one message; a single one is left in the queue."""
         taken: list[PendingRequest] = []
         room = min(bytes_max, BATCH_BYTES_MAX)
@@ -60,7 +57,7 @@ class StoreBatches:
             queue.appendleft(taken.pop())
         return taken
 
-    def message(self, identity: int, stores: "list[PendingRequest]", now: float) -> tuple[int, bytes]:
+    def message(self, identity: int, stores: list[PendingRequest], now: float) -> tuple[int, bytes]:
         """Returns the deadline, in milliseconds from now, and the body of a message with these stores."""
         self._open[identity] = stores
         self.more += len(stores) - 1
@@ -72,7 +69,7 @@ class StoreBatches:
 
     def ends(
         self, identity: int, kind: int, body: msgspec.Struct | None
-    ) -> "Iterator[tuple[PendingRequest, wire.StoreAnswer | wire.Error | None]]":
+    ) -> Iterator[tuple[PendingRequest, wire.StoreAnswer | wire.Error | None]]:
         """Yields the stores of an answered message, each with its end; nothing if ``identity`` is of no such message.
 
         A store without an end must be sent again, alone: the peer has refused the message as a whole.

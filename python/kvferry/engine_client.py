@@ -6,10 +6,9 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry import wire
+from kvferry import engine_messages, wire
 from kvferry.client import Client, Later, PendingRequest, Watch
 from kvferry.served import Part
-from kvferry.wire import Kind
 
 #: Time after a copy's deadline in which the leader may still report its end: the leader's fence of 10 s, and 2 s more.
 FENCE_S = 12.0
@@ -58,19 +57,8 @@ class EngineRequests:
         the first one on, that the engine has itself. ``limit_pages``: where a hit ends at the latest; None: with the
         last hash. The answer is a :class:`kvferry.wire.LookupAnswer`.
         """
-        width = len(hashes[0])
-
-        def message() -> wire.Lookup:
-            return wire.Lookup(
-                slot=slot,
-                namespace=namespace,
-                hash_bytes=width,
-                hashes=b"".join(hashes),
-                device_pages=device_pages,
-                limit_pages=limit_pages,
-            )
-
-        return self.request(Later(Kind.LOOKUP, message), timeout_s)
+        message = engine_messages.lookup(slot, hashes, namespace, device_pages, limit_pages)
+        return self.request(message, timeout_s)
 
     def load(
         self: Sends,
@@ -89,11 +77,8 @@ class EngineRequests:
         the same parts and the same work that the leader has refused as busy, to send it again. The answer is a
         :class:`kvferry.wire.LoadAnswer`.
         """
-
-        def message() -> wire.Load:
-            return wire.Load(slot, _parts(parts), after)
-
-        return self.request(Later(Kind.LOAD, message), timeout_s, grace_s=grace_s, until=until, identity=identity)
+        message = engine_messages.load(slot, parts, after)
+        return self.request(message, timeout_s, grace_s=grace_s, until=until, identity=identity)
 
     def store(
         self: Sends,
@@ -115,19 +100,8 @@ class EngineRequests:
         ``wake`` the store is sent with the next request, or by ``poke``, so that the stores of a step share a message.
         The answer is a :class:`kvferry.wire.StoreAnswer`.
         """
-        width = len(more[0]) if more else 0
-
-        def message() -> wire.Store:
-            return wire.Store(
-                slot=slot,
-                parts=_parts(parts),
-                hash_bytes=width,
-                more_hashes=b"".join(more),
-                more_from=more_from,
-                after=after,
-            )
-
-        return self.request(Later(Kind.STORE, message), timeout_s, grace_s=grace_s, until=until, wake=wake)
+        message = engine_messages.store(slot, parts, more, more_from, after)
+        return self.request(message, timeout_s, grace_s=grace_s, until=until, wake=wake)
 
     def finish(self: Sends, slot: int, *, timeout_s: float, until: Ended = None) -> PendingRequest:
         """Ends a running request: frees its slot and its holds."""
@@ -155,8 +129,7 @@ class EngineRequests:
         ``namespace``: only pages of this one. ``wait_s``: time, up to 30 s, for which the answer waits for a change; it
         comes ``timeout_s`` later at most. The answer is a :class:`kvferry.wire.Events`.
         """
-        wait_ms = int(wait_s * 1000)
-        message = wire.ReadEvents(epoch, from_, most, wait_ms, namespace, cursor)
+        message = engine_messages.read_events(epoch, from_, cursor, namespace, most, wait_s)
         return self.request(message, wait_s + timeout_s, until=until)
 
     def reset(self: Sends, namespace: bytes, *, hashes: Sequence[bytes] = (), timeout_s: float) -> PendingRequest:
@@ -164,12 +137,7 @@ class EngineRequests:
 
         The answer is a :class:`kvferry.wire.ResetAnswer`.
         """
-        width = len(hashes[0]) if hashes else 0
-        return self.request(wire.Reset(namespace, hash_bytes=width, hashes=b"".join(hashes)), timeout_s)
-
-
-def _parts(parts: Sequence[Part]) -> list[wire.Part]:
-    return [wire.Part(part.first_page, wire.runs(part.pages), part.group) for part in parts]
+        return self.request(engine_messages.reset(namespace, hashes), timeout_s)
 
 
 class EngineClient(EngineRequests, Client):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from kvferry import cuda
-from kvferry.client import SOCKET_PATH_BYTES_MAX, check_directory
 from kvferry.proofs import Proofs
+from kvferry.sockets import SOCKET_PATH_BYTES_MAX, check_directory
 
 FD_SOCKET_NAME = "fds.sock"
 _HAND_OVER_LIMIT_S = 2.0

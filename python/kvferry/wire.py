@@ -76,8 +76,9 @@ FEATURE_TAILS = 2
 
 
 class Code(IntEnum):
-    """Error codes that are known here; others are treated by ``retry`` alone."""
+    """Error codes; one that is unknown here is treated by ``retry`` alone."""
 
+    MALFORMED = 1
     UNSUPPORTED_VERSION = 2
     UNKNOWN_KIND = 3
     LIMIT = 4
@@ -89,10 +90,13 @@ class Code(IntEnum):
     STALE_REQUEST = 10
     BUSY = 11
     DEADLINE = 12
+    STALE_EPOCH = 13
     RANK_DISAGREES = 14
+    HELLO_FIRST = 15
     DRAINING = 16
     INTERNAL = 17
     LEASED = 18
+    RESET_UNCONFIRMED = 19
     UNSUPPORTED = 24
 
 
@@ -153,9 +157,9 @@ class Lookup(msgspec.Struct, kw_only=True):
 class LookupAnswer(msgspec.Struct):
     """Number of pages after the engine's own that can be loaded; ``pending``: the next one is being stored.
 
-    ``below_pages`` counts those that lie in tiers below host memory, as pairs of the tier's number and a number of pages;
-    they reach host memory in ``ready_in_ms``. ``declined_pages`` more lie there and are not offered, because computing
-    them takes less time than loading.
+    ``below_pages`` counts those that lie below host memory, as pairs of the tier's number and a number of pages; they
+    reach host memory in ``ready_in_ms``. ``declined_pages`` more lie there and are not offered, because computing them
+    takes less time than loading.
     """
 
     hit_pages: int
@@ -166,11 +170,15 @@ class LookupAnswer(msgspec.Struct):
 
 
 class Part(msgspec.Struct, omit_defaults=True):
-    """Pages of one group, from position ``first_page`` on, and the device pages ``pages`` that hold them."""
+    """Pages of one group, from position ``first_page`` on, and the device pages ``pages`` that hold them.
+
+    Of a page, an index; of consecutive pages, ``[start, count]``. ``priority``, 0 to 7, is of stores.
+    """
 
     first_page: int
-    pages: list
+    pages: list[int | list[int]]
     group: int = 0
+    priority: int | None = None
 
 
 class Load(msgspec.Struct):
@@ -375,6 +383,23 @@ class Status(msgspec.Struct):
     check: bool = False
 
 
+class DiskStatus(msgspec.Struct, kw_only=True):
+    """The disk of one worker: see ``docs/reference/status.md``."""
+
+    health: str = "off"
+    reason: str = ""
+    used_bytes: int = 0
+    cap_bytes: int = 0
+    written_bytes: int = 0
+    day_written_bytes: int = 0
+    listed_pages: int = 0
+    durable_pages: int = 0
+    scrubbed_pages: int = 0
+    bad_pages: int = 0
+    unreadable_pages: int = 0
+    quarantined_pages: int = 0
+
+
 class RankStatus(msgspec.Struct, kw_only=True):
     """The state of one rank's worker: see ``docs/reference/status.md``."""
 
@@ -388,14 +413,32 @@ class RankStatus(msgspec.Struct, kw_only=True):
     host_bytes: int = 0
     host_pinned_bytes: int | None = None
     problem: str = ""
+    disk: DiskStatus | None = None
 
 
 class TierStatus(msgspec.Struct, kw_only=True):
     """The state of one tier, 2 for host memory, 3 for a disk: see ``docs/reference/status.md``."""
 
-    tier: int
+    tier: int = 0
     pages: int = 0
     used_pages: int = 0
+    blocks: int = 0
+    lookup_pages: int = 0
+    hit_pages: int = 0
+    evicted_pages: int = 0
+    quarantined_pages: int = 0
+    page_states: dict[str, int] = {}
+
+
+class MovesStatus(msgspec.Struct, kw_only=True):
+    """Transfers between tiers: see ``docs/reference/status.md``."""
+
+    ordered: int = 0
+    pages: int = 0
+    under_way: int = 0
+    waiting: int = 0
+    left_out: int = 0
+    bad_sources: int = 0
 
 
 class StatusAnswer(msgspec.Struct, kw_only=True):
@@ -415,6 +458,7 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     blocks: int = 0
     counters: dict[str, int] = {}
     tiers: list[TierStatus] = []
+    moves: MovesStatus | None = None
     decisions_digest: str = ""
     contradiction: str = ""
 

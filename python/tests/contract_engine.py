@@ -37,7 +37,8 @@ class ToyEngine:
     """``mistakes``: names of the planted mistakes. ``ids``: the first id of its requests.
 
     ``tails``: it stores the pages behind those that it has by a slot of their own, which names no page before them.
-    ``works``: its ranks report work by numbers of their own, which stores name in ``after``.
+    ``works``: its ranks report work by numbers of their own, which stores name in ``after``. ``client``: the kind of
+    client, for the calls of an engine.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ToyEngine:
         wait_s: float = WAIT_S,
         tails: bool = False,
         works: bool = False,
+        client: Callable[..., Any] = EngineClient,
     ):
         self.mistakes = set(mistakes)
         self._tails = tails
@@ -64,7 +66,7 @@ class ToyEngine:
         engine = engine or os.urandom(16)
         self._rank = RankSession(socket_dir / "worker-0-0", engine, 0, 0, memory, name="toy")
         first = time.time_ns() // 1000 if ids is None else ids
-        self._client = EngineClient(socket_dir / "leader", engine, first_id=first, name="toy")
+        self._client = client(socket_dir / "leader", engine, first_id=first, name="toy")
         self._client.start()
         self._slots = itertools.count(1)
         self._free = list(range(PAGES))

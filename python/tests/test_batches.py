@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from daemon import TIMEOUT_S, Daemon, running
-from test_client import LOOKUP, Fake, directory, ended, talking
+from test_client import LOOKUP, WITH_A_THREAD, Fake, client_type, directory, ended, talking
 from test_memory import CONTENT, PAGE_TOKENS, PAGES, Talk, group
 from test_scheduler import Engine, found, request
 
@@ -16,7 +16,7 @@ from kvferry import batches, wire
 from kvferry.client import Client, PendingRequest
 from kvferry.wire import Code, Kind
 
-__all__ = ["directory"]
+__all__ = ["client_type", "directory"]
 
 STORED = wire.StoreAnswer(1, 0)
 
@@ -65,6 +65,7 @@ class Watching:
     def ended(self, pending: PendingRequest) -> None: ...
 
 
+@WITH_A_THREAD
 def test_stores_of_a_recorded_client_have_messages_of_their_own(directory: Path) -> None:
     """The replay needs the answers in the order of the leader's decisions."""
     server = Fake(directory)
@@ -184,6 +185,7 @@ def daemon() -> Iterator[Daemon]:
         yield daemon
 
 
+@WITH_A_THREAD
 def test_a_daemon_copies_the_stores_of_a_message(daemon: Daemon) -> None:
     tensors = {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}
     talk = Talk(daemon, group(tensors))
@@ -206,6 +208,7 @@ def test_a_daemon_copies_the_stores_of_a_message(daemon: Daemon) -> None:
         talk.close()
 
 
+@WITH_A_THREAD
 def test_the_stores_of_a_step_are_sent_together() -> None:
     engine = Engine()
     found(engine, 0)

@@ -8,14 +8,20 @@ from pathlib import Path
 import pytest
 import zmq
 from daemon import TIMEOUT_S, eventually, running
+from in_loop import InLoop
 
-from kvferry import wire
-from kvferry.client import SOCKET_NAME, Client, Failure, Later, PendingRequest
+from kvferry import aio, wire
+from kvferry.client import Client, Failure, Later, PendingRequest
+from kvferry.sockets import SOCKET_NAME, Connection
 from kvferry.wire import Code, Kind
 
 ENGINE = b"e" * 16
 LOOKUP = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 32)
 FOUND = wire.LookupAnswer(2)
+
+
+#: The servers of a test, which end with it.
+FAKES: list["Fake"] = []
 
 
 class Fake:
@@ -31,6 +37,7 @@ class Fake:
             **welcome,
         }
         self.context = zmq.Context()
+        FAKES.append(self)
         self.open()
 
     def open(self) -> None:
@@ -86,15 +93,30 @@ class Fake:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Iterator[Path]:
     own = tmp_path / "d"
     own.mkdir(mode=0o700)
-    return own
+    yield own
+    while FAKES:
+        FAKES.pop().context.destroy(linger=0)
+
+
+#: The clients that keep the same rules, and which of them a test uses now.
+CLIENTS = {"thread": Client, "event loop": InLoop.of(aio.Client)}
+USED = {"client": Client}
+#: For tests of what only the client with a thread has.
+WITH_A_THREAD = pytest.mark.parametrize("client_type", ["thread"], indirect=True)
+
+
+@pytest.fixture(autouse=True, params=CLIENTS)
+def client_type(request: pytest.FixtureRequest) -> None:
+    """Runs each test with each client."""
+    USED["client"] = CLIENTS[request.param]
 
 
 @contextlib.contextmanager
 def talking(directory: Path, **turn: object) -> Iterator[Client]:
-    client = Client(directory, wire.Hello(role="engine", engine=ENGINE), first_id=100, **turn)
+    client = USED["client"](directory, wire.Hello(role="engine", engine=ENGINE), first_id=100, **turn)
     client.start()
     try:
         yield client
@@ -218,7 +240,7 @@ def test_a_send_over_a_lost_connection_does_not_block(directory: Path, monkeypat
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
-        monkeypatch.setattr(client, "_gone", lambda monitor: False)
+        monkeypatch.setattr(Connection, "gone", lambda connection: False)
         server.close()
         questions = []
 
@@ -248,6 +270,67 @@ def test_garbage_breaks_only_the_connection(directory: Path, garbage: bytes) -> 
         assert ended(pending).answer == FOUND
 
 
+def test_an_answer_that_comes_late_or_twice_ends_nothing_else(directory: Path) -> None:
+    """Nor does it change what the caller knows: a late answer is dropped."""
+    server = Fake(directory)
+    with talking(directory) as client:
+        server.greet(client)
+        link = client.link
+        late = client.request(LOOKUP, 0.05)
+        peer, _ = server.receive()
+        assert ended(late).failure.code == Code.DEADLINE
+        for _ in range(2):
+            server.say(peer, Kind.LOOKUP_ANSWER, late.id, FOUND)
+        asked = client.request(LOOKUP, 20)
+        server.receive()
+        for pages in (2, 7):
+            server.say(peer, Kind.LOOKUP_ANSWER, asked.id, wire.LookupAnswer(pages))
+        server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.BUSY, "busy"))
+        last = client.request(LOOKUP, 20)
+        assert server.receive()[1].correlation == last.id
+        server.say(peer, Kind.LOOKUP_ANSWER, last.id, FOUND)
+        assert ended(last).answer == FOUND
+        assert (asked.answer, asked.failure) == (wire.LookupAnswer(2), None)
+        assert (late.answer, late.failure.code) == (None, Code.DEADLINE)
+        assert client.link == link
+
+
+def test_a_leader_that_never_answers_delays_no_request_beyond_its_time(directory: Path) -> None:
+    server = Fake(directory, heartbeat_ms=20_000)
+    with talking(directory) as client:
+        server.greet(client)
+        requests = [client.request(LOOKUP, 0.1 + number / 100, grace_s=0.1) for number in range(40)]
+        for pending in requests:
+            assert ended(pending).failure.code == Code.DEADLINE
+            assert 0 <= pending.ended_at - pending.expires < 1
+        assert client.open_requests == (0, 40), "their credits are used until they are answered"
+        assert all(pending.pages_in_use for pending in requests)
+
+
+def test_pages_are_in_use_until_an_answer_or_an_error_with_over(directory: Path) -> None:
+    load = wire.Load(1, [wire.Part(0, [3])])
+    server = Fake(directory)
+    with talking(directory) as client:
+        ends = [
+            (Kind.LOAD_ANSWER, wire.LoadAnswer(0), False),
+            (Kind.ERROR, wire.Error(Code.COPY_FAILED, "failed", over=True), False),
+            (Kind.ERROR, wire.Error(Code.BUSY, "busy", retry=True), True),
+            (Kind.LOOKUP_ANSWER, FOUND, True),
+        ]
+        for kind, body, in_use in ends:
+            pending = client.request(load, TIMEOUT_S)
+            peer, envelope = server.receive()
+            assert pending.pages_in_use
+            server.say(peer, kind, envelope.correlation, body)
+            assert ended(pending).pages_in_use is in_use
+        again = client.request(load, TIMEOUT_S, identity=pending.id)
+        peer, envelope = server.receive()
+        assert envelope.correlation == pending.id
+        server.say(peer, Kind.LOAD_ANSWER, pending.id, wire.LoadAnswer(1))
+        assert not ended(again).pages_in_use
+
+
+@WITH_A_THREAD
 def test_a_header_of_another_length_or_magic_is_no_message() -> None:
     good = wire.header(2, Kind.PONG, 1, 0, 0)
     for parts in ([], [good], [good, b"\x80", b""], [good[:-1], b"\x80"], [b"X" + good[1:], b"\x80"]):
@@ -293,6 +376,7 @@ def test_unknown_required_bits_are_refused(directory: Path) -> None:
         assert client.link == link
 
 
+@WITH_A_THREAD
 def test_unknown_optional_bytes_of_the_header_are_skipped() -> None:
     head = bytearray(wire.header(2, Kind.LOOKUP_ANSWER, 1, 0, 0))
     head[22:24] = b"\xff\xff"
@@ -311,6 +395,27 @@ def test_a_version_that_was_not_offered_is_refused_with_the_reason(directory: Pa
 
         eventually("the reason is logged", refused)
         assert not client.listening
+
+
+def test_a_leader_that_refuses_the_version_is_asked_again(directory: Path) -> None:
+    """Until another one listens: an update of kvferry beside a running engine."""
+    server = Fake(directory)
+    with talking(directory) as client:
+        pending = client.request(LOOKUP, TIMEOUT_S)
+        refusal = wire.Error(Code.UNSUPPORTED_VERSION, "this side supports 8 to 9: update the client")
+
+        def refused() -> bool:
+            if server.socket.poll(0):
+                peer, *_ = server.socket.recv_multipart()
+                server.say(peer, Kind.ERROR, 0, refusal)
+            return "this side supports 8 to 9" in client.problem
+
+        eventually("the reason is known", refused)
+        assert (client.listening, pending.done) == (False, False)
+        peer, envelope = server.receive()
+        server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
+        assert ended(pending).answer == FOUND
+        assert client.problem == ""
 
 
 def test_a_silent_connection_counts_as_lost(directory: Path) -> None:
@@ -435,6 +540,7 @@ def test_closing_ends_every_request(directory: Path) -> None:
         assert late.over
 
 
+@WITH_A_THREAD
 def test_turn_is_called_on_events_and_at_its_time(directory: Path) -> None:
     turns: list[float] = []
 
@@ -446,6 +552,7 @@ def test_turn_is_called_on_events_and_at_its_time(directory: Path) -> None:
         eventually("some turns", lambda: len(turns) > 10)
 
 
+@WITH_A_THREAD
 def test_turn_is_called_at_its_time_while_a_peer_sends_no_welcome(directory: Path) -> None:
     """And no more often: a time that has passed must not be waited for again and again."""
     turns: list[float] = []
@@ -478,6 +585,7 @@ def test_a_client_reconnects_to_a_restarted_leader() -> None:
         assert ended(client.request(LOOKUP, TIMEOUT_S)).failure is not None
 
 
+@WITH_A_THREAD
 def test_consecutive_pages_are_encoded_as_runs() -> None:
     assert wire.runs([3, 5, 6, 7, 9, 8]) == [3, [5, 3], 9, 8]
     assert wire.runs([]) == []

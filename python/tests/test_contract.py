@@ -16,6 +16,7 @@ import zmq
 from contract_engine import WAIT_S, ToyEngine, tokens
 from contract_run import SETTINGS, Run, scripted
 from daemon import TIMEOUT_S, eventually, running
+from test_typed_clients import CLIENTS, Clients
 
 from kvferry import wire
 from kvferry.admin import AdminClient
@@ -93,9 +94,10 @@ def test_the_checks_of_a_leader_find_its_mistakes(lie: str) -> None:
 # A connector.
 
 
-def test_a_correct_engine_keeps_every_rule() -> None:
+@pytest.mark.parametrize("clients", CLIENTS.values(), ids=CLIENTS)
+def test_a_correct_engine_keeps_every_rule(clients: Clients) -> None:
     with scripted(Script()) as run:
-        engine = ToyEngine(run.socket_dir)
+        engine = ToyEngine(run.socket_dir, client=clients.engine)
         loaded = [run.prompt(engine, name, prompt) for name, prompt in PROMPTS]
         run.prompt(engine, "salted", ABCD, "salt")
         assert sum(loaded) > 10, loaded

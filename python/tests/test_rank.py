@@ -19,12 +19,12 @@ from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from signals import stop
 
 from kvferry import rank, wire
-from kvferry.client import SOCKET_NAME
 from kvferry.engine_client import EngineClient
 from kvferry.memory import FD_SOCKET_NAME, Group, KvMemory, Place
 from kvferry.outbox import UNNEEDED_S, Abandon, Outbox, Register, Written
 from kvferry.rank import RankSession
 from kvferry.silence import Silence
+from kvferry.sockets import SOCKET_NAME
 
 
 def rank_requests(side: Outbox) -> list[Any]:
@@ -283,7 +283,7 @@ def test_a_worker_that_accepts_connections_and_answers_nothing_is_killed(
         session.abandon([7])
         over(session, [7])
         assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
-        assert next(session._client._links) > 6, "several connections were made and lost"
+        assert next(session._client._session._links) > 6, "several connections were made and lost"
     finally:
         worker.kill()
         worker.wait(TIMEOUT_S)

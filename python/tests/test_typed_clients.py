@@ -1,15 +1,21 @@
-"""Tests of the typed clients against a real leader and worker: an engine that is written by hand, and an operator."""
+"""Tests of the typed clients against a real leader and worker: an engine that is written by hand, and an operator.
+
+Each runs with the clients that have a thread, and with those of an event loop.
+"""
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import zmq
 from daemon import TIMEOUT_S, eventually, running
+from in_loop import InLoop
 
-from kvferry import wire
+from kvferry import aio, wire
 from kvferry.admin import AdminClient
 from kvferry.client import Failure, PendingRequest
 from kvferry.engine_client import EngineClient
@@ -22,22 +28,38 @@ PAGES = 8
 HASHES = [number.to_bytes(16, "big") for number in range(1, 4)]
 
 
+class Clients(NamedTuple):
+    engine: Callable[..., Any]
+    admin: Callable[..., Any]
+
+
+CLIENTS = {
+    "thread": Clients(EngineClient, AdminClient),
+    "event loop": Clients(InLoop.of(aio.EngineClient), InLoop.of(aio.AdminClient)),
+}
+
+
+@pytest.fixture(params=CLIENTS)
+def clients(request: pytest.FixtureRequest) -> Clients:
+    return CLIENTS[request.param]
+
+
 def answer_of(pending: PendingRequest) -> object:
     assert pending.wait(TIMEOUT_S)
     assert pending.failure is None, pending.failure
     return pending.answer
 
 
-def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
+def test_an_engine_stores_and_loads_and_an_operator_resets(clients: Clients) -> None:
     tensor = torch.arange(PAGES * 8 * 4, dtype=torch.float32).reshape(PAGES, 1, 8, 4)
     memory = KvMemory(
         [Group({"layer": tensor}, engine_page_tokens=8, device_pages=PAGES)],
         Place(rank=0, tp_size=1, shard=0, content=b"test"),
     )
-    with running(ranks=1) as daemon, AdminClient(daemon.socket_dir / "leader", name="test") as admin:
+    with running(ranks=1) as daemon, clients.admin(daemon.socket_dir / "leader", name="test") as admin:
         assert not admin.status().ready
         rank = RankSession(daemon.socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
-        engine = EngineClient(daemon.socket_dir / "leader", ENGINE, first_id=1, name="test")
+        engine = clients.engine(daemon.socket_dir / "leader", ENGINE, first_id=1, name="test")
         engine.start()
         try:
             eventually("lookups are served", lambda: rank.registered and admin.status().ready)
@@ -93,19 +115,19 @@ def test_an_engine_stores_and_loads_and_an_operator_resets() -> None:
             rank.close()
 
 
-def test_an_operator_without_a_leader_gets_a_failure_in_time() -> None:
+def test_an_operator_without_a_leader_gets_a_failure_in_time(clients: Clients) -> None:
     with running(ranks=1) as daemon:
         directory = daemon.socket_dir / "no leader"
-        with AdminClient(directory) as admin, pytest.raises(Failure, match="no answer"):
+        with clients.admin(directory) as admin, pytest.raises(Failure, match="no answer"):
             admin.status(timeout_s=0.2)
 
 
-def test_a_peer_that_sends_no_welcome_delays_no_failure() -> None:
+def test_a_peer_that_sends_no_welcome_delays_no_failure(clients: Clients) -> None:
     with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
         silent = context.socket(zmq.ROUTER)
         silent.bind(f"ipc://{directory}/kvferry.sock")
         began_at = time.monotonic()
-        with AdminClient(Path(directory)) as admin, pytest.raises(Failure, match="no answer"):
+        with clients.admin(Path(directory)) as admin, pytest.raises(Failure, match="no answer"):
             admin.status(timeout_s=0.2)
         assert time.monotonic() - began_at < 1.5, "an attempt to connect takes 2 s"
         silent.close(0)

@@ -1,0 +1,71 @@
+"""The messages of an engine's scheduler, from the values of its calls.
+
+Long ones are built when they are sent. Sequences of hashes and pages must not change until then.
+"""
+
+from collections.abc import Sequence
+
+from kvferry import wire
+from kvferry.requests import Later
+from kvferry.served import Part
+from kvferry.wire import Kind
+
+
+def lookup(slot: int, hashes: Sequence[bytes], namespace: bytes, device_pages: int, limit_pages: int | None) -> Later:
+    """Finds the pages of a prompt. ``hashes``: at least one, equally long."""
+    width = len(hashes[0])
+
+    def message() -> wire.Lookup:
+        return wire.Lookup(
+            slot=slot,
+            namespace=namespace,
+            hash_bytes=width,
+            hashes=b"".join(hashes),
+            device_pages=device_pages,
+            limit_pages=limit_pages,
+        )
+
+    return Later(Kind.LOOKUP, message)
+
+
+def load(slot: int, parts: Sequence[Part], after: int) -> Later:
+    """Copies found pages to the engine's memory."""
+
+    def message() -> wire.Load:
+        return wire.Load(slot, _parts(parts), after)
+
+    return Later(Kind.LOAD, message)
+
+
+def store(slot: int, parts: Sequence[Part], more: Sequence[bytes], more_from: int, after: int) -> Later:
+    """Copies pages of the engine's memory to kvferry."""
+    width = len(more[0]) if more else 0
+
+    def message() -> wire.Store:
+        return wire.Store(
+            slot=slot,
+            parts=_parts(parts),
+            hash_bytes=width,
+            more_hashes=b"".join(more),
+            more_from=more_from,
+            after=after,
+        )
+
+    return Later(Kind.STORE, message)
+
+
+def read_events(
+    epoch: int, from_: int, cursor: int | None, namespace: bytes | None, most: int, wait_s: float
+) -> wire.ReadEvents:
+    """Reads which pages the tiers gained and lost."""
+    return wire.ReadEvents(epoch, from_, most, int(wait_s * 1000), namespace, cursor)
+
+
+def reset(namespace: bytes, hashes: Sequence[bytes]) -> wire.Reset:
+    """Removes the pages of a namespace, or those of them that have one of the hashes."""
+    width = len(hashes[0]) if hashes else 0
+    return wire.Reset(namespace, hash_bytes=width, hashes=b"".join(hashes))
+
+
+def _parts(parts: Sequence[Part]) -> list[wire.Part]:
+    return [wire.Part(part.first_page, wire.runs(part.pages), part.group) for part in parts]

@@ -1,0 +1,122 @@
+"""Sockets of clients: where a process of kvferry listens, and when a connection to it is gone."""
+
+import os
+import stat
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry import wire
+
+#: Longest path of a Unix socket, in bytes.
+SOCKET_PATH_BYTES_MAX = 107
+SOCKET_NAME = "kvferry.sock"
+
+_GONE_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Connection:
+    """One connection to the process that listens in a directory. It is never made again by itself.
+
+    No method waits. A send over a connection that is gone raises :class:`zmq.Again`.
+    """
+
+    def __init__(self, context: zmq.Context, directory: Path):
+        """Connects.
+
+        Raises:
+            OSError: naming the path, what is wrong with it, and the remedy.
+        """
+        path = socket_path(directory)
+        self.socket = context.socket(zmq.DEALER)
+        try:
+            self.socket.setsockopt(zmq.LINGER, 0)
+            self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, wire.BODY_BYTES_MAX)
+            self.socket.setsockopt(zmq.SNDHWM, 0)
+            # A send without a peer would wait for one for ever, and the peer is gone.
+            self.socket.setsockopt(zmq.SNDTIMEO, 0)
+            self.socket.setsockopt(zmq.RCVHWM, 0)
+            self.monitor = self.socket.get_monitor_socket(_GONE_EVENTS)
+            self.socket.connect(f"ipc://{path}")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Descriptors that become readable when :attr:`readable` may have become true. They may do so without that."""
+        return self.socket.getsockopt(zmq.FD), self.monitor.getsockopt(zmq.FD)
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message was received, or an end of the connection.
+
+        After any other use of the connection this must be read before its descriptors are waited for, because they
+        show a change only once.
+        """
+        return any(each.getsockopt(zmq.EVENTS) & zmq.POLLIN for each in (self.socket, self.monitor))
+
+    def send(self, message: tuple[bytes, bytes]) -> None:
+        """Sends a message: header and body."""
+        self.socket.send_multipart(message)
+
+    def receive(self) -> list[bytes] | None:
+        """Returns the parts of the next message that was received; None if there is none."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def gone(self) -> bool:
+        """Whether the connection has ended, or could not be made."""
+        gone = False
+        while self.monitor.poll(0):
+            gone |= bool(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"] & _GONE_EVENTS)
+        return gone
+
+    def close(self) -> None:
+        """Closes the sockets; nothing is sent any more."""
+        self.socket.disable_monitor()
+        self.socket.close(0)
+
+
+def socket_path(directory: Path) -> Path:
+    """Returns the socket in a directory of kvferry.
+
+    Raises:
+        OSError: naming the path, what is wrong with it, and the remedy.
+    """
+    path = directory / SOCKET_NAME
+    check_directory(directory)
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
+    if not path.exists():
+        raise OSError(f"no process listens at {path}")
+    return path
+
+
+def check_directory(directory: Path) -> None:
+    """Refuses a socket directory that another user could access or replace.
+
+    Raises:
+        OSError: naming the directory, what is wrong with it, and the remedy.
+    """
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        raise OSError(f"{directory} does not exist: is kvferry running with this socket_dir?") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise OSError(f"{directory} is a link or no directory: name a directory itself")
+    if found.st_uid != os.geteuid():
+        raise OSError(f"{directory} belongs to uid {found.st_uid}: run the engine and kvferry as one user")
+    if stat.S_IMODE(found.st_mode) & 0o777 != 0o700:
+        raise OSError(f"{directory} must be open to its owner alone; run chmod 700 {directory}")

@@ -1,0 +1,208 @@
+"""Tests of the rules of a session, in virtual time and without sockets."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry import wire
+from kvferry.requests import Failure, PendingRequest
+from kvferry.session import CONNECT_LIMIT_S, Session
+from kvferry.wire import Code, Kind
+
+DIRECTORY = Path("/kvferry/leader")
+LOOKUP = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 32)
+FOUND = wire.LookupAnswer(2)
+
+
+class Talk:
+    """A session, the time, and what its peer has received."""
+
+    def __init__(self, **welcome: int):
+        self.now = 100.0
+        self.ids = itertools.count(1)
+        self.ended: list[int] = []
+        hello = wire.Hello(role="engine", engine=b"e" * 16)
+        self.session = Session(DIRECTORY, hello, lambda: next(self.ids), now=self.now)
+        self.welcome = {"version": 2, "heartbeat_ms": 1000, "request_credits": 8, "byte_credits": 1 << 20, **welcome}
+
+    def connect(self) -> None:
+        self.session.welcomed(message(Kind.WELCOME, 0, wire.Welcome(**self.welcome), epoch=7), self.now)
+
+    def request(self, timeout_s: float, *, body: Any = LOOKUP, link: int | None = None) -> PendingRequest:
+        made = PendingRequest(next(self.ids), body, self.now + timeout_s, self.now + timeout_s, link)
+        made.until = lambda pending: self.ended.append(pending.id)
+        self.session.add(made)
+        return made
+
+    def sent(self) -> list[tuple[int, int, int]]:
+        """Kind, id and milliseconds of every message that is sent now."""
+        found = []
+        while (each := self.session.next_message(self.now)) is not None:
+            head = each[0]
+            found.append((number(head, 6, 8), number(head, 8, 16), number(head, 16, 20)))
+        return found
+
+    def answer(self, pending: PendingRequest, body: Any = FOUND, kind: Kind = Kind.LOOKUP_ANSWER) -> None:
+        assert self.session.received(message(kind, pending.id, body), self.now) is None
+
+
+def number(head: bytes, start: int, end: int) -> int:
+    return int.from_bytes(head[start:end], "big")
+
+
+def message(kind: int, correlation: int, body: Any, epoch: int = 0) -> list[bytes]:
+    return [wire.header(2, kind, correlation, 0, epoch), body if isinstance(body, bytes) else wire.body_of(body)]
+
+
+def test_hello_has_a_version_of_its_own_and_a_deadline() -> None:
+    head, body = Talk().session.hello()
+    assert (number(head, 4, 6), number(head, 6, 8)) == (wire.HELLO_VERSION, Kind.HELLO)
+    assert number(head, 16, 20) == CONNECT_LIMIT_S * 1000
+    assert b"engine" in body
+
+
+def test_unanswered_requests_are_sent_again_with_their_ids_and_the_time_that_is_left() -> None:
+    talk = Talk()
+    first, second, third = talk.request(5), talk.request(4), talk.request(3)
+    assert talk.sent() == [], "there is no connection"
+    talk.connect()
+    assert talk.sent() == [(Kind.LOOKUP, 1, 5000), (Kind.LOOKUP, 2, 4000), (Kind.LOOKUP, 3, 3000)]
+    talk.answer(second)
+    talk.session.lost(talk.now)
+    assert talk.session.lost_at == talk.now
+    talk.now += 2
+    talk.connect()
+    assert talk.sent() == [(Kind.LOOKUP, 1, 3000), (Kind.LOOKUP, 3, 1000)]
+    assert talk.session.lost_at is None
+    talk.now += 0.9995
+    talk.session.lost(talk.now)
+    talk.connect()
+    assert talk.sent()[1] == (Kind.LOOKUP, 3, 1), "a request has at least 1 ms"
+    talk.now += 1
+    talk.session.expire(talk.now)
+    assert talk.ended == [second.id, third.id]
+    talk.answer(first)
+    assert talk.ended == [second.id, third.id, first.id]
+
+
+def test_pings_are_sent_when_nothing_was_sent_or_received_for_a_heartbeat() -> None:
+    talk = Talk()
+    talk.connect()
+    begun = talk.now
+    assert talk.session.next_beat == begun + 1
+    talk.now = begun + 0.99
+    assert talk.session.beat(talk.now) is None
+    # Messages of the peer do not count for what the peer counts.
+    for _ in range(5):
+        talk.now += 0.5
+        talk.session.received(message(Kind.PONG, 0, wire.Empty()), talk.now)
+        ping = talk.session.beat(talk.now)
+        if ping is not None:
+            assert number(ping[0], 6, 8) == Kind.PING
+            assert talk.session.next_beat == talk.now + 1
+        assert talk.now <= talk.session.next_beat <= talk.now + 1
+    # Nor do our own messages for what the peer says.
+    received, pings = talk.now, 0
+    while not talk.session.silent(talk.now):
+        talk.now += 0.1
+        talk.request(60)
+        talk.sent()
+        pings += talk.session.beat(talk.now) is not None
+    assert pings >= 1
+    assert 3 <= talk.now - received < 3.2
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        (wire.Welcome(3, 1, 1, 1), Kind.WELCOME, "has chosen version 3, this side supports 2 to 2: update the older"),
+        (wire.Error(Code.NOT_READY, "in use by process 7", True), Kind.ERROR, "no welcome: in use by process 7"),
+        (FOUND, Kind.LOOKUP_ANSWER, "sent no welcome"),
+        (b"\x81", Kind.WELCOME, "kind 2"),
+    ],
+)
+def test_another_answer_to_hello_makes_no_connection(body: Any, kind: Kind, text: str) -> None:
+    talk = Talk()
+    with pytest.raises((Failure, wire.Malformed), match=text):
+        talk.session.welcomed(message(kind, 0, body), talk.now)
+    assert (talk.session.link, talk.sent()) == (0, [])
+
+
+def garbage(rng: random.Random, open_ids: list[int]) -> list[bytes]:
+    """Bytes that a peer may send: wrong lengths, kinds, ids, flags and bodies, also nearly right ones."""
+    kind = rng.choice([*Kind, 998, 999, rng.randrange(1 << 16)])
+    correlation = rng.choice([*open_ids, 0, rng.randrange(1 << 64)])
+    head = bytearray(wire.header(rng.choice([1, 2, 9]), kind, correlation, 0, rng.randrange(9)))
+    if rng.random() < 0.3:
+        head[rng.randrange(len(head))] ^= 1 << rng.randrange(8)
+    body = rng.choice([b"", b"\x80", b"\xc1", rng.randbytes(rng.randrange(40)), wire.body_of(FOUND)])
+    parts = [bytes(head), body]
+    return rng.choice([parts, parts, parts, parts[:1], [*parts, b""], [bytes(head)[:-1], body]])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_ends_once_and_in_time_whatever_the_peer_does(seed: int) -> None:
+    rng = random.Random(seed)
+    talk = Talk(request_credits=rng.choice([1, 3, 200]), byte_credits=rng.choice([100, 1 << 20]))
+    made: list[PendingRequest] = []
+    bodies = [LOOKUP, wire.Finish(1), wire.Store(1, [wire.Part(0, [3])]), wire.Load(1, [wire.Part(0, [3])])]
+    answers = {Kind.LOOKUP: FOUND, Kind.STORE: wire.StoreAnswer(1, 0), Kind.LOAD: wire.LoadAnswer(1)}
+    received: dict[int, PendingRequest] = {}
+    batches: dict[int, int] = {}
+    over_this: set[int] = set()
+    for _ in range(400):
+        talk.now += rng.random() * 0.1
+        talk.session.expire(talk.now)
+        match rng.randrange(8):
+            case 0 | 1:
+                link = talk.session.link if rng.random() < 0.2 else None
+                made.append(talk.request(rng.random() * 2, body=rng.choice(bodies), link=link))
+            case 2 if talk.session.link == 0:
+                over_this.clear()
+                talk.connect()
+            case 3 if rng.random() < 0.3:
+                talk.session.lost(talk.now)
+                received.clear()
+                batches.clear()
+            case 4 | 5 if talk.session.link and (received or batches):
+                if batches and rng.random() < 0.5:
+                    identity, count = batches.popitem()
+                    results = [wire.StoreResult(wire.StoreAnswer(1, 0)) for _ in range(count)]
+                    talk.session.received(message(Kind.STORES_ANSWER, identity, wire.StoresAnswer(results)), talk.now)
+                elif received:
+                    pending = received.pop(rng.choice(list(received)))
+                    refusal = wire.Error(rng.choice([*Code, 99]), "no", over=rng.random() < 0.5)
+                    refused = rng.random() < 0.3
+                    kind = Kind.ERROR if refused else pending.kind + 1
+                    answer = refusal if refused else answers.get(pending.kind, wire.Empty())
+                    talk.session.received(message(kind, pending.id, answer), talk.now)
+            case 6 if talk.session.link:
+                try:
+                    talk.session.received(garbage(rng, [each.id for each in made]), talk.now)
+                except wire.Malformed:
+                    talk.session.lost(talk.now)
+                    received.clear()
+                    batches.clear()
+        if talk.session.link:
+            by_id = {pending.id: pending for pending in made}
+            for kind, identity, left_ms in talk.sent():
+                assert left_ms >= 1
+                if kind == Kind.STORES:
+                    batches[identity] = len(talk.session._batches._open[identity])
+                    continue
+                assert identity not in over_this or kind == Kind.STORE, "sent twice over one connection"
+                over_this.add(identity)
+                assert not by_id[identity].done, "a request is sent that has ended"
+                received[identity] = by_id[identity]
+            assert len(talk.session._in_flight) <= talk.welcome["request_credits"]
+        assert len(talk.ended) == len(set(talk.ended)), "a request ended twice"
+        for pending in made:
+            assert pending.done or pending.expires > talk.now - 0.1
+    talk.now += 3
+    talk.session.expire(talk.now)
+    assert sorted(talk.ended) == [pending.id for pending in made]
+    assert talk.session.open == {}
+    assert all((pending.answer is None) != (pending.failure is None) for pending in made)

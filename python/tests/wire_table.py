@@ -1,0 +1,186 @@
+"""Compares `kvferry.wire` with the table of messages, `schema/messages.json`, field by field.
+
+A difference is one line: the message, the field, and what each side has.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import inspect
+
+from kvferry import wire
+from kvferry.wire import Kind
+
+SCHEMA = Path(__file__).parents[2] / "schema"
+
+#: The body of every kind that `kvferry.wire` knows.
+BODIES: dict[int, type[msgspec.Struct]] = {
+    **wire.BODIES,
+    **{kind: body for body, kind in wire.KINDS.items()},
+    Kind.PING: wire.Empty,
+    Kind.PONG: wire.Empty,
+}
+#: Fields that hold an encoded body.
+ENCODED = {(wire.NumberedStore, "store"): wire.Store}
+#: Fields that Python writes as a map without a type.
+UNTYPED = {"register.registration"}
+#: Values of fields that are absent, where the table names none.
+ZEROS = {"int": 0, "bool": False, "str": "", "bytes": b"", "list": [], "dict": {}}
+
+
+class Form(NamedTuple):
+    """A type: its name, those of its parts, its fields, and whether `None` is a value."""
+
+    name: str
+    of: tuple["Form", ...] = ()
+    fields: dict[str, "Field"] | None = None
+    optional: bool = False
+
+    def __str__(self) -> str:
+        inner = f" of {' or '.join(map(str, self.of))}" if self.of else ""
+        return self.name + inner + (" or null" if self.optional else "")
+
+
+class Field(NamedTuple):
+    form: Form
+    required: bool
+    default: Any
+    #: Left out of a message where it has its default.
+    omitted: bool = False
+
+
+def table() -> dict[str, Any]:
+    return json.loads((SCHEMA / "messages.json").read_text())
+
+
+def of_schema(node: dict[str, Any], definitions: dict[str, Any]) -> Form:
+    """Reads a JSON Schema as the program publishes it."""
+    if "$ref" in node:
+        return of_schema(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    kinds = node.get("type")
+    if isinstance(kinds, list):
+        (kind,) = [kind for kind in kinds if kind != "null"]
+        return of_schema({**node, "type": kind}, definitions)._replace(optional="null" in kinds)
+    if (choices := node.get("anyOf") or node.get("oneOf")) is not None:
+        forms = [of_schema(choice, definitions) for choice in choices if choice.get("type") != "null"]
+        return _union(forms, optional=len(forms) < len(choices))
+    match kinds:
+        case None:
+            assert not {"properties", "items", "const"} & set(node), f"a schema of an unknown form: {node}"
+            return Form("anything")
+        case "integer" | "boolean" | "string":
+            return Form({"integer": "int", "boolean": "bool", "string": "str"}[kinds])
+        case "array" if "prefixItems" in node:
+            return Form("list", (_union([of_schema(item, definitions) for item in node["prefixItems"]]),))
+        case "array" if node["items"].get("format") == "uint8":
+            return Form("bytes")
+        case "array":
+            return Form("list", (of_schema(node["items"], definitions),))
+        case "object" if node.get("additionalProperties"):
+            return Form("dict", (of_schema(node["additionalProperties"], definitions),))
+        case "object":
+            required = node.get("required", [])
+            fields = {
+                name: Field(
+                    of_schema(field, definitions),
+                    name in required,
+                    field.get("default", ...),
+                )
+                for name, field in node.get("properties", {}).items()
+            }
+            return Form("map", fields=fields)
+    raise AssertionError(f"a schema of an unknown form: {node}")
+
+
+def of_python(found: inspect.Type) -> Form:
+    """Reads a type of `kvferry.wire`."""
+    match found:
+        case inspect.IntType() | inspect.BoolType() | inspect.StrType() | inspect.BytesType():
+            return Form(type(found).__name__.removesuffix("Type").lower())
+        case inspect.ListType():
+            return Form("list", (of_python(found.item_type),))
+        case inspect.TupleType():
+            return Form("list", (_union([of_python(item) for item in found.item_types]),))
+        case inspect.DictType(value_type=inspect.AnyType()) | inspect.AnyType():
+            return Form("anything")
+        case inspect.DictType():
+            return Form("dict", (of_python(found.value_type),))
+        case inspect.UnionType():
+            forms = [of_python(each) for each in found.types if not isinstance(each, inspect.NoneType)]
+            return _union(forms, optional=found.includes_none)
+        case inspect.StructType():
+            omits = found.cls.__struct_config__.omit_defaults
+            return Form("map", fields={field.encode_name: _field(found, field, omits) for field in found.fields})
+    raise AssertionError(f"a type of an unknown form: {found}")
+
+
+def _field(struct: inspect.StructType, field: inspect.Field, omits: bool) -> Field:
+    encoded = ENCODED.get((struct.cls, field.name))
+    form = of_python(inspect.type_info(encoded) if encoded is not None else field.type)
+    default = field.default_factory() if field.default_factory is not inspect.NODEFAULT else field.default
+    return Field(form, field.required, default, omits and not field.required)
+
+
+def _union(forms: list[Form], *, optional: bool = False) -> Form:
+    """A value of one of several forms; equal ones count once."""
+    distinct = [form for number, form in enumerate(forms) if form not in forms[:number]]
+    if len(distinct) == 1:
+        return distinct[0]._replace(optional=optional or distinct[0].optional)
+    return Form("one", tuple(sorted(distinct, key=str)), optional=optional)
+
+
+def body_differences(name: str, schema: dict[str, Any], body: type[msgspec.Struct], *, sent: bool) -> Iterator[str]:
+    """Yields the differences of one body. `sent`: Python encodes it; otherwise it reads it."""
+    yield from _differences(name, of_schema(schema, schema.get("$defs", {})), of_python(inspect.type_info(body)), sent)
+
+
+def _differences(where: str, schema: Form, python: Form, sent: bool) -> Iterator[str]:
+    if where in UNTYPED and schema.fields is not None and python == Form("anything"):
+        return
+    if schema.fields is not None and python.fields is not None and schema.optional == python.optional:
+        yield from _field_differences(where, schema.fields, python.fields, sent)
+    elif python.name == "dict" and schema.fields is not None:
+        # Numbers by name.
+        for name, field in schema.fields.items():
+            yield from _differences(f"{where}.{name}", field.form, python.of[0], sent)
+    elif (schema.name, schema.optional, len(schema.of)) != (python.name, python.optional, len(python.of)):
+        yield f"{where}: the table has {schema}, kvferry.wire has {python}"
+    else:
+        for one, other in zip(schema.of, python.of, strict=True):
+            yield from _differences(f"{where}[]", one, other, sent)
+
+
+def _field_differences(where: str, schema: dict[str, Field], python: dict[str, Field], sent: bool) -> Iterator[str]:
+    for name in sorted({*schema, *python}):
+        at = f"{where}.{name}"
+        if name not in python:
+            yield f"{at}: the table has {schema[name].form}, kvferry.wire has no such field"
+        elif name not in schema:
+            yield f"{at}: kvferry.wire has {python[name].form}, the table has no such field"
+        else:
+            one, other = schema[name], python[name]
+            yield from _differences(at, one.form, other.form, sent)
+            if sent and one.required and other.omitted:
+                yield f"{at}: required in the table, left out by kvferry.wire where it is {other.default!r}"
+            elif not sent and one.required != other.required:
+                sides = ["optional", "required"]
+                yield f"{at}: {sides[one.required]} in the table, {sides[other.required]} in kvferry.wire"
+            if not one.required and not other.required:
+                absent = _absent(one)
+                if absent is not ... and absent != other.default:
+                    yield f"{at}: absent means {absent!r} in the table, {other.default!r} in kvferry.wire"
+
+
+def _absent(field: Field) -> Any:
+    """The value of an absent field; `...` if the two sides state it in forms that cannot be compared."""
+    form, default = field.form, field.default
+    if form.optional and default in (..., None):
+        return None
+    if default is ...:
+        return ZEROS.get(form.name, ...)
+    if form.fields is not None:
+        return ...
+    return bytes(default) if form.name == "bytes" else default
