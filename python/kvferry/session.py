@@ -80,7 +80,7 @@ class Session:
         #: longer waits uses its credits until it is answered.
         self._in_flight: dict[int, int] = {}
         self._in_flight_bytes = 0
-        self._batches = StoreBatches(alone=alone)
+        self._batches = StoreBatches(alone=lambda: self._version < 2 or (alone is not None and alone()))
         self._beat_s = 0.0
         #: When the last messages were sent and received over the present connection, and whether a ping was sent since.
         self._sent_at = self._received_at = 0.0
@@ -200,12 +200,16 @@ class Session:
             too_much = self._in_flight_bytes + len(pending.body) > byte_credits - kept * _URGENT_BYTES
             if self._in_flight and (len(self._in_flight) >= requests - kept or too_much):
                 return None
+            body = self._body(pending)
+            if body is None:
+                queue.popleft()
+                continue
             if stores := self._batches.take(queue, byte_credits - self._in_flight_bytes):
                 identity, kind = self._draw(), Kind.STORES
                 left_ms, body = self._batches.message(identity, stores, now)
             else:
                 queue.popleft()
-                identity, kind, body = pending.id, pending.kind, pending.body
+                identity, kind = pending.id, pending.kind
                 left_ms = max(int((pending.deadline - now) * 1000), 1)
             for sent in stores or [pending]:
                 sent.sent_at = sent.sent_at or now
@@ -214,6 +218,16 @@ class Session:
             self._sent_at = now
             return wire.header(self._version, kind, identity, left_ms, self.epoch), body
         return None
+
+    def _body(self, pending: PendingRequest) -> bytes | None:
+        """The body of a request in the version of the connection; None if it is too long for it and has ended."""
+        if self._version > 1 or pending.kind not in (Kind.LOAD, Kind.STORE):
+            return pending.body
+        try:
+            return wire.one_by_one(pending.body)
+        except wire.TooLong as why:
+            self._settle(pending, None, Failure(Code.LIMIT, str(why), reported=False, over=not pending.sent_at))
+            return None
 
     # Messages of the peer.
 

@@ -12,14 +12,16 @@ from enum import IntEnum
 import msgspec
 
 MAGIC = b"KVFY"
-#: Version of the messages.
-VERSION = 2
+#: Oldest and newest version of the messages. Version 1 has no runs of pages.
+VERSION_MIN, VERSION = 1, 2
 #: Version in the header of a hello, a welcome, and every error before the welcome. Never changes.
 HELLO_VERSION = 1
 #: Longest message body, sent or received.
 BODY_BYTES_MAX = 8 << 20
 #: Most parts of a load or a store.
 PARTS_MAX = 4096
+#: Most items in a list of pages.
+PAGE_ITEMS_MAX = 131_072
 #: Most page hashes in one message.
 HASHES_MAX = 131_072
 #: Most stores in one message.
@@ -103,7 +105,7 @@ class Code(IntEnum):
 class Hello(msgspec.Struct, kw_only=True):
     """First message of a client. ``engine`` has 16 bytes; ``features`` are bits for abilities beyond the version."""
 
-    version_min: int = VERSION
+    version_min: int = VERSION_MIN
     version_max: int = VERSION
     role: str
     engine: bytes
@@ -512,6 +514,10 @@ class Malformed(ValueError):
     """Received bytes that are not a valid message."""
 
 
+class TooLong(ValueError):
+    """A message that exceeds a limit of the version that the peer supports."""
+
+
 def body_of(message: msgspec.Struct) -> bytes:
     """Encodes the second part of a message."""
     return _encode(message)
@@ -565,6 +571,27 @@ def read(parts: list[bytes]) -> Envelope:
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise Malformed(f"kind {kind}: {error}") from error
     return Envelope(kind, correlation, epoch, body, required)
+
+
+def one_by_one(body: bytes) -> bytes:
+    """Returns the body of a load or a store for a peer of version 1, which knows no runs: every page by its index.
+
+    Raises:
+        TooLong: version 1 cannot name so many pages in one message.
+    """
+    message = msgspec.msgpack.decode(body)
+    for part in message["parts"]:
+        items = part["pages"]
+        count = sum(1 if isinstance(item, int) else item[1] for item in items)
+        if count > PAGE_ITEMS_MAX:
+            raise TooLong(f"{count} pages of one part: version 1 of the protocol names at most {PAGE_ITEMS_MAX}")
+        part["pages"] = [
+            page for item in items for page in ((item,) if isinstance(item, int) else range(item[0], item[0] + item[1]))
+        ]
+    body = _encode(message)
+    if len(body) > BODY_BYTES_MAX:
+        raise TooLong(f"{len(body)} bytes without runs: version 1 of the protocol takes at most {BODY_BYTES_MAX}")
+    return body
 
 
 def runs(pages: Sequence[int]) -> list:

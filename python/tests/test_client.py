@@ -391,7 +391,7 @@ def test_a_version_that_was_not_offered_is_refused_with_the_reason(directory: Pa
             if server.socket.poll(0):
                 peer, *_ = server.socket.recv_multipart()
                 server.say(peer, Kind.WELCOME, 0, wire.Welcome(**server.welcome))
-            return "has chosen version 3, this side supports 2 to 2" in client.problem
+            return "has chosen version 3, this side supports 1 to 2" in client.problem
 
         eventually("the reason is logged", refused)
         assert not client.listening

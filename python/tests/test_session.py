@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry import wire
@@ -118,7 +119,7 @@ def test_pings_are_sent_when_nothing_was_sent_or_received_for_a_heartbeat() -> N
 @pytest.mark.parametrize(
     ("body", "kind", "text"),
     [
-        (wire.Welcome(3, 1, 1, 1), Kind.WELCOME, "has chosen version 3, this side supports 2 to 2: update the older"),
+        (wire.Welcome(3, 1, 1, 1), Kind.WELCOME, "has chosen version 3, this side supports 1 to 2: update the older"),
         (wire.Error(Code.NOT_READY, "in use by process 7", True), Kind.ERROR, "no welcome: in use by process 7"),
         (FOUND, Kind.LOOKUP_ANSWER, "sent no welcome"),
         (b"\x81", Kind.WELCOME, "kind 2"),
@@ -206,3 +207,41 @@ def test_every_request_ends_once_and_in_time_whatever_the_peer_does(seed: int) -
     assert sorted(talk.ended) == [pending.id for pending in made]
     assert talk.session.open == {}
     assert all((pending.answer is None) != (pending.failure is None) for pending in made)
+
+
+def test_a_peer_of_version_1_gets_pages_one_by_one_and_stores_alone() -> None:
+    talk = Talk(version=1)
+    parts = [wire.Part(0, wire.runs([7, 3, 4, 5])), wire.Part(9, [[1, 2]])]
+    load = talk.request(5, body=wire.Load(1, parts))
+    first, second = (talk.request(5, body=wire.Store(1, parts)) for _ in range(2))
+    talk.connect()
+    for request in (load, first, second):
+        sent = talk.session.next_message(talk.now)
+        assert sent is not None
+        head, body = sent
+        assert (number(head, 4, 6), number(head, 6, 8), number(head, 8, 16)) == (1, request.kind, request.id)
+        assert [part["pages"] for part in msgspec.msgpack.decode(body)["parts"]] == [[7, 3, 4, 5], [1, 2]]
+    # Version 2 again: the requests are repeated with runs, the stores in one message.
+    talk.session.lost(talk.now)
+    talk.welcome["version"] = 2
+    talk.connect()
+    assert [kind for kind, _, _ in talk.sent()] == [Kind.LOAD, Kind.STORES]
+
+
+@pytest.mark.parametrize("sent_before", [False, True])
+def test_pages_that_version_1_cannot_name_are_refused_before_they_are_sent(sent_before: bool) -> None:
+    talk = Talk()
+    load = talk.request(5, body=wire.Load(1, [wire.Part(0, [[0, wire.PAGE_ITEMS_MAX + 1]])]))
+    next_one = talk.request(5)
+    if sent_before:
+        talk.connect()
+        assert len(talk.sent()) == 2
+        talk.session.lost(talk.now)
+    talk.welcome["version"] = 1
+    talk.connect()
+    assert [identity for _, identity, _ in talk.sent()] == [next_one.id]
+    assert load.failure is not None
+    assert load.failure.code == Code.LIMIT
+    assert "131073 pages of one part: version 1 of the protocol names at most 131072" in load.failure.message
+    # A peer of version 2 may have it.
+    assert load.failure.over is not sent_before

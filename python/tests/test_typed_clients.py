@@ -50,25 +50,31 @@ def answer_of(pending: PendingRequest) -> object:
     return pending.answer
 
 
-def test_an_engine_stores_and_loads_and_an_operator_resets(clients: Clients) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_engine_stores_and_loads_and_an_operator_resets(clients: Clients, version: int) -> None:
     tensor = torch.arange(PAGES * 8 * 4, dtype=torch.float32).reshape(PAGES, 1, 8, 4)
     memory = KvMemory(
         [Group({"layer": tensor}, engine_page_tokens=8, device_pages=PAGES)],
         Place(rank=0, tp_size=1, shard=0, content=b"test"),
     )
-    with running(ranks=1) as daemon, clients.admin(daemon.socket_dir / "leader", name="test") as admin:
+    with (
+        running(ranks=1, wire_max=version) as daemon,
+        clients.admin(daemon.socket_dir / "leader", name="test") as admin,
+    ):
         assert not admin.status().ready
         rank = RankSession(daemon.socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
         engine = clients.engine(daemon.socket_dir / "leader", ENGINE, first_id=1, name="test")
         engine.start()
         try:
             eventually("lookups are served", lambda: rank.registered and admin.status().ready)
+            assert rank._client._session._version == version
             status = admin.status(check=True)
             assert (status.contradiction, status.ranks[0].attached) == ("", True)
             assert status.requests["engines"] == 1
 
             found = answer_of(engine.lookup(1, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
             assert found == wire.LookupAnswer(0)
+            assert wire.runs([4, 5, 1]) == [[4, 2], 1], "a list that version 1 cannot name"
             store = engine.store(1, [Part(0, 0, [4, 5, 1])], timeout_s=TIMEOUT_S)
             rank.wrote(store.id)
             assert answer_of(store) == wire.StoreAnswer(stored_pages=3, present_pages=0)

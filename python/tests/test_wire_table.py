@@ -91,8 +91,8 @@ def differences(table: dict[str, Any]) -> Iterator[str]:
             yield f"limit {name}: decide in this test whether Python names it"
         elif name in LIMITS and LIMITS[name] != table["limits"][name]:
             yield f"limit {name}: {table['limits'][name]} in the table, {LIMITS[name]} in Python"
-    if table["versions"]["newest"] != wire.VERSION or table["versions"]["oldest"] != wire.HELLO_VERSION:
-        yield f"versions: {table['versions']} in the table, {wire.HELLO_VERSION} to {wire.VERSION} in kvferry.wire"
+    if table["versions"]["newest"] != wire.VERSION or table["versions"]["oldest"] != wire.VERSION_MIN:
+        yield f"versions: {table['versions']} in the table, {wire.VERSION_MIN} to {wire.VERSION} in kvferry.wire"
 
 
 def test_python_has_the_kinds_fields_errors_and_limits_of_the_table() -> None:

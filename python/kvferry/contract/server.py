@@ -291,11 +291,9 @@ class Server(Loop):
             return
         self.watcher.said_hello(peer, message, hello)
         service = peer.endpoint.service
-        if (
-            not hello.version_min <= wire.VERSION <= hello.version_max
-            and not hello.version_min <= 1 <= hello.version_max
-        ):
-            text = f"versions {hello.version_min} to {hello.version_max}: this side supports 1 to {wire.VERSION}"
+        if hello.version_min > wire.VERSION or hello.version_max < wire.VERSION_MIN:
+            both = f"versions {hello.version_min} to {hello.version_max}"
+            text = f"{both}: this side supports {wire.VERSION_MIN} to {wire.VERSION}"
             self.refuse(peer, message.id, Code.UNSUPPORTED_VERSION, text)
             return
         if hello.role not in service.roles:
