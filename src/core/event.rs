@@ -19,6 +19,9 @@ pub type Workers = SmallVec<[WorkerId; 8]>;
 pub enum LeaderEvent {
     /// An engine sent its hello: for the first time, or again after its connection broke.
     EngineOpened(EngineId),
+    /// Another process has the name of an engine, which it opens next: the requests and slots of the earlier process are
+    /// none of its own.
+    EngineReplaced(EngineId),
     /// The connection of an engine broke. Its slots and holds stay for the grace time, its parked requests are dropped.
     EngineClosed(EngineId),
     /// A worker has its depots. All its earlier copies have ended.

@@ -221,6 +221,8 @@ pub struct ReplyCache {
     kept: BTreeMap<RequestId, Option<Result<Answer, Refusal>>>,
     answered: usize,
     dropped: Option<RequestId>,
+    /// The last request of an earlier process of the engine. All ids up to it are stale.
+    of_earlier: Option<RequestId>,
 }
 
 impl ReplyCache {
@@ -231,6 +233,9 @@ impl ReplyCache {
 
     /// Notes a request and returns the state that it had before.
     pub fn begin(&mut self, id: RequestId) -> RequestState {
+        if self.of_earlier.is_some_and(|last| id <= last) {
+            return RequestState::Stale;
+        }
         match self.kept.get(&id) {
             Some(Some(answer)) => RequestState::Answered(answer.clone()),
             Some(None) => RequestState::UnderWay,
@@ -240,6 +245,15 @@ impl ReplyCache {
                 RequestState::New
             }
         }
+    }
+
+    /// Drops every answer, because another process sends requests from now on: ids up to the last one are stale. Requests
+    /// in progress stay until they end.
+    fn replaced(&mut self) {
+        let last = self.kept.last_key_value().map(|(id, _)| *id);
+        self.of_earlier = self.of_earlier.max(self.dropped).max(last);
+        self.kept.retain(|_, answer| answer.is_none());
+        self.answered = 0;
     }
 
     /// Keeps an answer for retries and drops the oldest ones beyond [`ANSWERS_KEPT`].
@@ -289,6 +303,13 @@ impl Session {
     /// The engine's connection broke, and the engine is to be forgotten at this time. Returns the earlier such time.
     pub fn closed(&mut self, forget_at: Time) -> Option<Time> {
         self.gone_at.replace(forget_at)
+    }
+
+    /// Another process sends requests from now on.
+    pub fn replaced(&mut self) {
+        self.answers.replaced();
+        self.finished.clear();
+        self.cancelled.clear();
     }
 
     /// Notes a request and returns the state that it had before.
@@ -562,6 +583,30 @@ mod tests {
             answers.begin(id),
             RequestState::Answered(Ok(Answer::Finish))
         );
+    }
+
+    #[test]
+    fn ids_of_an_earlier_process_are_stale() {
+        let mut answers = ReplyCache::default();
+        for id in 0..3 {
+            assert_eq!(answers.begin(RequestId(id)), RequestState::New);
+        }
+        answers.end(RequestId(2), &Ok(Answer::Finish));
+        answers.replaced();
+        assert_eq!(answers.open(), 2, "they end later");
+        for id in 0..3 {
+            assert_eq!(answers.begin(RequestId(id)), RequestState::Stale);
+        }
+        assert_eq!(answers.begin(RequestId(3)), RequestState::New);
+        for id in [0, 1, 3] {
+            answers.end(RequestId(id), &Ok(Answer::Finish));
+        }
+        assert_eq!(answers.begin(RequestId(1)), RequestState::Stale);
+        assert_eq!(
+            answers.begin(RequestId(3)),
+            RequestState::Answered(Ok(Answer::Finish))
+        );
+        assert_eq!(answers.open(), 0);
     }
 
     #[test]

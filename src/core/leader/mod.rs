@@ -236,6 +236,7 @@ impl Leader {
         let mut may_move = true;
         match event {
             LeaderEvent::EngineOpened(engine) => self.engine_opened(engine),
+            LeaderEvent::EngineReplaced(engine) => self.engine_replaced(engine),
             LeaderEvent::EngineClosed(engine) => self.engine_closed(now, engine),
             LeaderEvent::Attach(attached) => self.attached(now, attached, effects),
             LeaderEvent::Memory(stated) => self.memory_stated(now, stated, effects),
@@ -507,6 +508,16 @@ impl Leader {
         self.timers.set(at, Timer::Engine(engine));
     }
 
+    /// Finishes all slots of an engine's earlier process, and refuses its request ids, so that no answer to an old request
+    /// is taken for one to a new request with the same id.
+    fn engine_replaced(&mut self, engine: EngineId) {
+        self.parked.drop_engine(engine);
+        self.finish_all(engine);
+        if let Some(session) = self.sessions.get_mut(engine) {
+            session.replaced();
+        }
+    }
+
     /// True while the leader keeps state of this engine.
     pub fn knows(&self, engine: EngineId) -> bool {
         self.sessions.get(engine).is_some()
@@ -514,11 +525,15 @@ impl Leader {
 
     /// Finishes all slots of an engine, and forgets it once its requests in progress are answered.
     fn remove_engine(&mut self, engine: EngineId) {
+        self.finish_all(engine);
+        self.sessions.remove(engine);
+    }
+
+    fn finish_all(&mut self, engine: EngineId) {
         let slots = self.sessions.get(engine).map(Session::slot_ids);
         for slot in slots.unwrap_or_default() {
             self.finish(engine, slot);
         }
-        self.sessions.remove(engine);
     }
 
     fn fire_timers(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {

@@ -48,6 +48,8 @@ pub struct LeaderShell<P> {
     outdated: Option<String>,
     roles: BTreeMap<PeerId, PeerRole>,
     engines: BTreeMap<EngineId, Holder<P>>,
+    /// The process that had the name of each engine last, while the core knows the engine.
+    processes: BTreeMap<EngineId, i32>,
     workers: BTreeMap<WorkerId, WorkerPeer<P>>,
     /// First half of the name of each admin session; a secret of this leader.
     admin_key: [u8; 8],
@@ -74,6 +76,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             outdated: None,
             roles: BTreeMap::new(),
             engines: BTreeMap::new(),
+            processes: BTreeMap::new(),
             workers: BTreeMap::new(),
             admin_key,
             admins: 0,

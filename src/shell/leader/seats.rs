@@ -157,10 +157,35 @@ impl<P: fmt::Debug> LeaderShell<P> {
             host.disconnect(before);
         }
         self.roles.insert(peer, PeerRole::Engine(engine));
+        self.note_process(host, engine, pid);
         self.engines.insert(engine, Holder::new(host, peer, pid));
         self.batches.forget(engine);
         self.step(host, LeaderEvent::EngineOpened(engine));
         Ok(())
+    }
+
+    /// Notes which process has the name of an engine. Another one than before begins without the answers, slots and ids of
+    /// the earlier one, which may be as low as its own.
+    fn note_process<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        engine: EngineId,
+        pid: Option<i32>,
+    ) {
+        // As many as the core has engines, each forgotten some time after its connection ended.
+        self.processes.retain(|known, _| self.core.knows(*known));
+        let Some(pid) = pid else {
+            return;
+        };
+        if let Some(before) = self.processes.insert(engine, pid)
+            && before != pid
+        {
+            tracing::warn!(
+                %engine, pid, before,
+                "another process has the name of this engine: its request ids must be above the earlier ones"
+            );
+            self.step(host, LeaderEvent::EngineReplaced(engine));
+        }
     }
 
     fn claim_worker<H: LeaderHost<Process = P>>(

@@ -341,6 +341,54 @@ fn a_worker_that_reconnects_gets_its_seat_and_its_old_connection_closes_without_
 }
 
 #[test]
+fn another_process_with_the_name_of_an_engine_gets_none_of_the_answers_of_the_earlier_one() {
+    let mut world = World::serving();
+    world.store();
+    let lookup = |slot| {
+        Message::Lookup(Lookup {
+            limit_pages: None,
+            slot,
+            namespace: Vec::new(),
+            hash_bytes: 16,
+            hashes: (0..32).collect(),
+            device_pages: 0,
+        })
+    };
+    let answer = |world: &mut World, peer, id, slot| {
+        world.request(peer, id, lookup(slot));
+        world.process.replies.pop().map(|(_, message)| message)
+    };
+    // The same process, over another connection: the same answer.
+    world.close(1);
+    world.connect((11, 10), &named(Role::Engine, ENGINE, 0));
+    let again = answer(&mut world, 11, 1, 4);
+    assert!(matches!(again, Some(Message::LookupAnswer(_))), "{again:?}");
+    world.close(11);
+    world.connect((12, 77), &named(Role::Engine, ENGINE, 0));
+    // Request 1 was answered, request 2 is in progress.
+    for id in [1, 2] {
+        let stale = answer(&mut world, 12, id, 4);
+        let is_stale = |error: &ErrorBody| error.code() == ErrorCode::StaleRequest;
+        assert!(
+            matches!(&stale, Some(Message::Error(error)) if is_stale(error)),
+            "{stale:?}"
+        );
+    }
+    assert_eq!(
+        world.status().slots,
+        0,
+        "those of the earlier process are finished"
+    );
+    let found = answer(&mut world, 12, 3, 4);
+    assert!(matches!(found, Some(Message::LookupAnswer(_))), "{found:?}");
+    assert_eq!(
+        world.shell.processes.len(),
+        1,
+        "the last process of each engine"
+    );
+}
+
+#[test]
 fn a_closed_connection_ends_what_the_peer_had() {
     let mut world = World::serving();
     world.close(WORKER.0);
