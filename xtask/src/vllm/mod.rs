@@ -50,7 +50,7 @@ fn lint(root: &Path, installed: &Installed) -> Result<(), String> {
     for task in [&["check"][..], &["format", "--check"]] {
         let mut ruff = Command::new(installed.tool("ruff"));
         ruff.args(task)
-            .args(["--no-cache", "python"])
+            .args(["--no-cache", "python", "examples"])
             .current_dir(root);
         succeed(&mut ruff, "ruff")?;
     }
