@@ -179,8 +179,8 @@ fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
         .map_err(|error| CommandError::Failed(format!("{path}: {error}")))
 }
 
-/// Raises the limit of open files to its maximum. Each chunk of an engine's memory is a file, and each connection takes
-/// three, so that the usual limit of 1024 may be too low.
+/// Raises the limit of open files to its maximum. Each chunk of an engine's memory is a file, so that the usual limit of
+/// 1024 may be too low.
 pub(super) fn open_as_many_files_as_allowed() {
     let mut files = getrlimit(Resource::Nofile);
     files.current = files.maximum;

@@ -5,8 +5,8 @@
 //!
 //! A frame has two parts, header and body, which this layer does not interpret. A [`Transport`] makes listeners and
 //! connections. These are the same concrete types for every transport: bounded queues, and a task that moves frames.
-//! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate checks every byte
-//! before the `zeromq` crate reads it. [`MemoryTransport`] works inside one process with the same events, limits and
+//! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate reads every byte
+//! itself, within limits. [`MemoryTransport`] works inside one process with the same events, limits and
 //! errors, for tests and for paused time.
 //!
 //! The frame layer does not reconnect, does not retry frames and does not store them for later: the owner of a
@@ -27,7 +27,6 @@ mod log_limit;
 mod memory;
 mod process;
 mod queue;
-mod router;
 mod server;
 #[cfg(test)]
 #[path = "../../tests/support/skipped.rs"]
@@ -152,8 +151,8 @@ impl fmt::Display for Address {
 /// and beyond the receiver's closes the connection.
 ///
 /// Worst-case memory of a listener: `pending_bytes` (frames that are not handled yet) + `connections` x
-/// (`pending_bytes` + `header_bytes` + `body_bytes` + 512 KiB of buffers), plus 192 KiB for each of 64 handshakes. With
-/// the defaults: 16 MiB and 24.5 MiB a connection, so 1.6 GiB when each of 64 peers sends half of a longest message and
+/// (`pending_bytes` + `header_bytes` + `body_bytes` + 128 KiB of buffers), plus 64 KiB for each of 64 handshakes. With
+/// the defaults: 16 MiB and 24.1 MiB a connection, so 1.6 GiB when each of 64 peers sends half of a longest message and
 /// reads none of its answers, for at most `slow_after`. A [`Server`] decodes the frames that it hands over, at most
 /// `pending_bytes` at a time; decoded lists of small numbers take up to 16 times their bytes, so 256 MiB with the
 /// defaults.
@@ -164,7 +163,7 @@ pub struct Limits {
     pub header_bytes: usize,
     /// Longest body in bytes. Default: 8 MiB, the limit of the protocol.
     pub body_bytes: usize,
-    /// Most open connections of a listener; further ones are refused. Each takes three file descriptors. Default: 64.
+    /// Most open connections of a listener; further ones are refused. Each takes a file descriptor. Default: 64.
     pub connections: usize,
     /// How many of the connections a server reserves for workers and for clients that have not sent a hello. Others are
     /// refused when only these are left. Default: 0.

@@ -9,12 +9,12 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{timeout, timeout_at};
 
 use super::connection::ConnectionLink;
-use super::listener::{Intake, Outgoing, PeerLink, Peers, QueuedEvent};
+use super::listener::{Intake, Outgoing, PeerIntake, PeerLink, Peers, QueuedEvent};
 use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
 use super::{
-    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, PeerId,
-    Transport, TransportError, Violation,
+    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, Transport,
+    TransportError, Violation,
 };
 
 /// Connects listeners and clients by name. Clones share their names; separate instances share nothing.
@@ -192,6 +192,7 @@ impl Wire {
     async fn run(mut self, permit: OwnedSemaphorePermit) {
         let (peer, killed) = (self.peer.peer, self.peer.killed());
         let Slot { intake, limits, .. } = &self.slot;
+        let frames = intake.of(peer);
         let ConnectionLink {
             outbox,
             inbox,
@@ -203,7 +204,7 @@ impl Wire {
             biased;
             () = intake.events.closed() => None,
             reason = killed => Some(reason),
-            violation = upward(intake, limits, peer, outbox) => {
+            violation = upward(&frames, limits, outbox) => {
                 Some(violation)
             }
             end = downward(limits, &mut self.peer, inbox, inbound) => match end {
@@ -215,7 +216,7 @@ impl Wire {
                 }
                 DownwardEnd::ByPeer => {
                     outbox.close();
-                    let rest = upward_rest(intake, limits, peer, outbox).await;
+                    let rest = upward_rest(&frames, limits, outbox).await;
                     Some(rest.unwrap_or(CloseReason::ByPeer))
                 }
             },
@@ -232,12 +233,11 @@ impl Wire {
 
 /// Moves frames to the listener while the client may send. Returns only on a violation.
 async fn upward(
-    intake: &Intake,
+    frames: &PeerIntake,
     limits: &Limits,
-    peer: PeerId,
     outbox: &mut mpsc::Receiver<Queued>,
 ) -> CloseReason {
-    match upward_rest(intake, limits, peer, outbox).await {
+    match upward_rest(frames, limits, outbox).await {
         Some(reason) => reason,
         None => std::future::pending().await,
     }
@@ -245,16 +245,15 @@ async fn upward(
 
 /// Moves frames to the listener until the client's queue is closed and empty, or a frame is refused.
 async fn upward_rest(
-    intake: &Intake,
+    frames: &PeerIntake,
     limits: &Limits,
-    peer: PeerId,
     outbox: &mut mpsc::Receiver<Queued>,
 ) -> Option<CloseReason> {
     while let Some(queued) = outbox.recv().await {
         if let Err(violation) = check(limits, &queued.frame) {
             return Some(CloseReason::Violation(violation));
         }
-        intake.frame(peer, queued.frame).await.ok()?;
+        frames.frame(queued.frame).await.ok()?;
     }
     None
 }

@@ -1,37 +1,34 @@
-//! The gate: a filter between clients and the `zeromq` crate's ROUTER.
+//! The gate: accepts the connections of a listening socket and reads and writes ZMTP on them.
 //!
-//! The crate aborts the process on a forged frame length, buffers endless multipart messages, lets a second client take
-//! over the identity of the first, has no handshake deadline and drops peers that PING. So a task of this module
-//! accepts on the public socket, and each connection is two hops: client to gate, and gate to ROUTER over an inner
-//! socket in the same directory. Only checked messages of a client are forwarded; the gate produces greeting and READY
-//! itself, with an identity that it chose. In the other direction the gate forwards everything and inserts PONGs
-//! between messages.
+//! No library of ZMQ reads these bytes. Each connection is one task, which parses the client's stream as it arrives
+//! ([`zmtp`]), moves whole messages to the listener and queued frames to the client, and answers PINGs between them.
+//! Nothing is kept of a message that the limits do not allow.
 //!
-//! Memory of a connection, beside queued frames: three buffers of [`CHUNK_BYTES`] here, and in the ROUTER one message
-//! within the limits and two chunks.
+//! Memory of a connection, beside queued frames: two buffers of [`CHUNK_BYTES`], and the message that is being
+//! received, within the limits.
 
-mod relay;
+mod peer;
+#[cfg(test)]
+mod tests;
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::unix::OwnedReadHalf;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
-use super::router::Router;
 use super::zmtp::{self, Item, Parser};
 use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};
-use relay::Connection;
+use peer::OpenConnection;
 
-/// Most bytes of one read, in either direction.
-const CHUNK_BYTES: usize = 64 << 10;
+/// Most bytes of one read.
+pub(super) const CHUNK_BYTES: usize = 64 << 10;
 /// Most connections in the handshake. A further one closes the oldest. They do not count as open connections.
 pub(super) const HANDSHAKES_MAX: usize = 64;
 static REFUSALS: SharedLogLimit = SharedLogLimit::new();
@@ -41,11 +38,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// State shared by all connections of a gate.
 pub(super) struct Gate {
-    pub(super) router: Router,
     pub(super) intake: Intake,
     pub(super) limits: Arc<Limits>,
-    /// Path of the ROUTER's socket.
-    pub(super) inner: PathBuf,
 }
 
 /// Accepts connections until the listener is gone.
@@ -71,11 +65,8 @@ pub(super) async fn run(gate: Gate, public: UnixListener) {
         let handshake = handshakes.take();
         let (gate, open) = (gate.clone(), open.clone());
         tokio::spawn(async move {
-            let events = gate.intake.events.clone();
-            tokio::select! {
-                () = serve(&gate, stream, &open, handshake) => {}
-                () = events.closed() => {}
-            }
+            let shaking = shake_hands(&gate, stream, &open);
+            serve(&gate, shaking, handshake).await;
         });
     }
 }
@@ -99,42 +90,72 @@ enum ConnectionRefusal {
     Gone(#[from] SendError),
 }
 
-async fn serve(
+/// Carries out a handshake within its limits, then serves the connection until it or the listener is closed.
+async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     gate: &Gate,
-    stream: UnixStream,
-    open: &Arc<Semaphore>,
+    shaking: impl Future<Output = Result<OpenConnection<R, W>, ConnectionRefusal>>,
     mut handshake: HandshakePermit,
 ) {
-    let shaking = timeout(gate.limits.handshake, shake_hands(gate, stream, open));
-    let shaken = tokio::select! {
-        biased;
-        shaken = shaking => shaken.unwrap_or(Err(ConnectionRefusal::Late)),
-        () = handshake.lost() => Err(ConnectionRefusal::Crowded),
-    };
-    drop(handshake);
-    match shaken {
-        Ok(connection) => connection.run(gate).await,
-        Err(reason) => {
-            if let Some(left_out) = REFUSALS.line() {
-                tracing::info!(%reason, left_out, "refused a connection");
+    let serving = async {
+        let shaken = tokio::select! {
+            biased;
+            shaken = timeout(gate.limits.handshake, shaking) => {
+                shaken.unwrap_or(Err(ConnectionRefusal::Late))
+            }
+            () = handshake.lost() => Err(ConnectionRefusal::Crowded),
+        };
+        drop(handshake);
+        match shaken {
+            Ok(connection) => connection.run(gate).await,
+            Err(reason) => {
+                if let Some(left_out) = REFUSALS.line() {
+                    tracing::info!(%reason, left_out, "refused a connection");
+                }
             }
         }
+    };
+    tokio::select! {
+        () = serving => {}
+        () = gate.intake.events.closed() => {}
     }
 }
 
-/// Performs the handshake and opens the connection. The connection is visible to the listener only on success: then it
-/// is open at both ends, and `Opened` is queued.
+/// Performs the handshake of a Unix socket, whose peer the kernel knows.
 async fn shake_hands(
     gate: &Gate,
     stream: UnixStream,
     open: &Arc<Semaphore>,
-) -> Result<Connection, ConnectionRefusal> {
+) -> Result<OpenConnection<OwnedReadHalf, OwnedWriteHalf>, ConnectionRefusal> {
     let cred = stream.peer_cred()?;
     if cred.uid() != rustix::process::geteuid().as_raw() {
         return Err(ConnectionRefusal::User(cred.uid()));
     }
-    let (read, mut write) = stream.into_split();
+    let origin = Origin {
+        uid: cred.uid(),
+        // The kernel reports 0 for a process of another PID namespace: unknown.
+        pid: cred.pid().filter(|pid| *pid > 0),
+    };
+    let (read, write) = stream.into_split();
+    open_connection(gate, read, write, origin, open).await
+}
+
+/// The process at the other end of a connection.
+struct Origin {
+    uid: u32,
+    pid: Option<i32>,
+}
+
+/// Performs the handshake of ZMTP and opens the connection. It is visible to the listener only on success: then frames
+/// can be sent to it, and `Opened` is queued. The client gets its READY after that.
+async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
+    gate: &Gate,
+    read: R,
+    mut write: W,
+    origin: Origin,
+    open: &Arc<Semaphore>,
+) -> Result<OpenConnection<R, W>, ConnectionRefusal> {
     write.write_all(&zmtp::greeting()).await?;
+    write.flush().await?;
     let mut client = ClientReader {
         read,
         parser: Parser::client(&gate.limits),
@@ -145,41 +166,16 @@ async fn shake_hands(
     let permit = open.clone().try_acquire_owned();
     let permit = permit.map_err(|_| ConnectionRefusal::Full)?;
     let peer = Peers::next_id();
-    let inner = connect_inner(gate, peer).await?;
     let link = OpenPeer::new(gate, peer);
-    let opened = QueuedEvent::Opened {
-        peer,
-        uid: cred.uid(),
-        // The kernel reports 0 for a process of another PID namespace: unknown.
-        pid: cred.pid().filter(|pid| *pid > 0),
-    };
+    let Origin { uid, pid } = origin;
+    let opened = QueuedEvent::Opened { peer, uid, pid };
     gate.intake.push(opened).await?;
-    let connection = Connection {
+    Ok(OpenConnection {
         client,
-        client_write: write,
-        inner,
+        write,
         link,
         permit,
-    };
-    Ok(connection)
-}
-
-/// Connects to the ROUTER as the DEALER named `peer`, and waits until the ROUTER can route to it.
-async fn connect_inner(gate: &Gate, peer: PeerId) -> Result<UnixStream, ConnectionRefusal> {
-    let accepted = gate.router.expect(peer);
-    let mut inner = UnixStream::connect(&gate.inner).await?;
-    inner.write_all(&zmtp::greeting()).await?;
-    let ready = zmtp::ready("DEALER", &peer.0.to_be_bytes());
-    inner.write_all(&ready).await?;
-    let mut greeting = [0; zmtp::GREETING_BYTES];
-    inner.read_exact(&mut greeting).await?;
-    let mut head = [0; 2];
-    inner.read_exact(&mut head).await?;
-    let mut ready = [0; u8::MAX as usize];
-    inner.read_exact(&mut ready[..usize::from(head[1])]).await?;
-    let routed = accepted.wait().await;
-    routed.ok_or_else(|| io::Error::other("the inner socket did not take the connection"))?;
-    Ok(inner)
+    })
 }
 
 /// The entry of an open peer, removed when dropped.
@@ -204,15 +200,15 @@ impl Drop for OpenPeer {
 }
 
 /// The client's stream and its parser.
-struct ClientReader {
-    read: OwnedReadHalf,
+struct ClientReader<R> {
+    read: R,
     parser: Parser,
     buffer: Vec<u8>,
     /// The part of `buffer` that is read and not parsed yet.
     filled: std::ops::Range<usize>,
 }
 
-impl ClientReader {
+impl<R: AsyncRead + Unpin> ClientReader<R> {
     /// Reads more bytes if all are parsed. Returns `false` at the end of the stream.
     async fn fill(&mut self) -> io::Result<bool> {
         if self.filled.is_empty() {
@@ -222,19 +218,23 @@ impl ClientReader {
         Ok(!self.filled.is_empty())
     }
 
+    /// The next item of the bytes that were read, or `None` when all are parsed.
+    fn next(&mut self) -> Result<Option<Item<'_>>, Violation> {
+        let mut input = &self.buffer[self.filled.clone()];
+        let item = self.parser.next(&mut input);
+        self.filled.start = self.filled.end - input.len();
+        item
+    }
+
     async fn expect_ready(&mut self) -> Result<(), ConnectionRefusal> {
         loop {
             if !self.fill().await? {
                 return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
             }
-            let mut input = &self.buffer[self.filled.clone()];
-            let mut ready = false;
-            while !ready && let Some(item) = self.parser.next(&mut input)? {
-                ready = item == Item::Ready;
-            }
-            self.filled.start = self.filled.end - input.len();
-            if ready {
-                return Ok(());
+            while let Some(item) = self.next()? {
+                if item == Item::Ready {
+                    return Ok(());
+                }
             }
         }
     }

@@ -56,15 +56,6 @@ impl Parser {
         }
     }
 
-    /// A parser for a stream after its handshake.
-    pub(crate) fn traffic(limits: &Limits) -> Self {
-        Self {
-            state: State::Head,
-            ready: true,
-            ..Self::client(limits)
-        }
-    }
-
     /// Consumes bytes from the front of `input` until an item is found; `None` when all bytes are consumed.
     pub(crate) fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Option<Item<'a>>, Violation> {
         loop {
