@@ -1,4 +1,4 @@
-//! Transport of messages between processes of one machine.
+//! Transport of messages between processes, of one machine and of several.
 //!
 //! Two layers: frames, and on top of them conversations. A [`Server`] accepts hellos and enforces the protocol; a
 //! [`Client`] sends requests, retries them and enforces deadlines.
@@ -6,7 +6,7 @@
 //! A frame has two parts, header and body, which this layer does not interpret. A [`Transport`] makes listeners and
 //! connections. These are the same concrete types for every transport: bounded queues, and a task that moves frames.
 //! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate reads every byte
-//! itself, within limits. [`MemoryTransport`] works inside one process with the same events, limits and
+//! itself, within limits. [`TlsTransport`] is the same over TCP, for processes that have certificates. [`MemoryTransport`] works inside one process with the same events, limits and
 //! errors, for tests and for paused time.
 //!
 //! The frame layer does not reconnect, does not retry frames and does not store them for later: the owner of a
@@ -31,6 +31,9 @@ mod server;
 #[cfg(test)]
 #[path = "../../tests/support/skipped.rs"]
 mod skipped;
+mod stream;
+mod tcp;
+mod tls;
 mod zmq;
 mod zmtp;
 
@@ -63,10 +66,15 @@ pub use listener::{FrameSender, Listener};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
 pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
+pub use tcp::TlsTransport;
+pub use tls::{Credentials, CredentialsError, KeygenError, LEAF_DAYS, ROOT_DAYS, Root, Written};
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
 
-pub use kvferry_session::{CLIENT_OPEN_MAX, Failure, STRANGERS_MAX, ServerEvent, ServerSettings};
+pub use kvferry_session::{
+    CLIENT_OPEN_MAX, CertificateHolder, Claims, Failure, Origin, STRANGERS_MAX, ServerEvent,
+    ServerSettings,
+};
 pub use kvferry_types::{LinkId, PeerId};
 
 /// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.
@@ -107,10 +115,8 @@ pub enum ListenerEvent {
     Opened {
         /// Identifies the connection until its `Closed`.
         peer: PeerId,
-        /// User of the client's process, as reported by the kernel.
-        uid: u32,
-        /// Process id of the client, as reported by the kernel; `None` if the kernel does not report it.
-        pid: Option<i32>,
+        /// The client's process.
+        origin: Origin,
     },
     /// A client sent a frame within the limits.
     Frame {
@@ -136,6 +142,8 @@ pub enum Address {
     Directory(PathBuf),
     /// A name within one [`MemoryTransport`].
     Memory(String),
+    /// `HOST:PORT` of a [`TlsTransport`]; an address and a port to listen at.
+    Tcp(String),
 }
 
 impl fmt::Display for Address {
@@ -143,6 +151,7 @@ impl fmt::Display for Address {
         match self {
             Self::Directory(path) => write!(f, "ipc:{}", path.display()),
             Self::Memory(name) => write!(f, "memory:{name}"),
+            Self::Tcp(at) => write!(f, "tls:{at}"),
         }
     }
 }

@@ -10,7 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::timeout;
 
 use super::queue::{Budget, Queued};
-use super::{Address, CloseReason, Frame, Limits, ListenerEvent, PeerId, SendError};
+use super::{Address, CloseReason, Frame, Limits, ListenerEvent, Origin, PeerId, SendError};
 
 /// Most events queued for [`Listener::next`]; their bytes are bounded by [`Limits::pending_bytes`].
 const EVENTS_MAX: usize = 1024;
@@ -150,8 +150,7 @@ impl Peers {
 pub(super) enum QueuedEvent {
     Opened {
         peer: PeerId,
-        uid: u32,
-        pid: Option<i32>,
+        origin: Origin,
     },
     Frame {
         peer: PeerId,
@@ -171,6 +170,8 @@ pub(super) struct Intake {
     pub(super) events: mpsc::Sender<QueuedEvent>,
     pub(super) peers: Arc<Peers>,
     budget: Budget,
+    /// Nothing is sent: the listener waits until all clones are dropped.
+    _task: mpsc::Sender<()>,
 }
 
 impl Intake {
@@ -220,6 +221,7 @@ impl PeerIntake {
 /// Accepts connections and reports their events. Dropping the listener closes all connections and frees the address.
 pub struct Listener {
     events: mpsc::Receiver<QueuedEvent>,
+    tasks: mpsc::Receiver<()>,
     sender: FrameSender,
     address: Address,
     guard: Option<Box<dyn Any + Send + Sync>>,
@@ -237,13 +239,16 @@ impl Listener {
             entries: Mutex::new(HashMap::new()),
             limits: limits.clone(),
         });
+        let (task, tasks) = mpsc::channel(1);
         let intake = Intake {
+            _task: task,
             events,
             peers: peers.clone(),
             budget: Budget::new(limits.clone()),
         };
         let listener = Self {
             events: events_rx,
+            tasks,
             sender: FrameSender { peers },
             address,
             guard: Some(guard(&intake)),
@@ -264,9 +269,7 @@ impl Listener {
     ) -> Option<(ListenerEvent, Option<OwnedSemaphorePermit>)> {
         let event = self.events.recv().await?;
         Some(match event {
-            QueuedEvent::Opened { peer, uid, pid } => {
-                (ListenerEvent::Opened { peer, uid, pid }, None)
-            }
+            QueuedEvent::Opened { peer, origin } => (ListenerEvent::Opened { peer, origin }, None),
             QueuedEvent::Frame {
                 peer,
                 queued,
@@ -306,8 +309,7 @@ impl Listener {
     pub async fn close(mut self) {
         self.guard = None;
         self.events.close();
-        let ended = async { while self.events.recv().await.is_some() {} };
-        if timeout(CLOSE_DEADLINE, ended).await.is_err() {
+        if timeout(CLOSE_DEADLINE, self.tasks.recv()).await.is_err() {
             tracing::warn!(address = %self.address, "listener tasks did not end in time");
         }
     }

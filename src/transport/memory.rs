@@ -13,8 +13,8 @@ use super::listener::{Intake, Outgoing, PeerIntake, PeerLink, Peers, QueuedEvent
 use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
 use super::{
-    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, Transport,
-    TransportError, Violation,
+    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, Origin,
+    Transport, TransportError, Violation,
 };
 
 /// Connects listeners and clients by name. Clones share their names; separate instances share nothing.
@@ -140,8 +140,10 @@ impl MemoryTransport {
         let peer_link = slot.intake.peers.open(peer);
         let opened = QueuedEvent::Opened {
             peer,
-            uid: rustix::process::geteuid().as_raw(),
-            pid: self.pid.or_else(|| i32::try_from(std::process::id()).ok()),
+            origin: Origin::Local {
+                uid: rustix::process::geteuid().as_raw(),
+                pid: self.pid.or_else(|| i32::try_from(std::process::id()).ok()),
+            },
         };
         match timeout_at(by, slot.intake.push(opened)).await {
             Ok(Ok(())) => {}
@@ -177,7 +179,7 @@ impl MemoryTransport {
 fn name_of(address: &Address) -> Result<&str, TransportError> {
     match address {
         Address::Memory(name) => Ok(name),
-        Address::Directory(_) => Err(TransportError::Address(address.clone())),
+        Address::Directory(_) | Address::Tcp(_) => Err(TransportError::Address(address.clone())),
     }
 }
 

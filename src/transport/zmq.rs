@@ -42,7 +42,7 @@ impl Transport for ZmqTransport {
         address: &'a Address,
         limits: Limits,
     ) -> BoxFuture<'a, Result<Listener, TransportError>> {
-        Box::pin(listen(address, limits))
+        Box::pin(async move { open(address, limits).map(|(listener, _)| listener) })
     }
 
     fn connect<'a>(
@@ -58,11 +58,15 @@ impl Transport for ZmqTransport {
 fn directory_of(address: &Address) -> Result<&Path, TransportError> {
     match address {
         Address::Directory(path) => Ok(path),
-        Address::Memory(_) => Err(TransportError::Address(address.clone())),
+        Address::Memory(_) | Address::Tcp(_) => Err(TransportError::Address(address.clone())),
     }
 }
 
-async fn listen(address: &Address, limits: Limits) -> Result<Listener, TransportError> {
+/// Listens in a directory. The gate can take connections of other sockets as well.
+pub(super) fn open(
+    address: &Address,
+    limits: Limits,
+) -> Result<(Listener, Arc<Gate>), TransportError> {
     let path = directory_of(address)?;
     limits.check()?;
     directory::prepare(path)?;
@@ -70,8 +74,9 @@ async fn listen(address: &Address, limits: Limits) -> Result<Listener, Transport
     let public = claim.bind()?;
     let limits = Arc::new(limits);
     let (listener, intake) = Listener::new(address.clone(), &limits, |_| Box::new(claim));
-    tokio::spawn(gate::run(Gate { intake, limits }, public));
-    Ok(listener)
+    let gate = Arc::new(Gate::new(intake, limits));
+    tokio::spawn(gate::run(gate.clone(), public));
+    Ok((listener, gate))
 }
 
 async fn connect(

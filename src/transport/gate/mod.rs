@@ -1,21 +1,23 @@
 //! The gate: accepts the connections of a listening socket and reads and writes ZMTP on them.
 //!
 //! No library of ZMQ reads these bytes. Each connection is one task, which parses the client's stream as it arrives
-//! ([`zmtp`]), moves whole messages to the listener and queued frames to the client, and answers PINGs between them.
+//! ([`super::stream`]), moves whole messages to the listener and queued frames to the client, and answers PINGs between them.
 //! Nothing is kept of a message that the limits do not allow.
 //!
-//! Memory of a connection, beside queued frames: two buffers of [`CHUNK_BYTES`], and the message that is being
+//! Memory of a connection, beside queued frames: two buffers of [`super::stream::CHUNK_BYTES`], and the message that is being
 //! received, within the limits.
 
 mod peer;
 #[cfg(test)]
 mod tests;
+mod tls;
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
@@ -23,12 +25,14 @@ use tokio::time::timeout;
 
 use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
-use super::zmtp::{self, Item, Parser};
-use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};
+use super::stream::{FrameReader, FrameWriter, StreamEnd};
+use super::zmtp::Parser;
+use super::{Limits, Origin, PeerId, SendError, SharedLogLimit};
 use peer::OpenConnection;
+#[cfg(test)]
+pub(super) use tls::HANDSHAKES_OF_SOURCE_MAX;
+pub(super) use tls::{TlsSide, run_tls, set_up};
 
-/// Most bytes of one read.
-pub(super) const CHUNK_BYTES: usize = 64 << 10;
 /// Most connections in the handshake. A further one closes the oldest. They do not count as open connections.
 pub(super) const HANDSHAKES_MAX: usize = 64;
 static REFUSALS: SharedLogLimit = SharedLogLimit::new();
@@ -36,37 +40,73 @@ static ACCEPT_ERRORS: SharedLogLimit = SharedLogLimit::new();
 /// Pause after `accept` failed, so that a lack of file descriptors does not cause a busy loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// State shared by all connections of a gate.
+/// State shared by all connections of a listener.
 pub(super) struct Gate {
-    pub(super) intake: Intake,
-    pub(super) limits: Arc<Limits>,
+    intake: Intake,
+    limits: Arc<Limits>,
+    open: Arc<Semaphore>,
+    refused: Arc<Refused>,
 }
 
-/// Accepts connections until the listener is gone.
-pub(super) async fn run(gate: Gate, public: UnixListener) {
-    let gate = Arc::new(gate);
-    let handshakes = HandshakePermits::new(HANDSHAKES_MAX);
-    let open = Arc::new(Semaphore::new(gate.limits.connections));
-    loop {
-        let accepted = tokio::select! {
-            accepted = public.accept() => accepted,
-            () = gate.intake.events.closed() => return,
-        };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                if let Some(left_out) = ACCEPT_ERRORS.line() {
-                    tracing::warn!(%error, left_out, "cannot accept a connection");
+/// Connections that were refused before they were open.
+#[derive(Debug, Default)]
+pub(super) struct Refused {
+    pub(super) local: AtomicU64,
+    pub(super) tls: AtomicU64,
+}
+
+impl Gate {
+    pub(super) fn new(intake: Intake, limits: Arc<Limits>) -> Self {
+        Self {
+            open: Arc::new(Semaphore::new(limits.connections)),
+            refused: Arc::default(),
+            intake,
+            limits,
+        }
+    }
+
+    /// The counts of refused connections, for tests.
+    #[cfg(test)]
+    pub(super) fn refused(&self) -> Arc<Refused> {
+        Arc::clone(&self.refused)
+    }
+
+    /// Accepts the next connection; `None` once the listener is gone.
+    async fn accept<T, F>(&self, accept: impl Fn() -> F) -> Option<T>
+    where
+        F: Future<Output = io::Result<T>>,
+    {
+        loop {
+            let accepted = tokio::select! {
+                accepted = accept() => accepted,
+                () = self.intake.events.closed() => return None,
+            };
+            match accepted {
+                Ok(accepted) => return Some(accepted),
+                Err(error) => {
+                    if let Some(left_out) = ACCEPT_ERRORS.line() {
+                        tracing::warn!(%error, left_out, "cannot accept a connection");
+                    }
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-                continue;
             }
-        };
-        let handshake = handshakes.take();
-        let (gate, open) = (gate.clone(), open.clone());
+        }
+    }
+}
+
+/// Accepts connections of this machine until the listener is gone.
+pub(super) async fn run(gate: Arc<Gate>, public: UnixListener) {
+    let handshakes = HandshakePermits::new(HANDSHAKES_MAX);
+    while let Some((stream, _)) = gate.accept(|| public.accept()).await {
+        let (gate, handshake) = (gate.clone(), handshakes.take());
         tokio::spawn(async move {
-            let shaking = shake_hands(&gate, stream, &open);
-            serve(&gate, shaking, handshake).await;
+            let shaking = shake_hands(&gate, stream);
+            if let Some(reason) = serve(&gate, shaking, handshake).await {
+                let refused = 1 + gate.refused.local.fetch_add(1, Ordering::Relaxed);
+                if let Some(left_out) = REFUSALS.line() {
+                    tracing::info!(%reason, refused, left_out, "refused a connection");
+                }
+            }
         });
     }
 }
@@ -83,19 +123,22 @@ enum ConnectionRefusal {
     #[error("its handshake was the oldest of too many")]
     Crowded,
     #[error("{0}")]
-    Violation(#[from] Violation),
+    Stream(#[from] StreamEnd),
     #[error("{0}")]
     Io(#[from] io::Error),
     #[error("the listener is gone")]
     Gone(#[from] SendError),
+    #[error("{0}")]
+    Certificate(String),
 }
 
-/// Carries out a handshake within its limits, then serves the connection until it or the listener is closed.
+/// Carries out a handshake within its limits, then serves the connection until it or the listener is closed. Returns why
+/// it was refused before it was open.
 async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     gate: &Gate,
     shaking: impl Future<Output = Result<OpenConnection<R, W>, ConnectionRefusal>>,
     mut handshake: HandshakePermit,
-) {
+) -> Option<ConnectionRefusal> {
     let serving = async {
         let shaken = tokio::select! {
             biased;
@@ -106,17 +149,16 @@ async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
         };
         drop(handshake);
         match shaken {
-            Ok(connection) => connection.run(gate).await,
-            Err(reason) => {
-                if let Some(left_out) = REFUSALS.line() {
-                    tracing::info!(%reason, left_out, "refused a connection");
-                }
+            Ok(connection) => {
+                connection.run(gate).await;
+                None
             }
+            Err(reason) => Some(reason),
         }
     };
     tokio::select! {
-        () = serving => {}
-        () = gate.intake.events.closed() => {}
+        refused = serving => refused,
+        () = gate.intake.events.closed() => None,
     }
 }
 
@@ -124,25 +166,18 @@ async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
 async fn shake_hands(
     gate: &Gate,
     stream: UnixStream,
-    open: &Arc<Semaphore>,
 ) -> Result<OpenConnection<OwnedReadHalf, OwnedWriteHalf>, ConnectionRefusal> {
     let cred = stream.peer_cred()?;
     if cred.uid() != rustix::process::geteuid().as_raw() {
         return Err(ConnectionRefusal::User(cred.uid()));
     }
-    let origin = Origin {
+    let origin = Origin::Local {
         uid: cred.uid(),
         // The kernel reports 0 for a process of another PID namespace: unknown.
         pid: cred.pid().filter(|pid| *pid > 0),
     };
     let (read, write) = stream.into_split();
-    open_connection(gate, read, write, origin, open).await
-}
-
-/// The process at the other end of a connection.
-struct Origin {
-    uid: u32,
-    pid: Option<i32>,
+    open_connection(gate, read, write, origin).await
 }
 
 /// Performs the handshake of ZMTP and opens the connection. It is visible to the listener only on success: then frames
@@ -150,29 +185,24 @@ struct Origin {
 async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     gate: &Gate,
     read: R,
-    mut write: W,
+    write: W,
     origin: Origin,
-    open: &Arc<Semaphore>,
 ) -> Result<OpenConnection<R, W>, ConnectionRefusal> {
-    write.write_all(&zmtp::greeting()).await?;
-    write.flush().await?;
-    let mut client = ClientReader {
-        read,
-        parser: Parser::client(&gate.limits),
-        buffer: vec![0; CHUNK_BYTES],
-        filled: 0..0,
-    };
-    client.expect_ready().await?;
-    let permit = open.clone().try_acquire_owned();
+    let mut writer = FrameWriter::new(write, gate.limits.slow_after);
+    writer.greet();
+    writer.flush().await?;
+    let mut reader = FrameReader::new(read, Parser::client(&gate.limits));
+    reader.handshake().await?;
+    let permit = gate.open.clone().try_acquire_owned();
     let permit = permit.map_err(|_| ConnectionRefusal::Full)?;
     let peer = Peers::next_id();
     let link = OpenPeer::new(gate, peer);
-    let Origin { uid, pid } = origin;
-    let opened = QueuedEvent::Opened { peer, uid, pid };
-    gate.intake.push(opened).await?;
+    gate.intake
+        .push(QueuedEvent::Opened { peer, origin })
+        .await?;
     Ok(OpenConnection {
-        client,
-        write,
+        reader,
+        writer,
         link,
         permit,
     })
@@ -196,46 +226,5 @@ impl OpenPeer {
 impl Drop for OpenPeer {
     fn drop(&mut self) {
         self.peers.close(self.link.peer);
-    }
-}
-
-/// The client's stream and its parser.
-struct ClientReader<R> {
-    read: R,
-    parser: Parser,
-    buffer: Vec<u8>,
-    /// The part of `buffer` that is read and not parsed yet.
-    filled: std::ops::Range<usize>,
-}
-
-impl<R: AsyncRead + Unpin> ClientReader<R> {
-    /// Reads more bytes if all are parsed. Returns `false` at the end of the stream.
-    async fn fill(&mut self) -> io::Result<bool> {
-        if self.filled.is_empty() {
-            let bytes = self.read.read(&mut self.buffer).await?;
-            self.filled = 0..bytes;
-        }
-        Ok(!self.filled.is_empty())
-    }
-
-    /// The next item of the bytes that were read, or `None` when all are parsed.
-    fn next(&mut self) -> Result<Option<Item<'_>>, Violation> {
-        let mut input = &self.buffer[self.filled.clone()];
-        let item = self.parser.next(&mut input);
-        self.filled.start = self.filled.end - input.len();
-        item
-    }
-
-    async fn expect_ready(&mut self) -> Result<(), ConnectionRefusal> {
-        loop {
-            if !self.fill().await? {
-                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
-            }
-            while let Some(item) = self.next()? {
-                if item == Item::Ready {
-                    return Ok(());
-                }
-            }
-        }
     }
 }

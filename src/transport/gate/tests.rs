@@ -1,10 +1,11 @@
 //! The gate over streams that pass a chosen number of bytes at a time.
 
-use tokio::io::{DuplexStream, duplex, split};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
 
 use super::*;
 use crate::listener::PEER_FRAMES_MAX;
-use crate::zmtp::Part;
+use crate::stream::CHUNK_BYTES;
+use crate::zmtp::{self, Part};
 use crate::{Address, CloseReason, Frame, Listener, ListenerEvent};
 
 /// Deadline that suffices on a loaded machine; reached only when a test fails.
@@ -15,7 +16,6 @@ const PONG: &[u8] = b"\x04\x09\x04PONGctx!";
 /// A listener whose connections the test makes.
 struct Bench {
     gate: Arc<Gate>,
-    open: Arc<Semaphore>,
     handshakes: Arc<HandshakePermits>,
     listener: Listener,
 }
@@ -26,8 +26,7 @@ impl Bench {
         let address = Address::Memory("gate".to_owned());
         let (listener, intake) = Listener::new(address, &limits, |_| Box::new(()));
         Self {
-            open: Arc::new(Semaphore::new(limits.connections)),
-            gate: Arc::new(Gate { intake, limits }),
+            gate: Arc::new(Gate::new(intake, limits)),
             handshakes: HandshakePermits::new(HANDSHAKES_MAX),
             listener,
         }
@@ -36,13 +35,12 @@ impl Bench {
     /// Connects over a stream that holds at most `piece` bytes in each direction.
     fn connect(&self, piece: usize) -> DuplexStream {
         let (ours, theirs) = duplex(piece);
-        let (gate, open) = (self.gate.clone(), self.open.clone());
-        let handshake = self.handshakes.take();
+        let (gate, handshake) = (self.gate.clone(), self.handshakes.take());
         tokio::spawn(async move {
             let (read, write) = split(theirs);
-            let (uid, pid) = (0, None);
-            let shaking = open_connection(&gate, read, write, Origin { uid, pid }, &open);
-            serve(&gate, shaking, handshake).await;
+            let origin = Origin::Local { uid: 0, pid: None };
+            let shaking = open_connection(&gate, read, write, origin);
+            assert!(serve(&gate, shaking, handshake).await.is_none());
         });
         ours
     }
