@@ -355,6 +355,39 @@ async fn half_handshakes_are_refused_and_others_are_served_meanwhile() {
 }
 
 #[tokio::test]
+async fn half_handshakes_of_other_machines_take_no_place_of_this_one() {
+    let limits = Limits {
+        handshake: TEST_TIMEOUT * 3,
+        ..Limits::default()
+    };
+    let keys = Keys::make();
+    let (_root, local) = own_directory();
+    let remote = free_address();
+    let transport = keys.transport("leader");
+    let at = at(&remote).parse().expect("an address");
+    let mut listener = transport
+        .listen_beside(&local, at, limits)
+        .await
+        .expect("listens");
+    let Address::Directory(path) = &local else {
+        panic!("not a directory");
+    };
+    let slow = tokio::net::UnixStream::connect(path.join("kvferry.sock")).await;
+    let mut slow = slow.expect("connects");
+    let mut half = Vec::new();
+    for _ in 0..HANDSHAKES_MAX * 2 {
+        let mut stream = raw(&remote).await;
+        stream.write_all(HALF).await.expect("written");
+        half.push(stream);
+    }
+    // The first is closed for one of the others; the oldest of this machine is not.
+    read_to_end(&mut half[0]).await;
+    let hello = [&zmtp::greeting()[..], &zmtp::ready("DEALER", b"")].concat();
+    slow.write_all(&hello).await.expect("open");
+    opened(&mut listener).await;
+}
+
+#[tokio::test]
 async fn half_handshakes_of_one_address_do_not_end_those_of_another() {
     let limits = Limits {
         handshake: TEST_TIMEOUT * 3,
