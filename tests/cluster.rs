@@ -17,6 +17,7 @@ mod cluster {
     mod on_gpus;
     mod processes;
     mod recovery;
+    mod remote;
     pub mod replay_events;
     mod restarts;
     mod settings;

@@ -16,12 +16,12 @@ pub(super) struct Arguments {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        let socket_paths = self.client.load()?;
+        let (_, place) = self.client.load()?;
         let limit = Duration::from_secs(self.timeout);
         let pages = block_on(1, async move {
             // Fails sooner, and with a better error, when no leader runs.
-            status::request(&socket_paths, false).await?;
-            let flushed = status::admin(&socket_paths, "flush").flush(limit).await;
+            status::request_at(&place, false).await?;
+            let flushed = status::admin_at(&place, "flush").flush(limit).await;
             flushed.map_err(CommandError::failed)
         })?;
         print_line(&format!("{pages} pages are durable on the disk"));

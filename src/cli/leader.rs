@@ -10,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
+use crate::cli::remote::{ListenArguments, listen};
 use crate::cli::shutdown::{DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::config::Config;
@@ -17,9 +18,7 @@ use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
 use kvferry_protocol::{FEATURE_TAILS, Role};
-use kvferry_transport::{
-    Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
-};
+use kvferry_transport::{Limits, Server, ServerSettings, prepare_directory};
 use kvferry_types::{ByteSize, Epoch, PerTier, TierId, WorkerId};
 
 /// How long a leader waits for the one before, which may still be ending.
@@ -30,6 +29,8 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 pub(super) struct Arguments {
     #[command(flatten)]
     config: ConfigArguments,
+    #[command(flatten)]
+    remote: ListenArguments,
     /// End when standard input ends.
     #[arg(long, hide = true)]
     supervised: bool,
@@ -41,6 +42,7 @@ pub(super) struct Arguments {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let config = self.config.load()?;
+        let remote = self.remote.load()?;
         end_with_supervisor(self.supervised)?;
         crate::cli::worker::open_as_many_files_as_allowed();
         // One thread: a message passes through several tasks, and waking another thread for each would take longer than
@@ -49,11 +51,8 @@ impl Arguments {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let socket_paths = SocketPaths::new(&config.socket_dir);
             prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
-            let listener = ZmqTransport
-                .listen(
-                    &socket_paths.leader_address(),
-                    Limits::of_leader(config.ranks, config.replicas),
-                )
+            let limits = Limits::of_leader(config.ranks, config.replicas);
+            let listener = listen(&socket_paths.leader_address(), remote, limits)
                 .await
                 .map_err(CommandError::failed)?;
             let directory = socket_paths.leader();

@@ -6,8 +6,10 @@ mod engine_rank;
 mod events;
 mod flush;
 mod fsck;
+mod keygen;
 mod leader;
 mod preflight;
+mod remote;
 mod replay;
 mod reset;
 mod shutdown;
@@ -27,6 +29,7 @@ use clap::{Parser, Subcommand};
 
 use crate::config::{Config, Flags};
 use crate::error::{CommandError, EXIT_CODES};
+use kvferry_transport::CertificateHolder;
 
 /// Moves LLM KV-cache blocks between engine memory and host memory, so that a prompt prefix that was computed once is
 /// loaded instead of computed again.
@@ -68,6 +71,10 @@ enum Command {
     ///
     /// A check changes nothing. Exit code 1 if something is wrong, and after a repair if something is left.
     Fsck(fsck::Arguments),
+    /// Make the keys of leader, workers and operators that are on different machines.
+    ///
+    /// The first run makes a root, which signs and stays in DIR; later ones add or renew files with the same root.
+    Keygen(keygen::Arguments),
     /// Replay a request trace through leader, workers and an engine, and verify every byte.
     Replay(Box<replay::Arguments>),
     /// Measure this machine.
@@ -112,14 +119,16 @@ struct ClientArguments {
     /// Directory of the sockets, that of `kvferry up`.
     #[arg(long, value_name = "DIR")]
     socket_dir: Option<PathBuf>,
+    #[command(flatten)]
+    leader: remote::LeaderArguments,
     /// Filter of the log, such as info,kvferry=debug.
     #[arg(long, value_name = "FILTER", default_value = "warn")]
     log: String,
 }
 
 impl ClientArguments {
-    /// Loads and checks the settings, starts logging, and returns the paths of the sockets.
-    fn load(self) -> Result<socket_paths::SocketPaths, CommandError> {
+    /// Loads and checks the settings, starts logging, and returns the paths of the sockets and the place of the leader.
+    fn load(self) -> Result<(socket_paths::SocketPaths, remote::LeaderPlace), CommandError> {
         let flags = Flags {
             socket_dir: self.socket_dir,
             log: Some(self.log),
@@ -127,7 +136,17 @@ impl ClientArguments {
         };
         let config = self.config;
         let config = ConfigArguments { config, flags }.load()?;
-        Ok(socket_paths::SocketPaths::new(&config.socket_dir))
+        let socket_paths = socket_paths::SocketPaths::new(&config.socket_dir);
+        let wanted = |holder| {
+            matches!(
+                holder,
+                CertificateHolder::Admin | CertificateHolder::Monitor
+            )
+        };
+        let place = self
+            .leader
+            .load(&socket_paths, "an admin or a monitor", wanted)?;
+        Ok((socket_paths, place))
     }
 }
 
@@ -158,6 +177,7 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Flush(arguments) => arguments.run(),
         Command::Events(arguments) => arguments.run(),
         Command::Fsck(arguments) => arguments.run(),
+        Command::Keygen(arguments) => arguments.run(),
         Command::Replay(arguments) => arguments.run(),
         Command::Bench(command) => command.run(),
         Command::EngineRank(arguments) => arguments.run(),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::cli::{ClientArguments, block_on, print_line, socket_paths::SocketPaths, status};
+use crate::cli::{ClientArguments, block_on, print_line, remote::LeaderPlace, status};
 use crate::error::CommandError;
 use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, ResetScope, TierId};
 
@@ -51,9 +51,9 @@ pub(super) struct Arguments {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let scope = scope(self.namespace, &self.hashes)?;
-        let socket_paths = self.client.load()?;
+        let (_, place) = self.client.load()?;
         let tier = self.tier.map(TierId::from);
-        let pages = block_on(1, async move { request(&socket_paths, scope, tier).await })?;
+        let pages = block_on(1, async move { request(&place, scope, tier).await })?;
         let from = tier.map_or_else(String::new, |tier| format!(" in {tier}"));
         print_line(&format!("{pages} pages forgotten{from}"));
         Ok(())
@@ -105,13 +105,13 @@ fn hex(text: &str) -> Option<Vec<u8>> {
 }
 
 async fn request(
-    socket_paths: &SocketPaths,
+    place: &LeaderPlace,
     scope: ResetScope,
     tier: Option<TierId>,
 ) -> Result<u32, CommandError> {
     // Fails sooner, and with a better error, when no leader runs.
-    status::request(socket_paths, false).await?;
-    let removed = status::admin(socket_paths, "reset")
+    status::request_at(place, false).await?;
+    let removed = status::admin_at(place, "reset")
         .reset_tier(scope, tier, RESET_LIMIT)
         .await;
     removed.map_err(CommandError::failed)

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 
+use crate::cli::remote::LeaderArguments;
 use crate::cli::shutdown::{EndedBy, Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::config::Config;
@@ -18,8 +19,8 @@ use kvferry_memory::{DEPOT_HEADER_BYTES, NumaNode};
 use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role};
 use kvferry_tiers::disk::DiskDirectories;
 use kvferry_transport::{
-    Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
-    ZmqTransport, prepare_directory,
+    Address, CertificateHolder, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings,
+    Transport, ZmqTransport, prepare_directory,
 };
 use kvferry_types::{Epoch, Rank, Replica, WorkerId};
 
@@ -33,6 +34,8 @@ pub(super) struct Arguments {
     /// The engine whose rank it is.
     #[arg(long, default_value_t = 0)]
     replica: u16,
+    #[command(flatten)]
+    leader: LeaderArguments,
     /// Descriptor of the memory that a supervisor holds for this worker's depot.
     #[arg(long, hide = true)]
     depot_fd: Option<u32>,
@@ -68,6 +71,11 @@ impl Arguments {
                 config.ranks - 1
             )));
         }
+        let socket_paths = SocketPaths::new(&config.socket_dir);
+        let own = CertificateHolder::Worker(worker);
+        let place = self
+            .leader
+            .load(&socket_paths, &own.to_string(), |holder| holder == own)?;
         let node = config.g2_numa.of(config.kv_shards.of(worker.rank));
         let node = node.map(NumaNode::find).transpose();
         let node = node.map_err(|error| CommandError::Config(error.to_string()))?;
@@ -75,7 +83,6 @@ impl Arguments {
         open_as_many_files_as_allowed();
         block_on(2, async move {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
-            let socket_paths = SocketPaths::new(&config.socket_dir);
             prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
             let directory = socket_paths.worker(worker);
             let listener = ZmqTransport
@@ -100,11 +107,11 @@ impl Arguments {
                 ..Hello::new(Role::Worker, format!("worker of {worker}"))
             };
             let settings = ClientSettings {
-                address: socket_paths.leader_address(),
+                address: place.address,
                 hello,
                 limits: Limits::default(),
             };
-            let (leader, incoming) = Client::start(Arc::new(ZmqTransport), settings);
+            let (leader, incoming) = Client::start(place.transport, settings);
             let threads = usize::from(config.copy_threads);
             let ready = Arc::new(AtomicBool::new(false));
             let bytes = config.host_memory().0 / u64::from(config.kv_shards.shards());
@@ -181,8 +188,8 @@ fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
         .map_err(|error| CommandError::Failed(format!("{path}: {error}")))
 }
 
-/// Raises the limit of open files to its maximum. Each chunk of an engine's memory is a file, and each connection takes
-/// three, so that the usual limit of 1024 may be too low.
+/// Raises the limit of open files to its maximum. Each chunk of an engine's memory is a file, so that the usual limit of
+/// 1024 may be too low.
 pub(super) fn open_as_many_files_as_allowed() {
     let mut files = getrlimit(Resource::Nofile);
     files.current = files.maximum;

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::origin::Origin;
 use kvferry_protocol::{
     Class, ErrorBody, ErrorCode, HELLO_VERSION, Header, MessageKind, Role, check_header, limits,
 };
@@ -24,8 +25,8 @@ pub const HELLO_DEADLINE: Duration = Duration::from_secs(5);
 /// One connection of a server.
 #[derive(Debug)]
 pub(super) struct Peer {
-    /// Id of the peer's process, if the system shows it.
-    pub(super) pid: Option<i32>,
+    /// Where the connection comes from.
+    pub(super) origin: Origin,
     /// The peer's role; `None` before its welcome.
     pub(super) role: Option<Role>,
     /// Version of the messages that are sent to the peer.
@@ -57,9 +58,9 @@ impl Peer {
         self.last_received
     }
 
-    pub(super) fn new(pid: Option<i32>, now: Time) -> Self {
+    pub(super) fn new(origin: Origin, now: Time) -> Self {
         Self {
-            pid,
+            origin,
             role: None,
             version: HELLO_VERSION,
             opened: now,
@@ -120,9 +121,9 @@ impl Peer {
             let text = "the hello was sent before: send it once";
             return (refuse(ErrorBody::new(ErrorCode::Invalid, text)), false);
         }
-        if !kind.sent_by(role) {
+        if !kind.sent_by(role) || !self.origin.may_send(kind) {
             let text = format!(
-                "{} is not for this peer to send here: check its role",
+                "{} is not for this peer to send here: check its role, and its certificate if it has one",
                 kind.name()
             );
             let verdict = refuse(ErrorBody::new(ErrorCode::UnknownKind, text));

@@ -7,6 +7,7 @@
 
 mod admission;
 mod client;
+mod origin;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -16,6 +17,7 @@ pub use client::{
     CLIENT_OPEN_MAX, CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes,
     Failure,
 };
+pub use origin::{CertificateHolder, Claims, DEPLOYMENT_BYTES_MAX, Origin, check_deployment};
 pub use server::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
     order_envelope,

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::admission::{HELLO_DEADLINE, Peer, STRANGERS_MAX, Verdict};
+use super::origin::Origin;
 use kvferry_protocol::{
     Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES, HELLO_VERSION, Header,
     Hello, Message, Role, VERSION, VERSION_MIN, Welcome, encode, limits,
@@ -122,7 +123,7 @@ impl ServerSession {
     }
 
     /// Handles a connection that was accepted.
-    pub fn opened(&mut self, host: &mut impl ServerHost, peer: PeerId, pid: Option<i32>) {
+    pub fn opened(&mut self, host: &mut impl ServerHost, peer: PeerId, origin: Origin) {
         // Peers that never send a hello cannot keep others out.
         let strangers = self.peers.iter().filter(|(_, peer)| peer.role.is_none());
         if strangers.clone().count() >= STRANGERS_MAX {
@@ -133,7 +134,7 @@ impl ServerSession {
                 self.remove_peer(host, oldest);
             }
         }
-        self.peers.insert(peer, Peer::new(pid, host.now()));
+        self.peers.insert(peer, Peer::new(origin, host.now()));
     }
 
     /// Handles the close of a connection, by either side.
@@ -225,7 +226,9 @@ impl ServerSession {
         hello: Hello,
     ) -> Option<ServerEvent> {
         let version = hello.version_max.min(self.version_max);
-        if let Some(refusal) = self.refusal(host, &hello, version) {
+        let origin = &self.peers.get(&id)?.origin;
+        let refusal = self.refusal(host, &hello, version);
+        if let Some(refusal) = refusal.or_else(|| origin.permits(&hello).err()) {
             self.send(host, id, correlation, Message::Error(refusal));
             return None;
         }
@@ -241,7 +244,7 @@ impl ServerSession {
         peer.role = Some(hello.role);
         peer.version = version;
         tracing::debug!(role = ?hello.role, version, name = hello.name, "welcomed");
-        let pid = peer.pid;
+        let pid = peer.origin.pid();
         if hello.role == Role::Rank {
             host.watch(id, pid);
         }

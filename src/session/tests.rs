@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{
-    ClientEvent, ClientRequest, ClientSession, ClientTimes, Encoded, Failure, ServerEvent,
+    ClientEvent, ClientRequest, ClientSession, ClientTimes, Encoded, Failure, Origin, ServerEvent,
     ServerHost, ServerSession, ServerSettings, encode_reply,
 };
 use kvferry_protocol::{
@@ -298,6 +298,10 @@ impl ServerHost for Sent {
     }
 }
 
+fn local(pid: Option<i32>) -> Origin {
+    Origin::Local { uid: 0, pid }
+}
+
 fn server() -> (ServerSession, Sent) {
     let settings = ServerSettings {
         epoch: Epoch(7),
@@ -326,7 +330,7 @@ fn a_client_is_welcomed_and_its_request_is_answered() {
     client.tick(at(0));
     client.session.connected(at(0));
     client.act();
-    server.opened(&mut host, PEER, Some(42));
+    server.opened(&mut host, PEER, local(Some(42)));
     let hello = client.sent.pop().expect("a hello");
     let (header, body) = encode(&hello).expect("encoded");
     match take(&mut server, &mut host, &header, &body) {
@@ -358,7 +362,7 @@ fn a_client_is_welcomed_and_its_request_is_answered() {
 #[test]
 fn silent_peers_are_closed_after_three_heartbeats_and_not_right_after_a_pause() {
     let (mut server, mut host) = server();
-    server.opened(&mut host, PEER, None);
+    server.opened(&mut host, PEER, local(None));
     let hello = Envelope {
         version: HELLO_VERSION,
         correlation: RequestId(0),

@@ -19,8 +19,6 @@ use super::{Address, TransportError};
 pub(super) const SOCKET_NAME: &str = "kvferry.sock";
 /// File name of the socket that receives descriptors.
 pub(super) const FD_SOCKET_NAME: &str = "fds.sock";
-/// Name prefix of the inner sockets behind the gate; the rest is different for each listener.
-const INNER_PREFIX: &str = "gate-inner-";
 /// Longest path of a Unix socket on Linux in bytes, without the terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
@@ -128,40 +126,6 @@ pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, Trans
     }
 }
 
-/// Binds a socket with mode 0600 in a checked directory. Replaces an existing socket: the caller holds the lock, so no
-/// process listens on it.
-pub(super) fn bind(path: &Path) -> Result<UnixListener, TransportError> {
-    match fs::symlink_metadata(path) {
-        Ok(found) if found.file_type().is_socket() => {
-            fs::remove_file(path)
-                .map_err(TransportError::io("cannot remove the stale socket", path))?;
-        }
-        Ok(found) => {
-            return Err(TransportError::Directory {
-                path: path.to_owned(),
-                mode: found.mode() & 0o7777,
-                problem: "is no socket but lies where one is to be made",
-                remedy: "remove it".to_owned(),
-            });
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(TransportError::io("cannot read", path)(error)),
-    }
-    let listener = UnixListener::bind(path).map_err(TransportError::io("cannot bind", path))?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600))
-        .map_err(TransportError::io("cannot set the mode of", path))?;
-    let found = fs::symlink_metadata(path).map_err(TransportError::io("cannot read", path))?;
-    if !found.file_type().is_socket() || found.mode() & 0o777 != 0o600 || found.uid() != own_uid() {
-        return Err(TransportError::Directory {
-            path: path.to_owned(),
-            mode: found.mode() & 0o7777,
-            problem: "is not the socket that was just made",
-            remedy: "use a directory that nothing else writes to".to_owned(),
-        });
-    }
-    Ok(listener)
-}
-
 /// A lock file, held with `flock`, that contains the holder's process id. Dropping it releases the lock; the file
 /// stays.
 #[derive(Debug)]
@@ -199,11 +163,19 @@ impl DirectoryLock {
     }
 }
 
-/// The exclusive right to listen on one socket of a directory. Dropping it removes the socket and then releases the
-/// lock.
+/// Device and number of a file.
+type FileIdentity = (u64, u64);
+
+fn identity(found: &fs::Metadata) -> FileIdentity {
+    (found.dev(), found.ino())
+}
+
+/// The exclusive right to listen on one socket of a directory. Dropping it removes the socket that was bound, if it is
+/// still there, and then releases the lock.
 #[derive(Debug)]
 pub(super) struct Claim {
     socket: PathBuf,
+    bound: Option<FileIdentity>,
     _lock: DirectoryLock,
 }
 
@@ -216,50 +188,65 @@ impl Claim {
         Ok(Self {
             _lock: DirectoryLock::take(directory, lock.unwrap_or(name))?,
             socket,
+            bound: None,
         })
     }
 
-    /// Path of the socket.
-    pub(super) fn socket(&self) -> &Path {
-        &self.socket
+    /// Binds the socket for tasks of the runtime; call it once.
+    pub(super) fn bind(&mut self) -> Result<tokio::net::UnixListener, TransportError> {
+        let (listener, identity) = bind(&self.socket)?;
+        self.bound = Some(identity);
+        let set_up = || TransportError::io("cannot set up", &self.socket);
+        listener.set_nonblocking(true).map_err(set_up())?;
+        tokio::net::UnixListener::from_std(listener).map_err(set_up())
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
+        let found = fs::symlink_metadata(&self.socket);
+        if found.ok().as_ref().map(identity) != self.bound || self.bound.is_none() {
+            tracing::debug!(path = %self.socket.display(), "the socket is not there to remove");
+            return;
+        }
         if let Err(error) = fs::remove_file(&self.socket) {
-            tracing::debug!(path = %self.socket.display(), %error, "socket was not there to remove");
+            tracing::debug!(path = %self.socket.display(), %error, "cannot remove the socket");
         }
     }
 }
 
-/// Returns a path for an inner socket that no other listener has used, so that a late removal of it does no harm.
-pub(super) fn inner_path(directory: &Path) -> Result<PathBuf, TransportError> {
-    let unique = super::listener::Peers::next_id().0;
-    socket_path(
-        directory,
-        &format!("{INNER_PREFIX}{}-{unique}", std::process::id()),
-    )
-}
-
-/// Removes the inner sockets of dead listeners. Only for the holder of the directory's [`Claim`]. A listener of this
-/// process that has just released its claim may remove its own at the same time, which is not an error.
-pub(super) fn remove_stale_inner(directory: &Path) -> Result<(), TransportError> {
-    let remove = || {
-        for entry in fs::read_dir(directory)? {
-            let entry = entry?;
-            let name = entry.file_name();
-            if !name.as_bytes().starts_with(INNER_PREFIX.as_bytes()) {
-                continue;
-            }
-            match fs::remove_file(entry.path()) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
+/// Binds a socket with mode 0600 in a checked directory, and returns it with what identifies its file. Replaces an
+/// existing socket: the caller holds the lock, so no process listens on it.
+fn bind(path: &Path) -> Result<(UnixListener, FileIdentity), TransportError> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => {
+            fs::remove_file(path)
+                .map_err(TransportError::io("cannot remove the stale socket", path))?;
         }
-        Ok(())
-    };
-    remove().map_err(TransportError::io("cannot clean", directory))
+        Ok(found) => {
+            return Err(TransportError::Directory {
+                path: path.to_owned(),
+                mode: found.mode() & 0o7777,
+                problem: "is no socket but lies where one is to be made",
+                remedy: "remove it".to_owned(),
+            });
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(TransportError::io("cannot read", path)(error)),
+    }
+    let listener = UnixListener::bind(path).map_err(TransportError::io("cannot bind", path))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))
+        .map_err(TransportError::io("cannot set the mode of", path))?;
+    let found = fs::symlink_metadata(path).map_err(TransportError::io("cannot read", path))?;
+    if !found.file_type().is_socket() || found.mode() & 0o777 != 0o600 || found.uid() != own_uid() {
+        return Err(TransportError::Directory {
+            path: path.to_owned(),
+            mode: found.mode() & 0o7777,
+            problem: "is not the socket that was just made",
+            remedy: "use a directory that nothing else writes to".to_owned(),
+        });
+    }
+    Ok((listener, identity(&found)))
 }
 
 /// Reads the process id of the lock's holder; `None` before the holder has written it.

@@ -54,6 +54,9 @@ pub enum TransportError {
         /// The error of the attempt, as text.
         detail: String,
     },
+    /// TLS cannot be set up; holds the reason.
+    #[error("TLS: {0}")]
+    Tls(String),
     /// A system call failed.
     #[error("{what} {}: {source}", .path.display())]
     Io {
@@ -64,9 +67,6 @@ pub enum TransportError {
         /// The error of the system call.
         source: io::Error,
     },
-    /// The ZMQ socket could not be set up; holds the crate's error.
-    #[error("ZMQ socket: {0}")]
-    Zmq(String),
 }
 
 impl TransportError {

@@ -122,13 +122,8 @@ impl FdReceiver {
     /// call.
     pub fn bind(directory: &Path) -> Result<Self, TransportError> {
         directory::prepare(directory)?;
-        let claim = Claim::take(directory, FD_SOCKET_NAME)?;
-        let socket = directory::bind(claim.socket())?;
-        socket
-            .set_nonblocking(true)
-            .map_err(TransportError::io("cannot set up", claim.socket()))?;
-        let socket = UnixListener::from_std(socket)
-            .map_err(TransportError::io("cannot set up", claim.socket()))?;
+        let mut claim = Claim::take(directory, FD_SOCKET_NAME)?;
+        let socket = claim.bind()?;
         let untaken = Arc::new(Untaken::default());
         let (alive, gone) = watch::channel(());
         tokio::spawn(accept(socket, Arc::downgrade(&untaken), gone));

@@ -1,6 +1,7 @@
 //! A bounded set of places for connections that have not been verified yet.
 
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
@@ -16,7 +17,15 @@ pub(super) struct HandshakePermits {
 struct Taken {
     next: u64,
     /// Ordered by time, oldest first.
-    places: VecDeque<(u64, oneshot::Sender<()>)>,
+    places: VecDeque<Place>,
+}
+
+struct Place {
+    id: u64,
+    /// Address of another machine; `None` for this one.
+    source: Option<IpAddr>,
+    /// Dropped to evict the holder.
+    _kept: oneshot::Sender<()>,
 }
 
 impl HandshakePermits {
@@ -33,14 +42,38 @@ impl HandshakePermits {
 
     /// Takes a place, evicting the oldest holder if there is none free.
     pub(super) fn take(self: &Arc<Self>) -> HandshakePermit {
+        self.take_as(None, self.max)
+    }
+
+    /// Takes a place for a connection from an address, which has at most `of_source_max` places: the oldest holder of
+    /// that address is evicted first.
+    pub(super) fn take_from(
+        self: &Arc<Self>,
+        source: IpAddr,
+        of_source_max: usize,
+    ) -> HandshakePermit {
+        self.take_as(Some(source), of_source_max)
+    }
+
+    fn take_as(self: &Arc<Self>, source: Option<IpAddr>, of_source_max: usize) -> HandshakePermit {
         let mut taken = self.taken();
         let id = taken.next;
         taken.next += 1;
         let (kept, lost) = oneshot::channel();
-        taken.places.push_back((id, kept));
-        if taken.places.len() > self.max {
-            taken.places.pop_front();
+        let places = &mut taken.places;
+        let of_source = places.iter().filter(|place| place.source == source);
+        let evicted = match of_source.count() >= of_source_max {
+            true => places.iter().position(|place| place.source == source),
+            false => (places.len() >= self.max).then_some(0),
+        };
+        if let Some(evicted) = evicted {
+            places.remove(evicted);
         }
+        places.push_back(Place {
+            id,
+            source,
+            _kept: kept,
+        });
         HandshakePermit {
             id,
             lost,
@@ -68,7 +101,10 @@ impl HandshakePermit {
 
 impl Drop for HandshakePermit {
     fn drop(&mut self) {
-        self.places.taken().places.retain(|(id, _)| *id != self.id);
+        self.places
+            .taken()
+            .places
+            .retain(|place| place.id != self.id);
     }
 }
 
@@ -95,5 +131,24 @@ mod tests {
             () = second.lost() => panic!("it is not the oldest"),
             () = std::future::ready(()) => {}
         }
+    }
+
+    #[tokio::test]
+    async fn an_address_loses_its_own_places_first() {
+        let places = HandshakePermits::new(3);
+        let (one, two) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
+        let mut oldest = places.take_from(two, 2);
+        let mut first = places.take_from(one, 2);
+        let mut second = places.take_from(one, 2);
+        let _third = places.take_from(one, 2);
+        first.lost().await;
+        tokio::select! {
+            biased;
+            () = oldest.lost() => panic!("another address had too many"),
+            () = second.lost() => panic!("it is not the oldest of its address"),
+            () = std::future::ready(()) => {}
+        }
+        let _fourth = places.take_from(two, 2);
+        oldest.lost().await;
     }
 }

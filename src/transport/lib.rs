@@ -1,12 +1,12 @@
-//! Transport of messages between processes of one machine.
+//! Transport of messages between processes, of one machine and of several.
 //!
 //! Two layers: frames, and on top of them conversations. A [`Server`] accepts hellos and enforces the protocol; a
 //! [`Client`] sends requests, retries them and enforces deadlines.
 //!
 //! A frame has two parts, header and body, which this layer does not interpret. A [`Transport`] makes listeners and
 //! connections. These are the same concrete types for every transport: bounded queues, and a task that moves frames.
-//! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate checks every byte
-//! before the `zeromq` crate reads it. [`MemoryTransport`] works inside one process with the same events, limits and
+//! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate reads every byte
+//! itself, within limits. [`TlsTransport`] is the same over TCP, for processes that have certificates. [`MemoryTransport`] works inside one process with the same events, limits and
 //! errors, for tests and for paused time.
 //!
 //! The frame layer does not reconnect, does not retry frames and does not store them for later: the owner of a
@@ -27,11 +27,13 @@ mod log_limit;
 mod memory;
 mod process;
 mod queue;
-mod router;
 mod server;
 #[cfg(test)]
 #[path = "../../tests/support/skipped.rs"]
 mod skipped;
+mod stream;
+mod tcp;
+mod tls;
 mod zmq;
 mod zmtp;
 
@@ -64,10 +66,15 @@ pub use listener::{FrameSender, Listener};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
 pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
+pub use tcp::TlsTransport;
+pub use tls::{Credentials, CredentialsError, KeygenError, LEAF_DAYS, ROOT_DAYS, Root, Written};
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
 
-pub use kvferry_session::{CLIENT_OPEN_MAX, Failure, STRANGERS_MAX, ServerEvent, ServerSettings};
+pub use kvferry_session::{
+    CLIENT_OPEN_MAX, CertificateHolder, Claims, Failure, Origin, STRANGERS_MAX, ServerEvent,
+    ServerSettings,
+};
 pub use kvferry_types::{LinkId, PeerId};
 
 /// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.
@@ -108,10 +115,8 @@ pub enum ListenerEvent {
     Opened {
         /// Identifies the connection until its `Closed`.
         peer: PeerId,
-        /// User of the client's process, as reported by the kernel.
-        uid: u32,
-        /// Process id of the client, as reported by the kernel; `None` if the kernel does not report it.
-        pid: Option<i32>,
+        /// The client's process.
+        origin: Origin,
     },
     /// A client sent a frame within the limits.
     Frame {
@@ -137,6 +142,8 @@ pub enum Address {
     Directory(PathBuf),
     /// A name within one [`MemoryTransport`].
     Memory(String),
+    /// `HOST:PORT` of a [`TlsTransport`]; an address and a port to listen at.
+    Tcp(String),
 }
 
 impl fmt::Display for Address {
@@ -144,6 +151,7 @@ impl fmt::Display for Address {
         match self {
             Self::Directory(path) => write!(f, "ipc:{}", path.display()),
             Self::Memory(name) => write!(f, "memory:{name}"),
+            Self::Tcp(at) => write!(f, "tls:{at}"),
         }
     }
 }
@@ -152,9 +160,9 @@ impl fmt::Display for Address {
 /// and beyond the receiver's closes the connection.
 ///
 /// Worst-case memory of a listener: `pending_bytes` (frames that are not handled yet) + `connections` x
-/// (`pending_bytes` + `header_bytes` + `body_bytes` + 512 KiB of buffers), plus 192 KiB for each of 64 handshakes. With
-/// the defaults: 16 MiB and 24.5 MiB a connection, so 1.6 GiB when each of 64 peers sends half of a longest message and
-/// reads none of its answers, for at most `slow_after`. A [`Server`] decodes the frames that it hands over, at most
+/// (`pending_bytes` + `header_bytes` + `body_bytes` + 128 KiB of buffers, 256 KiB with TLS), plus 128 KiB for each of 64
+/// handshakes, and of 64 more with TLS. With the defaults: 16 MiB and 24.1 MiB a connection, so 1.6 GiB when each of 64
+/// peers sends half of a longest message and reads none of its answers, for at most `slow_after`. A [`Server`] decodes the frames that it hands over, at most
 /// `pending_bytes` at a time; decoded lists of small numbers take up to 16 times their bytes, so 256 MiB with the
 /// defaults.
 /// Worst-case memory of a connection: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
@@ -164,7 +172,7 @@ pub struct Limits {
     pub header_bytes: usize,
     /// Longest body in bytes. Default: 8 MiB, the limit of the protocol.
     pub body_bytes: usize,
-    /// Most open connections of a listener; further ones are refused. Each takes three file descriptors. Default: 64.
+    /// Most open connections of a listener; further ones are refused. Each takes a file descriptor. Default: 64.
     pub connections: usize,
     /// How many of the connections a server reserves for workers and for clients that have not sent a hello. Others are
     /// refused when only these are left. Default: 0.

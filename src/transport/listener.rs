@@ -6,14 +6,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::timeout;
 
 use super::queue::{Budget, Queued};
-use super::{Address, CloseReason, Frame, Limits, ListenerEvent, PeerId, SendError};
+use super::{Address, CloseReason, Frame, Limits, ListenerEvent, Origin, PeerId, SendError};
 
 /// Most events queued for [`Listener::next`]; their bytes are bounded by [`Limits::pending_bytes`].
 const EVENTS_MAX: usize = 1024;
+/// Most frames of one peer that are queued for [`Listener::next`]: a frame waits for at most this many of each other
+/// peer, however fast the others send.
+pub(super) const PEER_FRAMES_MAX: usize = 64;
 /// Longest wait of [`Listener::close`] for its tasks.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -30,18 +33,46 @@ pub(super) enum Outgoing {
 struct PeerEntry {
     outbox: mpsc::Sender<Outgoing>,
     budget: Budget,
-    kill: watch::Sender<Option<CloseReason>>,
+    end: watch::Sender<End>,
+}
+
+/// Whether a peer is to be closed by this side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    No,
+    /// When the frames that are queued for it are written.
+    AfterFrames,
+    Now(CloseReason),
+}
+
+impl End {
+    fn is_now(&self) -> bool {
+        matches!(self, Self::Now(_))
+    }
 }
 
 impl PeerEntry {
     fn kill(&self, reason: CloseReason) {
-        self.kill.send_if_modified(|slot| {
-            let first = slot.is_none();
+        self.end.send_if_modified(|end| {
+            let first = !end.is_now();
             if first {
-                *slot = Some(reason);
+                *end = End::Now(reason);
             }
             first
         });
+    }
+
+    fn close_after_frames(&self) {
+        self.end.send_if_modified(|end| {
+            let first = *end == End::No;
+            if first {
+                *end = End::AfterFrames;
+            }
+            first
+        });
+        if self.outbox.try_send(Outgoing::Close).is_err() {
+            self.kill(CloseReason::ByUs);
+        }
     }
 }
 
@@ -49,18 +80,26 @@ impl PeerEntry {
 pub(super) struct PeerLink {
     pub(super) peer: PeerId,
     pub(super) outbox: mpsc::Receiver<Outgoing>,
-    kill: watch::Receiver<Option<CloseReason>>,
+    end: watch::Receiver<End>,
 }
 
 impl PeerLink {
     /// Completes when the peer must be closed immediately, with the reason.
     pub(super) fn killed(&self) -> impl Future<Output = CloseReason> + Send + use<> {
-        let mut kill = self.kill.clone();
+        let mut end = self.end.clone();
         async move {
-            match kill.wait_for(Option::is_some).await {
-                Ok(reason) => reason.unwrap_or(CloseReason::ByUs),
-                Err(_) => CloseReason::ByUs,
+            match end.wait_for(End::is_now).await.as_deref() {
+                Ok(End::Now(reason)) => *reason,
+                _ => CloseReason::ByUs,
             }
+        }
+    }
+
+    /// Completes when the peer is to be closed once the frames queued for it are written.
+    pub(super) fn closing(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut end = self.end.clone();
+        async move {
+            end.wait_for(|end| *end != End::No).await.ok();
         }
     }
 }
@@ -84,26 +123,22 @@ impl Peers {
     pub(super) fn open(&self, peer: PeerId) -> PeerLink {
         let budget = Budget::new(self.limits.clone());
         let (outbox, outbox_rx) = mpsc::channel(budget.capacity());
-        let (kill, kill_rx) = watch::channel(None);
+        let (end, end_rx) = watch::channel(End::No);
         let entry = PeerEntry {
             outbox,
             budget,
-            kill,
+            end,
         };
         self.entries().insert(peer, Arc::new(entry));
         PeerLink {
             peer,
             outbox: outbox_rx,
-            kill: kill_rx,
+            end: end_rx,
         }
     }
 
     pub(super) fn close(&self, peer: PeerId) {
         self.entries().remove(&peer);
-    }
-
-    pub(super) fn is_open(&self, peer: PeerId) -> bool {
-        self.entries().contains_key(&peer)
     }
 
     fn get(&self, peer: PeerId) -> Result<Arc<PeerEntry>, SendError> {
@@ -115,12 +150,13 @@ impl Peers {
 pub(super) enum QueuedEvent {
     Opened {
         peer: PeerId,
-        uid: u32,
-        pid: Option<i32>,
+        origin: Origin,
     },
     Frame {
         peer: PeerId,
         queued: Queued,
+        /// One of the places of the peer, free again once the event is taken.
+        place: OwnedSemaphorePermit,
     },
     Closed {
         peer: PeerId,
@@ -134,16 +170,18 @@ pub(super) struct Intake {
     pub(super) events: mpsc::Sender<QueuedEvent>,
     pub(super) peers: Arc<Peers>,
     budget: Budget,
+    /// Nothing is sent: the listener waits until all clones are dropped.
+    _task: mpsc::Sender<()>,
 }
 
 impl Intake {
-    /// Queues a frame, waiting for room; `Err` once the listener is gone.
-    pub(super) async fn frame(&self, peer: PeerId, frame: Frame) -> Result<(), SendError> {
-        let queued = tokio::select! {
-            queued = self.budget.admit(frame) => queued.ok_or(SendError::Gone)?,
-            () = self.events.closed() => return Err(SendError::Gone),
-        };
-        self.push(QueuedEvent::Frame { peer, queued }).await
+    /// The part of a peer, made once for each connection.
+    pub(super) fn of(&self, peer: PeerId) -> PeerIntake {
+        PeerIntake {
+            peer,
+            intake: self.clone(),
+            places: Arc::new(Semaphore::new(PEER_FRAMES_MAX)),
+        }
     }
 
     /// Queues an event, waiting for room; `Err` once the listener is gone.
@@ -152,9 +190,38 @@ impl Intake {
     }
 }
 
+/// The frames of one peer on their way to the listener: at most [`PEER_FRAMES_MAX`] in its queue.
+pub(super) struct PeerIntake {
+    peer: PeerId,
+    intake: Intake,
+    places: Arc<Semaphore>,
+}
+
+impl PeerIntake {
+    /// Queues a frame, waiting for room; `Err` once the listener is gone. Peers that wait are served in turn.
+    pub(super) async fn frame(&self, frame: Frame) -> Result<(), SendError> {
+        let admitted = async {
+            let place = self.places.clone().acquire_owned().await.ok()?;
+            Some((place, self.intake.budget.admit(frame).await?))
+        };
+        let (place, queued) = tokio::select! {
+            admitted = admitted => admitted.ok_or(SendError::Gone)?,
+            () = self.intake.events.closed() => return Err(SendError::Gone),
+        };
+        let peer = self.peer;
+        let event = QueuedEvent::Frame {
+            peer,
+            queued,
+            place,
+        };
+        self.intake.push(event).await
+    }
+}
+
 /// Accepts connections and reports their events. Dropping the listener closes all connections and frees the address.
 pub struct Listener {
     events: mpsc::Receiver<QueuedEvent>,
+    tasks: mpsc::Receiver<()>,
     sender: FrameSender,
     address: Address,
     guard: Option<Box<dyn Any + Send + Sync>>,
@@ -172,13 +239,16 @@ impl Listener {
             entries: Mutex::new(HashMap::new()),
             limits: limits.clone(),
         });
+        let (task, tasks) = mpsc::channel(1);
         let intake = Intake {
+            _task: task,
             events,
             peers: peers.clone(),
             budget: Budget::new(limits.clone()),
         };
         let listener = Self {
             events: events_rx,
+            tasks,
             sender: FrameSender { peers },
             address,
             guard: Some(guard(&intake)),
@@ -199,15 +269,24 @@ impl Listener {
     ) -> Option<(ListenerEvent, Option<OwnedSemaphorePermit>)> {
         let event = self.events.recv().await?;
         Some(match event {
-            QueuedEvent::Opened { peer, uid, pid } => {
-                (ListenerEvent::Opened { peer, uid, pid }, None)
-            }
-            QueuedEvent::Frame { peer, queued } => {
+            QueuedEvent::Opened { peer, origin } => (ListenerEvent::Opened { peer, origin }, None),
+            QueuedEvent::Frame {
+                peer,
+                queued,
+                place,
+            } => {
+                drop(place);
                 let Queued { frame, permit } = queued;
                 (ListenerEvent::Frame { peer, frame }, Some(permit))
             }
             QueuedEvent::Closed { peer, reason } => (ListenerEvent::Closed { peer, reason }, None),
         })
+    }
+
+    /// Events that are queued.
+    #[cfg(test)]
+    pub(super) fn queued(&self) -> usize {
+        self.events.len()
     }
 
     /// The limits that the listener was created with.
@@ -230,8 +309,7 @@ impl Listener {
     pub async fn close(mut self) {
         self.guard = None;
         self.events.close();
-        let ended = async { while self.events.recv().await.is_some() {} };
-        if timeout(CLOSE_DEADLINE, ended).await.is_err() {
+        if timeout(CLOSE_DEADLINE, self.tasks.recv()).await.is_err() {
             tracing::warn!(address = %self.address, "listener tasks did not end in time");
         }
     }
@@ -259,10 +337,10 @@ impl FrameSender {
     pub async fn send(&self, peer: PeerId, frame: Frame) -> Result<(), SendError> {
         let entry = self.peers.get(peer)?;
         entry.budget.check(&frame)?;
-        let mut kill = entry.kill.subscribe();
+        let mut end = entry.end.subscribe();
         let admitted = tokio::select! {
             admitted = timeout(entry.budget.limits.slow_after, entry.budget.admit(frame)) => admitted,
-            _ = kill.wait_for(Option::is_some) => return Err(SendError::Gone),
+            _ = end.wait_for(End::is_now) => return Err(SendError::Gone),
             () = entry.outbox.closed() => return Err(SendError::Gone),
         };
         match admitted {
@@ -300,11 +378,8 @@ impl FrameSender {
     /// Closes a peer after the frames sent to it before are written (for at most [`Limits::slow_after`]). Frames from
     /// the peer may still arrive until its `Closed`. No effect if the peer is gone.
     pub fn disconnect(&self, peer: PeerId) {
-        let Ok(entry) = self.peers.get(peer) else {
-            return;
-        };
-        if entry.outbox.try_send(Outgoing::Close).is_err() {
-            entry.kill(CloseReason::ByUs);
+        if let Ok(entry) = self.peers.get(peer) {
+            entry.close_after_frames();
         }
     }
 }

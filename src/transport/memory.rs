@@ -9,11 +9,11 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{timeout, timeout_at};
 
 use super::connection::ConnectionLink;
-use super::listener::{Intake, Outgoing, PeerLink, Peers, QueuedEvent};
+use super::listener::{Intake, Outgoing, PeerIntake, PeerLink, Peers, QueuedEvent};
 use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
 use super::{
-    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, PeerId,
+    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, Origin,
     Transport, TransportError, Violation,
 };
 
@@ -140,8 +140,10 @@ impl MemoryTransport {
         let peer_link = slot.intake.peers.open(peer);
         let opened = QueuedEvent::Opened {
             peer,
-            uid: rustix::process::geteuid().as_raw(),
-            pid: self.pid.or_else(|| i32::try_from(std::process::id()).ok()),
+            origin: Origin::Local {
+                uid: rustix::process::geteuid().as_raw(),
+                pid: self.pid.or_else(|| i32::try_from(std::process::id()).ok()),
+            },
         };
         match timeout_at(by, slot.intake.push(opened)).await {
             Ok(Ok(())) => {}
@@ -177,7 +179,7 @@ impl MemoryTransport {
 fn name_of(address: &Address) -> Result<&str, TransportError> {
     match address {
         Address::Memory(name) => Ok(name),
-        Address::Directory(_) => Err(TransportError::Address(address.clone())),
+        Address::Directory(_) | Address::Tcp(_) => Err(TransportError::Address(address.clone())),
     }
 }
 
@@ -192,6 +194,7 @@ impl Wire {
     async fn run(mut self, permit: OwnedSemaphorePermit) {
         let (peer, killed) = (self.peer.peer, self.peer.killed());
         let Slot { intake, limits, .. } = &self.slot;
+        let frames = intake.of(peer);
         let ConnectionLink {
             outbox,
             inbox,
@@ -203,7 +206,7 @@ impl Wire {
             biased;
             () = intake.events.closed() => None,
             reason = killed => Some(reason),
-            violation = upward(intake, limits, peer, outbox) => {
+            violation = upward(&frames, limits, outbox) => {
                 Some(violation)
             }
             end = downward(limits, &mut self.peer, inbox, inbound) => match end {
@@ -215,7 +218,7 @@ impl Wire {
                 }
                 DownwardEnd::ByPeer => {
                     outbox.close();
-                    let rest = upward_rest(intake, limits, peer, outbox).await;
+                    let rest = upward_rest(&frames, limits, outbox).await;
                     Some(rest.unwrap_or(CloseReason::ByPeer))
                 }
             },
@@ -232,12 +235,11 @@ impl Wire {
 
 /// Moves frames to the listener while the client may send. Returns only on a violation.
 async fn upward(
-    intake: &Intake,
+    frames: &PeerIntake,
     limits: &Limits,
-    peer: PeerId,
     outbox: &mut mpsc::Receiver<Queued>,
 ) -> CloseReason {
-    match upward_rest(intake, limits, peer, outbox).await {
+    match upward_rest(frames, limits, outbox).await {
         Some(reason) => reason,
         None => std::future::pending().await,
     }
@@ -245,16 +247,15 @@ async fn upward(
 
 /// Moves frames to the listener until the client's queue is closed and empty, or a frame is refused.
 async fn upward_rest(
-    intake: &Intake,
+    frames: &PeerIntake,
     limits: &Limits,
-    peer: PeerId,
     outbox: &mut mpsc::Receiver<Queued>,
 ) -> Option<CloseReason> {
     while let Some(queued) = outbox.recv().await {
         if let Err(violation) = check(limits, &queued.frame) {
             return Some(CloseReason::Violation(violation));
         }
-        intake.frame(peer, queued.frame).await.ok()?;
+        frames.frame(queued.frame).await.ok()?;
     }
     None
 }

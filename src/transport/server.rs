@@ -221,8 +221,8 @@ impl Server {
         events: &mut ServerEvents,
     ) {
         match event {
-            ListenerEvent::Opened { peer, pid, .. } => {
-                lock(&self.session).opened(&mut self.host, peer, pid);
+            ListenerEvent::Opened { peer, origin } => {
+                lock(&self.session).opened(&mut self.host, peer, origin);
             }
             ListenerEvent::Closed { peer, .. } => {
                 self.host.watches.remove(&peer);

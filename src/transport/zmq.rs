@@ -1,4 +1,4 @@
-//! The ZMQ transport: ROUTER and DEALER of the `zeromq` crate over `ipc://`, with bounded queues.
+//! The ZMQ transport over `ipc://`: listeners are gates, clients the DEALER of the `zeromq` crate with bounded queues.
 //!
 //! The crate bounds its queues by count only, at 100,000 messages a peer. Here each message that is passed to the crate
 //! carries its permits (see [`charged`]) and releases them when the crate has copied it to the wire. So bytes are
@@ -10,18 +10,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, sleep_until, timeout_at};
 use zeromq::{
-    DealerRecvHalf, DealerSendHalf, DealerSocket, RouterSocket, Socket as _, SocketEvent,
-    SocketOptions, SocketRecv as _, SocketSend as _, ZmqError,
+    DealerRecvHalf, DealerSendHalf, DealerSocket, Socket as _, SocketEvent, SocketOptions,
+    SocketRecv as _, SocketSend as _, ZmqError, ZmqMessage,
 };
 
 use super::connection::ConnectionLink;
 use super::directory::{self, Claim, SOCKET_NAME};
 use super::gate::{self, Gate};
 use super::queue::{Budget, Queued};
-use super::router::{self, Router, charged};
 use super::zmtp::{Part, check_part};
 use super::{
     Address, BoxFuture, Closed, Connection, Frame, Limits, Listener, Transport, TransportError,
@@ -43,7 +42,7 @@ impl Transport for ZmqTransport {
         address: &'a Address,
         limits: Limits,
     ) -> BoxFuture<'a, Result<Listener, TransportError>> {
-        Box::pin(listen(address, limits))
+        Box::pin(async move { open(address, limits).map(|(listener, _)| listener) })
     }
 
     fn connect<'a>(
@@ -59,50 +58,25 @@ impl Transport for ZmqTransport {
 fn directory_of(address: &Address) -> Result<&Path, TransportError> {
     match address {
         Address::Directory(path) => Ok(path),
-        Address::Memory(_) => Err(TransportError::Address(address.clone())),
+        Address::Memory(_) | Address::Tcp(_) => Err(TransportError::Address(address.clone())),
     }
 }
 
-async fn listen(address: &Address, limits: Limits) -> Result<Listener, TransportError> {
+/// Listens in a directory. The gate can take connections of other sockets as well.
+pub(super) fn open(
+    address: &Address,
+    limits: Limits,
+) -> Result<(Listener, Arc<Gate>), TransportError> {
     let path = directory_of(address)?;
     limits.check()?;
     directory::prepare(path)?;
-    let claim = Claim::take(path, SOCKET_NAME)?;
-    directory::remove_stale_inner(path)?;
-    let public = directory::bind(claim.socket())?;
-    public
-        .set_nonblocking(true)
-        .map_err(TransportError::io("cannot set up", claim.socket()))?;
-    let public = tokio::net::UnixListener::from_std(public)
-        .map_err(TransportError::io("cannot set up", claim.socket()))?;
-    let inner = directory::inner_path(path)?;
-    let mut socket = RouterSocket::new();
-    let mut monitor = socket.monitor();
-    let zmq_error = |error: ZmqError| TransportError::Zmq(error.to_string());
-    socket
-        .bind_listener(directory::bind(&inner)?)
-        .await
-        .map_err(zmq_error)?;
-    let (send, recv) = socket.split();
-    let router = Router::new(send);
+    let mut claim = Claim::take(path, SOCKET_NAME)?;
+    let public = claim.bind()?;
     let limits = Arc::new(limits);
     let (listener, intake) = Listener::new(address.clone(), &limits, |_| Box::new(claim));
-
-    let expected = router.expected();
-    tokio::spawn(async move {
-        while let Ok(event) = monitor.recv().await {
-            router::note(&expected, event);
-        }
-    });
-    tokio::spawn(router::pump(recv, intake.clone()));
-    let gate = Gate {
-        router,
-        intake,
-        limits,
-        inner,
-    };
-    tokio::spawn(gate::run(gate, public));
-    Ok(listener)
+    let gate = Arc::new(Gate::new(intake, limits));
+    tokio::spawn(gate::run(gate.clone(), public));
+    Ok((listener, gate))
 }
 
 async fn connect(
@@ -203,6 +177,30 @@ async fn carry(dealer: DealerSocket, mut link: ConnectionLink, gone: impl Future
             }
         }
     }
+}
+
+/// Bytes that release their permits when the last reference to them is dropped.
+struct Charged {
+    bytes: Bytes,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl AsRef<[u8]> for Charged {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// Builds a message of two parts whose body holds the frame's permits.
+fn charged(queued: Queued) -> ZmqMessage {
+    let Queued { frame, permit } = queued;
+    let body = Charged {
+        bytes: frame.body,
+        _permit: permit,
+    };
+    let mut message = ZmqMessage::from(frame.header);
+    message.push_back(Bytes::from_owner(body));
+    message
 }
 
 /// Sends queued frames. Never returns: when the server is gone, the receiving side ends the connection, after it has

@@ -152,7 +152,7 @@ fn namespace_file(root: &Path, replica: u16) -> PathBuf {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        let socket_paths = self.client.clone().load()?;
+        let (socket_paths, place) = self.client.clone().load()?;
         block_on(2, async move {
             let mut signals = Signals::listen()?;
             let file = namespace_file(socket_paths.root(), self.replica);
@@ -166,7 +166,7 @@ impl Arguments {
                 }),
                 None => Follows::File(file),
             };
-            let leader = status::admin(&socket_paths, "events");
+            let leader = status::admin_at(&place, "events");
             // The engine may not publish yet: a signal also ends the wait for it.
             tokio::select! {
                 result = self.publish_merged(leader, follows) => result,

@@ -7,11 +7,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::cli::{ClientArguments, block_on, print_line, socket_paths::SocketPaths};
+use crate::cli::{
+    ClientArguments, block_on, print_line, remote::LeaderPlace, socket_paths::SocketPaths,
+};
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
 use kvferry_protocol::{DiskHealth, ErrorCode, RankStatus, StatusAnswer};
-use kvferry_transport::ZmqTransport;
+use kvferry_transport::Address;
 use kvferry_types::{ByteSize, Rank, Replica, WorkerId};
 
 /// Time limit of a leader's answer.
@@ -41,7 +43,7 @@ pub(super) struct Arguments {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        let socket_paths = self.client.load()?;
+        let (_, place) = self.client.load()?;
         let (check, wait) = (self.check, self.wait_s.map(Duration::from_secs));
         let answer = block_on(1, async move {
             if let Some(limit) = wait {
@@ -52,9 +54,9 @@ impl Arguments {
                         now.clone_into(&mut said);
                     }
                 };
-                wait_until(&socket_paths, limit, WAIT_PAUSE, all_ready, &mut progress).await?;
+                wait_until(&place, limit, WAIT_PAUSE, all_ready, &mut progress).await?;
             }
-            request(&socket_paths, check).await
+            request_at(&place, check).await
         })?;
         if self.json {
             print_line(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
@@ -77,7 +79,8 @@ pub(super) async fn until_ready(
     limit: Duration,
 ) -> Result<(), CommandError> {
     let served = |status: &StatusAnswer| status.ready;
-    wait_until(socket_paths, limit, READY_PAUSE, served, &mut |_| ()).await
+    let place = LeaderPlace::below(socket_paths);
+    wait_until(&place, limit, READY_PAUSE, served, &mut |_| ()).await
 }
 
 /// Waits until lookups are served from every tier.
@@ -95,7 +98,8 @@ pub(super) async fn until_tiers_serve(
             now.clone_into(&mut told);
         }
     };
-    wait_until(socket_paths, limit, READY_PAUSE, served, &mut progress).await
+    let place = LeaderPlace::below(socket_paths);
+    wait_until(&place, limit, READY_PAUSE, served, &mut progress).await
 }
 
 /// Whether every rank of every engine has an attached worker, and lookups are served.
@@ -105,16 +109,16 @@ fn all_ready(status: &StatusAnswer) -> bool {
 
 /// Waits until `is_true` holds for a leader's status. Calls `progress` with the state of the ranks at each look.
 async fn wait_until(
-    socket_paths: &SocketPaths,
+    place: &LeaderPlace,
     limit: Duration,
     pause: Duration,
     is_true: fn(&StatusAnswer) -> bool,
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
-    let client = admin(socket_paths, "status");
+    let client = admin_at(place, "status");
     loop {
-        let now = match status_by(&client, until, socket_paths, false).await {
+        let now = match status_by(&client, until, place, false).await {
             Ok(status) if is_true(&status) => return Ok(()),
             Ok(status) => unready(&status),
             Err(error) => error.to_string(),
@@ -168,7 +172,9 @@ fn stage(rank: &RankStatus) -> String {
         return "no worker yet".to_owned();
     }
     if rank.pid == 0 {
-        return "its worker has ended".to_owned();
+        // The leader sees no process of another machine.
+        return "its worker has ended, or is on another machine and waits for its engine"
+            .to_owned();
     }
     let (ready, bytes) = (ByteSize(rank.host_ready_bytes), ByteSize(rank.host_bytes));
     if rank.host_bytes == 0 || ready < bytes {
@@ -189,17 +195,30 @@ fn say_progress(text: &str) {
 }
 
 /// Connects to a leader as an operator, under the name of a command.
+pub(super) fn admin_at(place: &LeaderPlace, name: &str) -> AdminClient {
+    AdminClient::start(Arc::clone(&place.transport), place.address.clone(), name)
+}
+
+/// Connects to the leader below a socket directory, under the name of a command.
 pub(super) fn admin(socket_paths: &SocketPaths, name: &str) -> AdminClient {
-    AdminClient::start(Arc::new(ZmqTransport), socket_paths.leader_address(), name)
+    admin_at(&LeaderPlace::below(socket_paths), name)
 }
 
 /// Requests the status of a leader.
+pub(super) async fn request_at(
+    place: &LeaderPlace,
+    check: bool,
+) -> Result<StatusAnswer, CommandError> {
+    let client = admin_at(place, "status");
+    status_by(&client, Instant::now() + STATUS_LIMIT, place, check).await
+}
+
+/// Requests the status of the leader below a socket directory.
 pub(super) async fn request(
     socket_paths: &SocketPaths,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    let client = admin(socket_paths, "status");
-    status_by(&client, Instant::now() + STATUS_LIMIT, socket_paths, check).await
+    request_at(&LeaderPlace::below(socket_paths), check).await
 }
 
 /// Requests the status until `until`. With `check` the leader may be busy, because it makes one second count per second
@@ -230,15 +249,20 @@ async fn request_status(
 async fn status_by(
     client: &AdminClient,
     until: Instant,
-    socket_paths: &SocketPaths,
+    place: &LeaderPlace,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
     let answer = request_status(client, until, check).await;
     answer.map_err(|failure| {
-        CommandError::Failed(format!(
-            "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",
-            socket_paths.root().display()
-        ))
+        CommandError::Failed(match &place.address {
+            Address::Directory(leader) => format!(
+                "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",
+                leader.parent().unwrap_or(leader).display()
+            ),
+            address => format!(
+                "no leader answers at {address}: {failure}; is `kvferry leader` running with this --listen?"
+            ),
+        })
     })
 }
 
@@ -270,7 +294,7 @@ mod tests {
         assert_eq!(stage(&rank), "ready");
         rank.attached = false;
         rank.pid = 0;
-        assert_eq!(stage(&rank), "its worker has ended");
+        assert!(stage(&rank).starts_with("its worker has ended"));
         rank.problem = "no memory".to_owned();
         let status = StatusAnswer {
             ranks: vec![rank],

@@ -204,6 +204,8 @@ impl LeaderHost for Host<'_> {
             LeaderEvent::EngineOpened(engine) => {
                 env.oracle.came(env.queue.now(), self.epoch, *engine)
             }
+            // Each start of an engine here has a name of its own.
+            LeaderEvent::EngineReplaced(_) => {}
             LeaderEvent::EngineClosed(engine) => {
                 let due = env.now() + env.setup.engine_grace;
                 env.oracle.went(self.epoch, *engine, due);

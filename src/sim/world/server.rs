@@ -8,8 +8,8 @@ use super::client::HEARTBEAT;
 use super::net::{ConnectionEnd, ConnectionId, Received};
 use kvferry_protocol::{Envelope, Hello, Message, Role, decode};
 use kvferry_session::{
-    Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
-    order_envelope,
+    Encoded, Origin, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order,
+    encode_reply, order_envelope,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -88,7 +88,8 @@ impl SimServer {
         };
         let pid = env.pid_of_client(id);
         if !self.session.knows(peer(id)) {
-            self.session.opened(&mut Host::new(env), peer(id), pid);
+            let origin = Origin::Local { uid: 0, pid };
+            self.session.opened(&mut Host::new(env), peer(id), origin);
         }
         let mut host = Host::new(env);
         let bytes = body.len();

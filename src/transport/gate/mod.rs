@@ -1,37 +1,38 @@
-//! The gate: a filter between clients and the `zeromq` crate's ROUTER.
+//! The gate: accepts the connections of a listening socket and reads and writes ZMTP on them.
 //!
-//! The crate aborts the process on a forged frame length, buffers endless multipart messages, lets a second client take
-//! over the identity of the first, has no handshake deadline and drops peers that PING. So a task of this module
-//! accepts on the public socket, and each connection is two hops: client to gate, and gate to ROUTER over an inner
-//! socket in the same directory. Only checked messages of a client are forwarded; the gate produces greeting and READY
-//! itself, with an identity that it chose. In the other direction the gate forwards everything and inserts PONGs
-//! between messages.
+//! No library of ZMQ reads these bytes. Each connection is one task, which parses the client's stream as it arrives
+//! ([`super::stream`]), moves whole messages to the listener and queued frames to the client, and answers PINGs between them.
+//! Nothing is kept of a message that the limits do not allow.
 //!
-//! Memory of a connection, beside queued frames: three buffers of [`CHUNK_BYTES`] here, and in the ROUTER one message
-//! within the limits and two chunks.
+//! Memory of a connection, beside queued frames: two buffers of [`super::stream::CHUNK_BYTES`], and the message that is being
+//! received, within the limits.
 
-mod relay;
+mod peer;
+#[cfg(test)]
+mod tests;
+mod tls;
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::unix::OwnedReadHalf;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
-use super::router::Router;
-use super::zmtp::{self, Item, Parser};
-use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};
-use relay::Connection;
+use super::stream::{FrameReader, FrameWriter, StreamEnd};
+use super::zmtp::Parser;
+use super::{Limits, Origin, PeerId, SendError, SharedLogLimit};
+use peer::OpenConnection;
+#[cfg(test)]
+pub(super) use tls::HANDSHAKES_OF_SOURCE_MAX;
+pub(super) use tls::{TlsSide, run_tls, set_up};
 
-/// Most bytes of one read, in either direction.
-const CHUNK_BYTES: usize = 64 << 10;
 /// Most connections in the handshake. A further one closes the oldest. They do not count as open connections.
 pub(super) const HANDSHAKES_MAX: usize = 64;
 static REFUSALS: SharedLogLimit = SharedLogLimit::new();
@@ -39,42 +40,72 @@ static ACCEPT_ERRORS: SharedLogLimit = SharedLogLimit::new();
 /// Pause after `accept` failed, so that a lack of file descriptors does not cause a busy loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// State shared by all connections of a gate.
+/// State shared by all connections of a listener.
 pub(super) struct Gate {
-    pub(super) router: Router,
-    pub(super) intake: Intake,
-    pub(super) limits: Arc<Limits>,
-    /// Path of the ROUTER's socket.
-    pub(super) inner: PathBuf,
+    intake: Intake,
+    limits: Arc<Limits>,
+    open: Arc<Semaphore>,
+    refused: Arc<Refused>,
 }
 
-/// Accepts connections until the listener is gone.
-pub(super) async fn run(gate: Gate, public: UnixListener) {
-    let gate = Arc::new(gate);
-    let handshakes = HandshakePermits::new(HANDSHAKES_MAX);
-    let open = Arc::new(Semaphore::new(gate.limits.connections));
-    loop {
-        let accepted = tokio::select! {
-            accepted = public.accept() => accepted,
-            () = gate.intake.events.closed() => return,
-        };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                if let Some(left_out) = ACCEPT_ERRORS.line() {
-                    tracing::warn!(%error, left_out, "cannot accept a connection");
+/// Connections that were refused before they were open.
+#[derive(Debug, Default)]
+pub(super) struct Refused {
+    pub(super) local: AtomicU64,
+    pub(super) tls: AtomicU64,
+}
+
+impl Gate {
+    pub(super) fn new(intake: Intake, limits: Arc<Limits>) -> Self {
+        Self {
+            open: Arc::new(Semaphore::new(limits.connections)),
+            refused: Arc::default(),
+            intake,
+            limits,
+        }
+    }
+
+    /// The counts of refused connections, for tests.
+    #[cfg(test)]
+    pub(super) fn refused(&self) -> Arc<Refused> {
+        Arc::clone(&self.refused)
+    }
+
+    /// Accepts the next connection; `None` once the listener is gone.
+    async fn accept<T, F>(&self, accept: impl Fn() -> F) -> Option<T>
+    where
+        F: Future<Output = io::Result<T>>,
+    {
+        loop {
+            let accepted = tokio::select! {
+                accepted = accept() => accepted,
+                () = self.intake.events.closed() => return None,
+            };
+            match accepted {
+                Ok(accepted) => return Some(accepted),
+                Err(error) => {
+                    if let Some(left_out) = ACCEPT_ERRORS.line() {
+                        tracing::warn!(%error, left_out, "cannot accept a connection");
+                    }
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-                continue;
             }
-        };
-        let handshake = handshakes.take();
-        let (gate, open) = (gate.clone(), open.clone());
+        }
+    }
+}
+
+/// Accepts connections of this machine until the listener is gone.
+pub(super) async fn run(gate: Arc<Gate>, public: UnixListener) {
+    let handshakes = HandshakePermits::new(HANDSHAKES_MAX);
+    while let Some((stream, _)) = gate.accept(|| public.accept()).await {
+        let (gate, handshake) = (gate.clone(), handshakes.take());
         tokio::spawn(async move {
-            let events = gate.intake.events.clone();
-            tokio::select! {
-                () = serve(&gate, stream, &open, handshake) => {}
-                () = events.closed() => {}
+            let shaking = shake_hands(&gate, stream);
+            if let Some(reason) = serve(&gate, shaking, handshake).await {
+                let refused = 1 + gate.refused.local.fetch_add(1, Ordering::Relaxed);
+                if let Some(left_out) = REFUSALS.line() {
+                    tracing::info!(%reason, refused, left_out, "refused a connection");
+                }
             }
         });
     }
@@ -92,94 +123,89 @@ enum ConnectionRefusal {
     #[error("its handshake was the oldest of too many")]
     Crowded,
     #[error("{0}")]
-    Violation(#[from] Violation),
+    Stream(#[from] StreamEnd),
     #[error("{0}")]
     Io(#[from] io::Error),
     #[error("the listener is gone")]
     Gone(#[from] SendError),
+    #[error("{0}")]
+    Certificate(String),
 }
 
-async fn serve(
+/// Carries out a handshake within its limits, then serves the connection until it or the listener is closed. Returns why
+/// it was refused before it was open.
+async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     gate: &Gate,
-    stream: UnixStream,
-    open: &Arc<Semaphore>,
+    shaking: impl Future<Output = Result<OpenConnection<R, W>, ConnectionRefusal>>,
     mut handshake: HandshakePermit,
-) {
-    let shaking = timeout(gate.limits.handshake, shake_hands(gate, stream, open));
-    let shaken = tokio::select! {
-        biased;
-        shaken = shaking => shaken.unwrap_or(Err(ConnectionRefusal::Late)),
-        () = handshake.lost() => Err(ConnectionRefusal::Crowded),
-    };
-    drop(handshake);
-    match shaken {
-        Ok(connection) => connection.run(gate).await,
-        Err(reason) => {
-            if let Some(left_out) = REFUSALS.line() {
-                tracing::info!(%reason, left_out, "refused a connection");
+) -> Option<ConnectionRefusal> {
+    let serving = async {
+        let shaken = tokio::select! {
+            biased;
+            shaken = timeout(gate.limits.handshake, shaking) => {
+                shaken.unwrap_or(Err(ConnectionRefusal::Late))
             }
+            () = handshake.lost() => Err(ConnectionRefusal::Crowded),
+        };
+        drop(handshake);
+        match shaken {
+            Ok(connection) => {
+                connection.run(gate).await;
+                None
+            }
+            Err(reason) => Some(reason),
         }
+    };
+    tokio::select! {
+        refused = serving => refused,
+        () = gate.intake.events.closed() => None,
     }
 }
 
-/// Performs the handshake and opens the connection. The connection is visible to the listener only on success: then it
-/// is open at both ends, and `Opened` is queued.
+/// Performs the handshake of a Unix socket, whose peer the kernel knows.
 async fn shake_hands(
     gate: &Gate,
     stream: UnixStream,
-    open: &Arc<Semaphore>,
-) -> Result<Connection, ConnectionRefusal> {
+) -> Result<OpenConnection<OwnedReadHalf, OwnedWriteHalf>, ConnectionRefusal> {
     let cred = stream.peer_cred()?;
     if cred.uid() != rustix::process::geteuid().as_raw() {
         return Err(ConnectionRefusal::User(cred.uid()));
     }
-    let (read, mut write) = stream.into_split();
-    write.write_all(&zmtp::greeting()).await?;
-    let mut client = ClientReader {
-        read,
-        parser: Parser::client(&gate.limits),
-        buffer: vec![0; CHUNK_BYTES],
-        filled: 0..0,
-    };
-    client.expect_ready().await?;
-    let permit = open.clone().try_acquire_owned();
-    let permit = permit.map_err(|_| ConnectionRefusal::Full)?;
-    let peer = Peers::next_id();
-    let inner = connect_inner(gate, peer).await?;
-    let link = OpenPeer::new(gate, peer);
-    let opened = QueuedEvent::Opened {
-        peer,
+    let origin = Origin::Local {
         uid: cred.uid(),
         // The kernel reports 0 for a process of another PID namespace: unknown.
         pid: cred.pid().filter(|pid| *pid > 0),
     };
-    gate.intake.push(opened).await?;
-    let connection = Connection {
-        client,
-        client_write: write,
-        inner,
-        link,
-        permit,
-    };
-    Ok(connection)
+    let (read, write) = stream.into_split();
+    open_connection(gate, read, write, origin).await
 }
 
-/// Connects to the ROUTER as the DEALER named `peer`, and waits until the ROUTER can route to it.
-async fn connect_inner(gate: &Gate, peer: PeerId) -> Result<UnixStream, ConnectionRefusal> {
-    let accepted = gate.router.expect(peer);
-    let mut inner = UnixStream::connect(&gate.inner).await?;
-    inner.write_all(&zmtp::greeting()).await?;
-    let ready = zmtp::ready("DEALER", &peer.0.to_be_bytes());
-    inner.write_all(&ready).await?;
-    let mut greeting = [0; zmtp::GREETING_BYTES];
-    inner.read_exact(&mut greeting).await?;
-    let mut head = [0; 2];
-    inner.read_exact(&mut head).await?;
-    let mut ready = [0; u8::MAX as usize];
-    inner.read_exact(&mut ready[..usize::from(head[1])]).await?;
-    let routed = accepted.wait().await;
-    routed.ok_or_else(|| io::Error::other("the inner socket did not take the connection"))?;
-    Ok(inner)
+/// Performs the handshake of ZMTP and opens the connection. It is visible to the listener only on success: then frames
+/// can be sent to it, and `Opened` is queued. The client gets its READY after that.
+async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
+    gate: &Gate,
+    read: R,
+    write: W,
+    origin: Origin,
+) -> Result<OpenConnection<R, W>, ConnectionRefusal> {
+    let mut writer = FrameWriter::new(write, gate.limits.slow_after);
+    writer.greet();
+    writer.flush().await?;
+    let mut reader = FrameReader::new(read, Parser::client(&gate.limits));
+    reader.handshake().await?;
+    let permit = gate.open.clone().try_acquire_owned();
+    let permit = permit.map_err(|_| ConnectionRefusal::Full)?;
+    let peer = Peers::next_id();
+    let link = OpenPeer::new(gate, peer);
+    gate.intake
+        .push(QueuedEvent::Opened { peer, origin })
+        .await?;
+    Ok(OpenConnection {
+        reader,
+        writer,
+        link,
+        permit,
+    })
 }
 
 /// The entry of an open peer, removed when dropped.
@@ -200,42 +226,5 @@ impl OpenPeer {
 impl Drop for OpenPeer {
     fn drop(&mut self) {
         self.peers.close(self.link.peer);
-    }
-}
-
-/// The client's stream and its parser.
-struct ClientReader {
-    read: OwnedReadHalf,
-    parser: Parser,
-    buffer: Vec<u8>,
-    /// The part of `buffer` that is read and not parsed yet.
-    filled: std::ops::Range<usize>,
-}
-
-impl ClientReader {
-    /// Reads more bytes if all are parsed. Returns `false` at the end of the stream.
-    async fn fill(&mut self) -> io::Result<bool> {
-        if self.filled.is_empty() {
-            let bytes = self.read.read(&mut self.buffer).await?;
-            self.filled = 0..bytes;
-        }
-        Ok(!self.filled.is_empty())
-    }
-
-    async fn expect_ready(&mut self) -> Result<(), ConnectionRefusal> {
-        loop {
-            if !self.fill().await? {
-                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
-            }
-            let mut input = &self.buffer[self.filled.clone()];
-            let mut ready = false;
-            while !ready && let Some(item) = self.parser.next(&mut input)? {
-                ready = item == Item::Ready;
-            }
-            self.filled.start = self.filled.end - input.len();
-            if ready {
-                return Ok(());
-            }
-        }
     }
 }

@@ -1,9 +1,35 @@
-//! One of the two transports, for tests that run over both.
+//! One of the transports, for tests that run over all of them.
 
 use std::sync::Arc;
 
-use super::super::{MemoryTransport, TransportError};
+use super::super::{BoxFuture, MemoryTransport, TlsTransport, TransportError};
+use super::tls::{Keys, free_address};
 use super::*;
+
+/// Listens with the credentials of a leader, and connects with those of a worker.
+struct OverTls {
+    listening: TlsTransport,
+    connecting: TlsTransport,
+}
+
+impl Transport for OverTls {
+    fn listen<'a>(
+        &'a self,
+        address: &'a Address,
+        limits: Limits,
+    ) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        self.listening.listen(address, limits)
+    }
+
+    fn connect<'a>(
+        &'a self,
+        address: &'a Address,
+        limits: Limits,
+        deadline: Duration,
+    ) -> BoxFuture<'a, Result<Connection, TransportError>> {
+        self.connecting.connect(address, limits, deadline)
+    }
+}
 
 /// A transport, an address on it, and a guard that must live as long.
 pub(super) struct Bench {
@@ -27,6 +53,19 @@ impl Bench {
             transport: Arc::new(ZmqTransport),
             address,
             _root: Some(root),
+        }
+    }
+
+    pub(super) fn tls() -> Self {
+        let keys = Keys::make();
+        let address = free_address();
+        Self {
+            transport: Arc::new(OverTls {
+                listening: keys.transport("leader"),
+                connecting: keys.transport("worker/0/0"),
+            }),
+            address,
+            _root: None,
         }
     }
 

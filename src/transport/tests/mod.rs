@@ -7,14 +7,15 @@ mod hostile;
 mod parser;
 mod pressure;
 mod semantics;
+mod tls;
 
 use std::time::Duration;
 
 use tokio::time::timeout;
 
 use super::{
-    Address, CloseReason, Connection, Frame, Limits, Listener, ListenerEvent, PeerId, Transport,
-    ZmqTransport,
+    Address, CloseReason, Connection, Frame, Limits, Listener, ListenerEvent, Origin, PeerId,
+    Transport, ZmqTransport,
 };
 
 /// Deadline that suffices on a loaded machine; reached only when a test fails.
@@ -31,8 +32,12 @@ async fn event(listener: &mut Listener) -> ListenerEvent {
 
 async fn opened(listener: &mut Listener) -> PeerId {
     match event(listener).await {
-        ListenerEvent::Opened { peer, uid, .. } => {
-            assert_eq!(uid, rustix::process::geteuid().as_raw());
+        ListenerEvent::Opened { peer, origin } => {
+            let own = rustix::process::geteuid().as_raw();
+            match origin {
+                Origin::Local { uid, .. } => assert_eq!(uid, own),
+                Origin::Certificate(claims) => assert_eq!(claims.deployment, "test"),
+            }
             peer
         }
         other => panic!("not opened: {other:?}"),

@@ -1,4 +1,4 @@
-//! Tests of limits and of peers that do not read. The tests in `semantics` run them over both transports.
+//! Tests of limits and of peers that do not read. The tests in `semantics` run them over all transports.
 
 use super::super::{Closed, SendError, Violation};
 use super::bench::Bench;

@@ -50,8 +50,8 @@ pub enum Violation {
     /// A message before READY.
     #[error("a message before READY")]
     NotReady,
-    /// A socket type other than DEALER.
-    #[error("a socket type other than DEALER")]
+    /// A client that is no DEALER, or a server that is no ROUTER.
+    #[error("a socket type other than DEALER of a client, ROUTER of a server")]
     SocketType,
     /// The first part is longer than the limit.
     #[error("a header longer than its limit")]

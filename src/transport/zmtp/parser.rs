@@ -11,7 +11,7 @@ use crate::Limits;
 pub(crate) enum Item<'a> {
     /// The greeting is complete and acceptable.
     Greeting,
-    /// A valid READY of a DEALER.
+    /// A valid READY of a socket of the expected type.
     Ready,
     /// A PING, to be answered by a PONG.
     Ping(PingContext),
@@ -41,27 +41,30 @@ pub(crate) struct Parser {
     held: Vec<u8>,
     ready: bool,
     part: Part,
+    /// The socket type of the other side.
+    expected: &'static [u8],
     limits: Limits,
 }
 
 impl Parser {
     /// A parser for a client's stream from its start.
     pub(crate) fn client(limits: &Limits) -> Self {
+        Self::expecting(b"DEALER", limits)
+    }
+
+    /// A parser for a server's stream from its start.
+    pub(crate) fn server(limits: &Limits) -> Self {
+        Self::expecting(b"ROUTER", limits)
+    }
+
+    fn expecting(expected: &'static [u8], limits: &Limits) -> Self {
         Self {
+            expected,
             state: State::Greeting,
             held: Vec::with_capacity(GREETING_BYTES),
             ready: false,
             part: Part::Header,
             limits: limits.clone(),
-        }
-    }
-
-    /// A parser for a stream after its handshake.
-    pub(crate) fn traffic(limits: &Limits) -> Self {
-        Self {
-            state: State::Head,
-            ready: true,
-            ..Self::client(limits)
         }
     }
 
@@ -198,7 +201,7 @@ impl Parser {
         let (name, rest) = take_string(&held).ok_or(Violation::Command)?;
         match (name, self.ready) {
             (b"READY", false) => {
-                check_ready(rest)?;
+                check_ready(rest, self.expected)?;
                 self.ready = true;
                 Ok(Item::Ready)
             }
@@ -236,7 +239,7 @@ fn take_value(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     rest.split_at_checked(usize::try_from(u32::from_be_bytes(*len)).ok()?)
 }
 
-fn check_ready(mut rest: &[u8]) -> Result<(), Violation> {
+fn check_ready(mut rest: &[u8], expected: &[u8]) -> Result<(), Violation> {
     let mut socket_type = None;
     while !rest.is_empty() {
         let (name, after) = take_string(rest).ok_or(Violation::Command)?;
@@ -247,7 +250,7 @@ fn check_ready(mut rest: &[u8]) -> Result<(), Violation> {
         }
     }
     match socket_type {
-        Some(b"DEALER") => Ok(()),
+        Some(found) if found == expected => Ok(()),
         _ => Err(Violation::SocketType),
     }
 }

@@ -1,0 +1,256 @@
+//! Where a connection comes from, and which hellos may be sent over it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use kvferry_protocol::{Class, ErrorBody, ErrorCode, Hello, MessageKind, Role};
+use kvferry_types::{Rank, Replica, WorkerId};
+
+/// Longest name of a deployment, in bytes.
+pub const DEPLOYMENT_BYTES_MAX: usize = 63;
+/// Start of the URI that a certificate holds.
+const SCHEME: &str = "kvferry://";
+
+/// The other end of a connection, as the transport knows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// A process of this machine, reported by the kernel. Its user may connect, so it may have each role.
+    Local {
+        /// User of the process.
+        uid: u32,
+        /// Id of the process; `None` if the kernel does not report it.
+        pid: Option<i32>,
+    },
+    /// A process, possibly of another machine, that has proven its certificate.
+    Certificate(Claims),
+}
+
+/// Contents of a certificate: `kvferry://DEPLOYMENT/HOLDER`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claims {
+    /// Name of the deployment: 1 to 63 of `a-z`, `0-9` and `-`.
+    pub deployment: String,
+    /// The process that the certificate is for.
+    pub holder: CertificateHolder,
+}
+
+/// The process that a certificate is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateHolder {
+    /// `leader`: the listening side.
+    Leader,
+    /// `worker/REPLICA/RANK`.
+    Worker(WorkerId),
+    /// `admin`: commands of an operator.
+    Admin,
+    /// `monitor`: commands that change nothing.
+    Monitor,
+}
+
+impl Origin {
+    /// Id of the process, if this machine knows it.
+    pub fn pid(&self) -> Option<i32> {
+        match self {
+            Self::Local { pid, .. } => *pid,
+            Self::Certificate(_) => None,
+        }
+    }
+
+    /// Compares role, replica and rank of a hello with the certificate. The only place where that is decided.
+    ///
+    /// # Errors
+    /// The refusal of the hello.
+    pub fn permits(&self, hello: &Hello) -> Result<(), ErrorBody> {
+        let Self::Certificate(claims) = self else {
+            return Ok(());
+        };
+        let permitted = match claims.holder {
+            CertificateHolder::Leader => false,
+            CertificateHolder::Worker(WorkerId { replica, rank }) => {
+                (hello.role, hello.replica, hello.rank) == (Role::Worker, replica.0, rank.0)
+            }
+            CertificateHolder::Admin | CertificateHolder::Monitor => hello.role == Role::Admin,
+        };
+        if permitted {
+            return Ok(());
+        }
+        let text = format!(
+            "role {:?}, replica {}, rank {} is not what the certificate of {claims} is for: use the credentials that `kvferry keygen` wrote for that process",
+            hello.role, hello.replica, hello.rank
+        );
+        Err(ErrorBody::new(ErrorCode::Invalid, text))
+    }
+
+    /// Whether a peer of this origin may send a kind that its role may send: a monitor requests only what changes
+    /// nothing.
+    pub fn may_send(&self, kind: MessageKind) -> bool {
+        let Self::Certificate(Claims {
+            holder: CertificateHolder::Monitor,
+            ..
+        }) = self
+        else {
+            return true;
+        };
+        kind.class() == Class::Answer
+            || matches!(
+                kind,
+                MessageKind::Hello
+                    | MessageKind::Ping
+                    | MessageKind::Status
+                    | MessageKind::ReadEvents
+            )
+    }
+}
+
+/// Checks the name of a deployment.
+///
+/// # Errors
+/// Says what a name is made of.
+pub fn check_deployment(name: &str) -> Result<(), String> {
+    let valid = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    match (1..=DEPLOYMENT_BYTES_MAX).contains(&name.len()) && name.bytes().all(valid) {
+        true => Ok(()),
+        false => Err(format!(
+            "deployment is {name:?}: use 1 to {DEPLOYMENT_BYTES_MAX} of a-z, 0-9 and -"
+        )),
+    }
+}
+
+impl fmt::Display for CertificateHolder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Leader => f.write_str("leader"),
+            Self::Worker(WorkerId { replica, rank }) => {
+                write!(f, "worker/{}/{}", replica.0, rank.0)
+            }
+            Self::Admin => f.write_str("admin"),
+            Self::Monitor => f.write_str("monitor"),
+        }
+    }
+}
+
+impl fmt::Display for Claims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{SCHEME}{}/{}", self.deployment, self.holder)
+    }
+}
+
+impl FromStr for Claims {
+    type Err = String;
+
+    /// Reads a URI in the form that [`fmt::Display`] writes, and in no other.
+    fn from_str(uri: &str) -> Result<Self, String> {
+        let read = || {
+            let (deployment, holder) = uri.strip_prefix(SCHEME)?.split_once('/')?;
+            let holder = match holder {
+                "leader" => CertificateHolder::Leader,
+                "admin" => CertificateHolder::Admin,
+                "monitor" => CertificateHolder::Monitor,
+                worker => {
+                    let (replica, rank) = worker.strip_prefix("worker/")?.split_once('/')?;
+                    CertificateHolder::Worker(WorkerId {
+                        replica: Replica(replica.parse().ok()?),
+                        rank: Rank(rank.parse().ok()?),
+                    })
+                }
+            };
+            check_deployment(deployment).ok()?;
+            let claims = Self {
+                deployment: deployment.to_owned(),
+                holder,
+            };
+            // No other spelling of the same numbers.
+            (claims.to_string() == uri).then_some(claims)
+        };
+        read().ok_or_else(|| format!("{uri:?} names no process of a kvferry deployment"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claims(text: &str) -> Claims {
+        text.parse().expect("claims")
+    }
+
+    #[test]
+    fn claims_have_one_spelling() {
+        for uri in [
+            "kvferry://a/leader",
+            "kvferry://prod-1/worker/0/12",
+            "kvferry://x/admin",
+            "kvferry://x/monitor",
+        ] {
+            assert_eq!(claims(uri).to_string(), uri);
+        }
+        let long = format!("kvferry://{}/leader", "x".repeat(64));
+        for uri in [
+            "kvferry://a/worker/0",
+            "kvferry://a/worker/00/1",
+            "kvferry://a/worker/+0/1",
+            "kvferry://a/worker/0/1/",
+            "kvferry://a/worker/0/65536",
+            "kvferry://a/engine/x",
+            "kvferry://A/leader",
+            "kvferry:///leader",
+            "kvferry://a/leader ",
+            "https://a/leader",
+            "",
+            &long,
+        ] {
+            assert!(uri.parse::<Claims>().is_err(), "{uri}");
+        }
+    }
+
+    #[test]
+    fn a_certificate_permits_its_own_hello_only() {
+        let hello = |role, replica, rank| Hello {
+            replica,
+            rank,
+            ..Hello::new(role, "test")
+        };
+        let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+        for holder in ["leader", "worker/1/2", "admin", "monitor"] {
+            let origin = Origin::Certificate(claims(&format!("kvferry://d/{holder}")));
+            assert_eq!(origin.pid(), None);
+            for role in roles {
+                for (replica, rank) in [(1, 2), (2, 1), (1, 1), (0, 0)] {
+                    let own = match role {
+                        Role::Worker => holder == "worker/1/2" && (replica, rank) == (1, 2),
+                        Role::Admin => holder == "admin" || holder == "monitor",
+                        _ => false,
+                    };
+                    let permitted = origin.permits(&hello(role, replica, rank));
+                    assert_eq!(
+                        permitted.is_ok(),
+                        own,
+                        "{holder}: {role:?} {replica} {rank}"
+                    );
+                }
+            }
+        }
+        let local = Origin::Local {
+            uid: 0,
+            pid: Some(7),
+        };
+        assert_eq!(local.pid(), Some(7));
+        for role in roles {
+            assert!(local.permits(&hello(role, 1, 2)).is_ok());
+        }
+    }
+
+    #[test]
+    fn a_monitor_requests_what_changes_nothing() {
+        let monitor = Origin::Certificate(claims("kvferry://d/monitor"));
+        let admin = Origin::Certificate(claims("kvferry://d/admin"));
+        let requests = MessageKind::ALL.iter().copied();
+        let requests =
+            requests.filter(|kind| kind.class() == Class::Request && kind.sent_by(Role::Admin));
+        let (may, may_not): (Vec<_>, Vec<_>) = requests.partition(|kind| monitor.may_send(*kind));
+        let [status, read] = [MessageKind::Status, MessageKind::ReadEvents];
+        assert!(may.contains(&status) && may.contains(&read), "{may:?}");
+        assert!(may_not.contains(&MessageKind::Reset), "{may_not:?}");
+        assert!(may_not.iter().all(|kind| admin.may_send(*kind)));
+    }
+}

@@ -1,0 +1,271 @@
+//! Frames on a stream of bytes, in both directions: ZMTP after and in the handshake, for both ends.
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+
+use super::zmtp::{self, Item, Parser, Part, PingContext};
+use super::{Frame, Limits, Violation};
+
+/// Most bytes of one read, and of the frames that one write collects.
+pub(super) const CHUNK_BYTES: usize = 64 << 10;
+
+/// Why nothing more is read or written.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum StreamEnd {
+    #[error("the other side closed the connection")]
+    Closed,
+    #[error("{0}")]
+    Violation(#[from] Violation),
+    #[error("{0}")]
+    Io(io::Error),
+    #[error("the other side reads nothing")]
+    Slow,
+}
+
+impl From<io::Error> for StreamEnd {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::ConnectionReset
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::UnexpectedEof => Self::Closed,
+            _ => Self::Io(error),
+        }
+    }
+}
+
+/// The latest unanswered PING. One is enough, because a PONG only proves liveness.
+#[derive(Default)]
+pub(super) struct Ping {
+    context: Mutex<Option<PingContext>>,
+    came: Notify,
+}
+
+impl Ping {
+    fn put(&self, context: PingContext) {
+        let mut slot = self.context.lock().unwrap_or_else(PoisonError::into_inner);
+        *slot = Some(context);
+        self.came.notify_one();
+    }
+
+    fn take(&self) -> Option<PingContext> {
+        let mut slot = self.context.lock().unwrap_or_else(PoisonError::into_inner);
+        slot.take()
+    }
+
+    /// Waits for a PING.
+    pub(super) async fn came(&self) {
+        self.came.notified().await;
+    }
+}
+
+/// Reads the frames of the other side.
+pub(super) struct FrameReader<R> {
+    read: R,
+    parser: Parser,
+    buffer: Vec<u8>,
+    /// The part of `buffer` that is read and not parsed yet.
+    filled: Range<usize>,
+    message: PartialMessage,
+}
+
+impl<R: AsyncRead + Unpin> FrameReader<R> {
+    pub(super) fn new(read: R, parser: Parser) -> Self {
+        Self {
+            read,
+            parser,
+            buffer: vec![0; CHUNK_BYTES],
+            filled: 0..0,
+            message: PartialMessage::default(),
+        }
+    }
+
+    /// Reads greeting and READY.
+    pub(super) async fn handshake(&mut self) -> Result<(), StreamEnd> {
+        loop {
+            self.fill().await?;
+            while let Some(item) = self.next()? {
+                if item == Item::Ready {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Reads the next frame, and notes PINGs.
+    pub(super) async fn frame(&mut self, ping: &Ping) -> Result<Frame, StreamEnd> {
+        loop {
+            let mut input = &self.buffer[self.filled.clone()];
+            while let Some(item) = self.parser.next(&mut input)? {
+                if let Some(frame) = self.message.take(item, ping) {
+                    self.filled.start = self.filled.end - input.len();
+                    return Ok(frame);
+                }
+            }
+            self.filled = 0..0;
+            self.fill().await?;
+        }
+    }
+
+    /// Reads more bytes if all are parsed.
+    async fn fill(&mut self) -> Result<(), StreamEnd> {
+        if self.filled.is_empty() {
+            let bytes = self.read.read(&mut self.buffer).await?;
+            self.filled = 0..bytes;
+        }
+        match self.filled.is_empty() {
+            true => Err(StreamEnd::Closed),
+            false => Ok(()),
+        }
+    }
+
+    /// The next item of the bytes that were read, or `None` when all are parsed.
+    fn next(&mut self) -> Result<Option<Item<'_>>, Violation> {
+        let mut input = &self.buffer[self.filled.clone()];
+        let item = self.parser.next(&mut input);
+        self.filled.start = self.filled.end - input.len();
+        item
+    }
+}
+
+/// The message that is being received.
+#[derive(Default)]
+struct PartialMessage {
+    parts: [Vec<u8>; 2],
+    current: usize,
+}
+
+impl PartialMessage {
+    /// Adds an item of the stream. Returns the message once it is complete.
+    fn take(&mut self, item: Item<'_>, ping: &Ping) -> Option<Frame> {
+        match item {
+            Item::Part { part, bytes } => {
+                self.current = part as usize;
+                // Within the limits: the parser has checked it. The system gives the memory when it is written.
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                self.parts[self.current] = Vec::with_capacity(bytes);
+            }
+            Item::Payload(bytes) => self.parts[self.current].extend_from_slice(bytes),
+            Item::End => {
+                let [header, body] = std::mem::take(&mut self.parts);
+                return Some(Frame::new(header, body));
+            }
+            Item::Ping(context) => ping.put(context),
+            Item::Greeting | Item::Ready | Item::Ignored => {}
+        }
+        None
+    }
+}
+
+/// Writes frames to the other side.
+pub(super) struct FrameWriter<W> {
+    write: W,
+    /// Bytes to be written: heads of parts, and short parts, of several frames.
+    buffer: Vec<u8>,
+    slow_after: Duration,
+}
+
+impl<W: AsyncWrite + Unpin> FrameWriter<W> {
+    /// A writer that fails when the other side takes nothing for `slow_after`.
+    pub(super) fn new(write: W, slow_after: Duration) -> Self {
+        Self {
+            write,
+            buffer: Vec::with_capacity(CHUNK_BYTES),
+            slow_after,
+        }
+    }
+
+    /// Appends the greeting.
+    pub(super) fn greet(&mut self) {
+        self.buffer.extend_from_slice(&zmtp::greeting());
+    }
+
+    /// Appends the READY of a socket of this type.
+    pub(super) fn ready(&mut self, socket_type: &str) {
+        self.buffer
+            .extend_from_slice(&zmtp::ready(socket_type, b""));
+    }
+
+    /// Appends the answer to the latest PING, if there is one. Call it between frames.
+    pub(super) fn pong(&mut self, ping: &Ping) {
+        if let Some(context) = ping.take() {
+            self.buffer.extend_from_slice(&zmtp::pong(&context));
+        }
+    }
+
+    /// Appends a frame; writes when [`CHUNK_BYTES`] are collected.
+    pub(super) async fn frame(&mut self, frame: Frame) -> Result<(), StreamEnd> {
+        self.part(Part::Header, frame.header).await?;
+        self.part(Part::Body, frame.body).await
+    }
+
+    async fn part(&mut self, part: Part, bytes: Bytes) -> Result<(), StreamEnd> {
+        zmtp::put_head(&mut self.buffer, part, bytes.len() as u64);
+        if self.buffer.len() + bytes.len() <= CHUNK_BYTES {
+            self.buffer.extend_from_slice(&bytes);
+            return Ok(());
+        }
+        self.write_buffer().await?;
+        self.put(&bytes).await
+    }
+
+    /// Writes all bytes that are collected.
+    pub(super) async fn flush(&mut self) -> Result<(), StreamEnd> {
+        self.write_buffer().await?;
+        match timeout(self.slow_after, self.write.flush()).await {
+            Ok(flushed) => Ok(flushed?),
+            Err(_) => Err(StreamEnd::Slow),
+        }
+    }
+
+    /// Writes all bytes that are collected, and ends the stream.
+    pub(super) async fn end(&mut self) -> Result<(), StreamEnd> {
+        self.flush().await?;
+        match timeout(self.slow_after, self.write.shutdown()).await {
+            Ok(ended) => Ok(ended?),
+            Err(_) => Err(StreamEnd::Slow),
+        }
+    }
+
+    async fn write_buffer(&mut self) -> Result<(), StreamEnd> {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        self.put(&buffer).await?;
+        buffer.clear();
+        self.buffer = buffer;
+        Ok(())
+    }
+
+    async fn put(&mut self, mut bytes: &[u8]) -> Result<(), StreamEnd> {
+        while !bytes.is_empty() {
+            match timeout(self.slow_after, self.write.write(bytes)).await {
+                Ok(Ok(0)) => return Err(StreamEnd::Closed),
+                Ok(Ok(written)) => bytes = &bytes[written..],
+                Ok(Err(error)) => return Err(error.into()),
+                Err(_) => return Err(StreamEnd::Slow),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes greeting and READY as a DEALER, and waits for those of a ROUTER.
+pub(super) async fn join<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
+    read: R,
+    write: W,
+    limits: &Limits,
+) -> Result<(FrameReader<R>, FrameWriter<W>), StreamEnd> {
+    // A server that does not read holds the client back; the session ends a connection over which it receives nothing.
+    let mut writer = FrameWriter::new(write, Duration::MAX);
+    writer.greet();
+    writer.ready("DEALER");
+    writer.flush().await?;
+    let mut reader = FrameReader::new(read, Parser::server(limits));
+    reader.handshake().await?;
+    Ok((reader, writer))
+}
