@@ -85,6 +85,11 @@ pub enum BufferError {
     /// A file on a disk.
     #[error("'{0}' is not in memory: put it on a tmpfs such as /dev/shm, or on hugetlbfs")]
     NotMemory(PathBuf),
+    /// A descriptor of a file on a disk.
+    #[error(
+        "the descriptor is not of a file in memory: hand over a memfd, or a file on tmpfs or hugetlbfs"
+    )]
+    NotMemoryFd,
 }
 
 impl BufferError {
@@ -94,6 +99,12 @@ impl BufferError {
             source: errno.into(),
         }
     }
+}
+
+/// Whether a file lies on tmpfs or hugetlbfs, as a memfd does.
+fn is_memory(fd: &OwnedFd) -> Result<bool, BufferError> {
+    let system = rustix::fs::fstatfs(fd).map_err(BufferError::io("look at the file system"))?;
+    Ok(system.f_type == TMPFS_MAGIC || system.f_type == HUGETLBFS_MAGIC)
 }
 
 impl SharedBuffer {
@@ -124,7 +135,10 @@ impl SharedBuffer {
         if file_bytes < bytes {
             return Err(BufferError::TooShort { file_bytes, bytes });
         }
-        Self::map(fd, bytes)
+        match is_memory(&fd)? {
+            true => Self::map(fd, bytes),
+            false => Err(BufferError::NotMemoryFd),
+        }
     }
 
     /// Opens and maps the first `bytes` bytes of a file in memory. The path must be absolute, its last part no symbolic
@@ -151,9 +165,7 @@ impl SharedBuffer {
                 ours,
             });
         }
-        let system =
-            rustix::fs::fstatfs(&fd).map_err(BufferError::io("look at the file system"))?;
-        if system.f_type != TMPFS_MAGIC && system.f_type != HUGETLBFS_MAGIC {
+        if !is_memory(&fd)? {
             return Err(BufferError::NotMemory(path.to_owned()));
         }
         Self::from_fd(fd, bytes)
@@ -167,6 +179,12 @@ impl SharedBuffer {
         let map = MmapOptions::new().len(len).map_raw(&fd);
         let map = map.map_err(|source| BufferError::Io {
             action: "map the memory",
+            source,
+        })?;
+        // KV of requests must not lie in core dumps, which nobody expects there.
+        let left_out = map.advise(Advice::DontDump);
+        left_out.map_err(|source| BufferError::Io {
+            action: "leave the memory out of core dumps",
             source,
         })?;
         Ok(Self { map, fd })
@@ -340,6 +358,29 @@ mod tests {
         );
         let flags = rustix::io::fcntl_getfd(buffer.fd()).expect("flags");
         assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+    }
+
+    #[test]
+    fn memory_is_left_out_of_core_dumps() {
+        let _buffer = SharedBuffer::create("kvferry-no-dump", 8192).expect("memory");
+        let maps = std::fs::read_to_string("/proc/self/smaps").expect("the maps");
+        let mut of_buffer = maps
+            .lines()
+            .skip_while(|line| !line.contains("kvferry-no-dump"));
+        let flags = of_buffer.find(|line| line.starts_with("VmFlags:"));
+        let flags = flags.expect("flags of the mapping");
+        assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+    }
+
+    #[test]
+    fn a_descriptor_of_a_file_on_a_disk_is_refused() {
+        // A folder of the tree is on no tmpfs where the tests are built on a disk.
+        let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
+        file.set_len(4096).expect("sized");
+        let fd = OwnedFd::from(file);
+        let on_disk = !is_memory(&fd).expect("a file system");
+        let found = SharedBuffer::from_fd(fd, 4096);
+        assert_eq!(matches!(found, Err(BufferError::NotMemoryFd)), on_disk);
     }
 
     #[test]

@@ -145,7 +145,11 @@ fn unready(status: &StatusAnswer) -> String {
     }
     let closed = status.ranks.iter().filter_map(|rank| {
         let disk = rank.disk.as_ref()?;
-        let text = format!("{}: the disk serves nothing: {}", name(rank), disk.reason);
+        let text = format!(
+            "{}: the disk serves nothing: {}",
+            name(rank),
+            printable(&disk.reason)
+        );
         (disk.health == DiskHealth::Off).then_some(text)
     });
     let closed: Vec<String> = closed.collect();
@@ -160,10 +164,22 @@ fn name(rank: &RankStatus) -> String {
     WorkerId { replica, rank }.to_string()
 }
 
+/// A text that a worker has sent, without characters that would begin another line or change the terminal.
+fn printable(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character.is_control() {
+            true => shown.extend(character.escape_default()),
+            false => shown.push(character),
+        }
+    }
+    shown
+}
+
 /// The startup stage of a rank.
 fn stage(rank: &RankStatus) -> String {
     if !rank.problem.is_empty() {
-        return rank.problem.clone();
+        return printable(&rank.problem);
     }
     if rank.attached {
         return "ready".to_owned();
@@ -301,5 +317,14 @@ mod tests {
             ..StatusAnswer::default()
         };
         assert_eq!(unready(&status), "rank 1: no memory");
+    }
+
+    #[test]
+    fn a_text_of_a_worker_begins_no_line_and_changes_no_terminal() {
+        let rank = RankStatus {
+            problem: "x\u{1b}[31m\nstate  serves \u{e9}".to_owned(),
+            ..RankStatus::default()
+        };
+        assert_eq!(stage(&rank), "x\\u{1b}[31m\\nstate  serves \u{e9}");
     }
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use kvferry_protocol::{DiskStatus, MovesStatus, StatusAnswer, TierStatus};
 use kvferry_types::ByteSize;
 
-use super::{name, stage};
+use super::{name, printable, stage};
 
 /// Width of the names of the rows.
 const NAME_WIDTH: usize = 13;
@@ -164,7 +164,7 @@ fn disk(tier: &TierStatus) -> String {
 fn of_worker(disk: &DiskStatus) -> String {
     let mut text = disk.health.name().to_owned();
     if !disk.reason.is_empty() {
-        write!(text, " ({})", disk.reason).ok();
+        write!(text, " ({})", printable(&disk.reason)).ok();
     }
     let (used, cap) = (size(disk.used_bytes), ByteSize(disk.cap_bytes));
     let (day, all) = (size(disk.day_written_bytes), size(disk.written_bytes));
