@@ -31,6 +31,7 @@ LIMITS = {
     "parts": wire.PARTS_MAX,
     "body_bytes": wire.BODY_BYTES_MAX,
     "page_hashes": wire.HASHES_MAX,
+    "page_items": wire.PAGE_ITEMS_MAX,
     "stores": wire.STORES_MAX,
     "abandoned_requests": outbox.ABANDONED_MAX,
     "deadline_max_ms": options.DEADLINE_MS_MAX,
@@ -44,7 +45,6 @@ NOT_NAMED = {
     "depth",
     "event_pages",
     "namespace_bytes",
-    "page_items",
     "pairs",
     "request_credits",  # in the welcome
     "small_body_bytes",
