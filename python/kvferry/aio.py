@@ -136,6 +136,11 @@ class Client:
         return self._session.features
 
     @property
+    def limits(self) -> dict[str, int]:
+        """Limits of the peer, by their names in ``schema/messages.json``, from the last welcome."""
+        return self._session.limits
+
+    @property
     def open_requests(self) -> tuple[int, int]:
         """Numbers of requests without an answer that wait to be sent, and that were sent."""
         sent = self._session.sent_requests
@@ -169,10 +174,10 @@ class Client:
         number = next(self._ids) if identity is None else identity
         pending: Request[Any] = Request(number, message, now + timeout_s, now + timeout_s + grace_s, link)
         pending.urgent = urgent
+        pending.repeated = identity is not None
         if self._closing or len(self._session.open) >= OPEN_MAX:
             text = "the client closes" if self._closing else f"{OPEN_MAX} requests wait for an answer"
-            # A repeated request may have been sent before.
-            refuse(pending, text, over=identity is None)
+            refuse(pending, text)
         else:
             self._session.add(pending)
             self._changed.set()

@@ -39,11 +39,11 @@ class StoreBatches:
         self.more = 0
         self._known = True
 
-    def take(self, queue: collections.deque[PendingRequest], bytes_max: int) -> list[PendingRequest]:
+    def take(self, queue: collections.deque[PendingRequest], bytes_max: int, stores_max: int) -> list[PendingRequest]:
         """Takes the stores at the start of a queue that fit into one message; a single one is left in the queue."""
         taken: list[PendingRequest] = []
         room = min(bytes_max, BATCH_BYTES_MAX)
-        while self._known and not self._alone() and queue and len(taken) < wire.STORES_MAX:
+        while self._known and not self._alone() and queue and len(taken) < stores_max:
             store = queue[0]
             size = len(store.body)
             if store.kind != Kind.STORE or store.alone or size > min(STORE_BYTES_MAX, room):

@@ -101,6 +101,11 @@ class Client:
         return self._session.features
 
     @property
+    def limits(self) -> dict[str, int]:
+        """Limits of the peer, by their names in ``schema/messages.json``, from the last welcome."""
+        return self._session.limits
+
+    @property
     def lost_at(self) -> float | None:
         """When the connection was lost, on the monotonic clock; None while there is one."""
         return self._session.lost_at
@@ -141,6 +146,7 @@ class Client:
             pending = PendingRequest(number, message, now + timeout_s, now + timeout_s + grace_s, link)
             pending.until = until
             pending.urgent = urgent
+            pending.repeated = identity is not None
             pending.watch = self._watch
             if self._watch is not None:
                 self._watch.requested(pending)
@@ -150,8 +156,7 @@ class Client:
                 self._new.append(pending)
         if full:
             text = "the client closes" if self._closing else f"{OPEN_MAX} requests wait for an answer"
-            # A repeated request may have been sent before.
-            refuse(pending, text, over=identity is None)
+            refuse(pending, text)
         elif wake and threading.get_ident() != self._thread.ident:
             # The client's own thread sends what ``turn`` has requested before it waits again.
             self.poke()

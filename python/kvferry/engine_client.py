@@ -92,16 +92,17 @@ class EngineRequests:
         grace_s: float = 0.0,
         until: Ended = None,
         wake: bool = True,
+        identity: int | None = None,
     ) -> PendingRequest:
         """Copies the device pages that ``parts`` name to kvferry.
 
         The copies start when every rank has reported the id of this request as written, or the number ``after`` of
         earlier work. ``more``: hashes of pages that the lookup did not name, from position ``more_from`` on. Without
         ``wake`` the store is sent with the next request, or by ``poke``, so that the stores of a step share a message.
-        The answer is a :class:`kvferry.wire.StoreAnswer`.
+        ``identity``: as for a load. The answer is a :class:`kvferry.wire.StoreAnswer`.
         """
         message = engine_messages.store(slot, parts, more, more_from, after)
-        return self.request(message, timeout_s, grace_s=grace_s, until=until, wake=wake)
+        return self.request(message, timeout_s, grace_s=grace_s, until=until, wake=wake, identity=identity)
 
     def finish(self: Sends, slot: int, *, timeout_s: float, until: Ended = None) -> PendingRequest:
         """Ends a running request: frees its slot and its holds."""

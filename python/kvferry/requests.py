@@ -59,6 +59,7 @@ class PendingRequest:
         "id",
         "kind",
         "link",
+        "repeated",
         "requested_at",
         "sent_at",
         "until",
@@ -82,6 +83,8 @@ class PendingRequest:
         self.until: Callable[[PendingRequest], None] | None = None
         self.watch: Watch | None = None
         self.urgent = False
+        #: An earlier request had the same id, and may have been sent.
+        self.repeated = False
         #: Not sent together with others.
         self.alone = False
         #: When the request was made, first sent, and when it ended, on the monotonic clock.
@@ -159,6 +162,6 @@ class Watch(Protocol):
         """A request has ended, and no caller knows it yet."""
 
 
-def refuse(pending: PendingRequest, reason: str, *, over: bool) -> None:
-    """Ends a request that is not sent by its client now. ``over``: and was not sent before."""
-    pending._end(None, Failure(Code.BUSY, reason, reported=False, retry=True, over=over))
+def refuse(pending: PendingRequest, reason: str) -> None:
+    """Ends a request that its client does not send."""
+    pending._end(None, Failure(Code.BUSY, reason, reported=False, retry=True, over=not pending.repeated))

@@ -73,6 +73,8 @@ class Session:
         self.features = 0
         #: When the connection was lost, on the monotonic clock; None while there is one.
         self.lost_at: float | None = now
+        #: Limits of the peer, by their names in ``schema/messages.json``, from the last welcome.
+        self.limits: dict[str, int] = {}
         self._version = wire.VERSION
         self._links = itertools.count(1)
         self._credits = (1, 1)
@@ -113,6 +115,7 @@ class Session:
         self.epoch = envelope.epoch
         self._version = welcome.version
         self.features = welcome.features
+        self.limits = welcome.limits
         self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
         self._beat_s = max(welcome.heartbeat_ms, 10) / 1000
         self._sent_at = self._received_at = now
@@ -161,7 +164,8 @@ class Session:
         if (failure := _not_encoded(pending)) is not None:
             self._settle(pending, None, failure)
         elif pending.link is not None and pending.link != self.link:
-            failure = Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True, over=True)
+            over = not pending.repeated
+            failure = Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True, over=over)
             self._settle(pending, None, failure)
         else:
             self._queue(pending)
@@ -195,16 +199,16 @@ class Session:
             if pending.done:
                 queue.popleft()
                 continue
-            # Some credits are reserved for urgent requests, which are few and small.
-            kept = 0 if pending.urgent else min(_URGENT_CREDITS, requests // 64)
-            too_much = self._in_flight_bytes + len(pending.body) > byte_credits - kept * _URGENT_BYTES
-            if self._in_flight and (len(self._in_flight) >= requests - kept or too_much):
-                return None
             body = self._body(pending)
             if body is None:
-                queue.popleft()
                 continue
-            if stores := self._batches.take(queue, byte_credits - self._in_flight_bytes):
+            # Some credits are reserved for urgent requests, which are few and small.
+            kept = 0 if pending.urgent else min(_URGENT_CREDITS, requests // 64)
+            too_much = self._in_flight_bytes + len(body) > byte_credits - kept * _URGENT_BYTES
+            if self._in_flight and (len(self._in_flight) >= requests - kept or too_much):
+                return None
+            stores_max = min(self.limits.get("stores", wire.STORES_MAX), wire.STORES_MAX)
+            if stores := self._batches.take(queue, byte_credits - self._in_flight_bytes, stores_max):
                 identity, kind = self._draw(), Kind.STORES
                 left_ms, body = self._batches.message(identity, stores, now)
             else:
@@ -220,14 +224,22 @@ class Session:
         return None
 
     def _body(self, pending: PendingRequest) -> bytes | None:
-        """The body of a request in the version of the connection; None if it is too long for it and has ended."""
-        if self._version > 1 or pending.kind not in (Kind.LOAD, Kind.STORE):
-            return pending.body
+        """The body of a request in the version of the connection; None if it is too long for the peer and has ended."""
+        body = pending.body
         try:
-            return wire.one_by_one(pending.body)
+            if self._version < 2 and pending.kind in (Kind.LOAD, Kind.STORE):
+                body = wire.one_by_one(body)
+            limit = min(self.limits.get("body_bytes", wire.BODY_BYTES_MAX), wire.BODY_BYTES_MAX)
+            if len(body) > limit:
+                raise wire.TooLong(
+                    f"the request has {len(body)} bytes, more than the {limit} of a message to this peer"
+                )
         except wire.TooLong as why:
-            self._settle(pending, None, Failure(Code.LIMIT, str(why), reported=False, over=not pending.sent_at))
+            # The request may have been sent to an earlier peer.
+            over = pending.sent_at is None and not pending.repeated
+            self._settle(pending, None, Failure(Code.LIMIT, str(why), reported=False, over=over))
             return None
+        return body
 
     # Messages of the peer.
 
@@ -323,8 +335,8 @@ def _not_encoded(pending: PendingRequest) -> Failure | None:
         logger.exception("kvferry: a request of kind %d could not be encoded", pending.kind)
         text = f"the request could not be encoded: {error}"
         # To be retried at intervals, not at once.
-        return Failure(Code.INTERNAL, text, reported=False, retry=True, over=True)
+        return Failure(Code.INTERNAL, text, reported=False, retry=True, over=not pending.repeated)
     if size > wire.BODY_BYTES_MAX:
         text = f"the request has {size} bytes, more than the {wire.BODY_BYTES_MAX} of a message"
-        return Failure(Code.INTERNAL, text, reported=False, retry=True, over=True)
+        return Failure(Code.INTERNAL, text, reported=False, retry=True, over=not pending.repeated)
     return None

@@ -133,12 +133,12 @@ def test_other_tasks_run_while_there_is_no_leader(directory: Path, leader: str) 
             while not requests[-1].done:
                 await asyncio.sleep(0.01)
                 longest, seen = max(longest, time.monotonic() - seen), time.monotonic()
-            assert longest < 0.5, f"the loop stood still for {longest:.2f} s"
+            assert longest < 1.0, f"the loop stood still for {longest:.2f} s"
             assert time.process_time() - busy < 0.75
             for request in requests:
                 with pytest.raises(Failure):
                     await request
-                assert request.ended_at - request.expires < 0.5
+                assert request.ended_at - request.expires < 1.0
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         if leader == "silent":

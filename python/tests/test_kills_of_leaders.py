@@ -34,7 +34,7 @@ KILLS = 4
 #: Time between two reports of written work, for which stores and loads wait: several are in flight at each kill.
 STEP_S = 0.2
 #: Deadlines of requests, and the time after them in which an answer may come.
-LIMIT_S, GRACE_S = 4.0, 12.0
+LIMIT_S, GRACE_S = 10.0, 12.0
 #: How late the end of a request may be known on a busy machine.
 MARGIN_S = 1.0
 FREE = -1.0

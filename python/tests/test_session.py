@@ -21,7 +21,7 @@ FOUND = wire.LookupAnswer(2)
 class Talk:
     """A session, the time, and what its peer has received."""
 
-    def __init__(self, **welcome: int):
+    def __init__(self, **welcome: Any):
         self.now = 100.0
         self.ids = itertools.count(1)
         self.ended: list[int] = []
@@ -130,6 +130,23 @@ def test_another_answer_to_hello_makes_no_connection(body: Any, kind: Kind, text
     with pytest.raises((Failure, wire.Malformed), match=text):
         talk.session.welcomed(message(kind, 0, body), talk.now)
     assert (talk.session.link, talk.sent()) == (0, [])
+
+
+def test_a_request_beyond_the_limits_of_the_peer_fails_alone() -> None:
+    talk = Talk(limits={"body_bytes": 100, "stores": 2, "of_a_later_version": 1})
+    long = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 160)
+    stores = [talk.request(5, body=wire.Store(1, [wire.Part(0, [3])])) for _ in range(3)]
+    first, again = talk.request(5, body=long), talk.request(5, body=long)
+    again.repeated = True
+    talk.connect()
+    assert [kind for kind, *_ in talk.sent()] == [Kind.STORES, Kind.STORE]
+    for pending, over in ((first, True), (again, False)):
+        assert pending.failure is not None
+        assert pending.failure.code == Code.LIMIT
+        assert pending.failure.over is over, "an earlier request with this id may have been sent"
+        assert "more than the 100 of a message" in pending.failure.message
+    assert not any(store.done for store in stores)
+    assert talk.session.limits["of_a_later_version"] == 1
 
 
 def garbage(rng: random.Random, open_ids: list[int]) -> list[bytes]:

@@ -68,6 +68,8 @@ def test_an_engine_stores_and_loads_and_an_operator_resets(clients: Clients, ver
         try:
             eventually("lookups are served", lambda: rank.registered and admin.status().ready)
             assert rank._client._session._version == version
+            assert engine._session._version == version
+            assert engine.limits["stores"] == wire.STORES_MAX
             status = admin.status(check=True)
             assert (status.contradiction, status.ranks[0].attached) == ("", True)
             assert status.requests["engines"] == 1

@@ -7,13 +7,17 @@ from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import plain_msgpack
 import pytest
+import torch
 import wire_table
 
 from kvferry import aio, options, outbox, wire
 from kvferry.admin import AdminClient
 from kvferry.contract import bodies as contract_bodies
 from kvferry.engine_client import EngineRequests
+from kvferry.memory import Group, KvMemory, Place
 from kvferry.served import Part
 from kvferry.wire import Code, Kind
 
@@ -27,6 +31,7 @@ LIMITS = {
     "parts": wire.PARTS_MAX,
     "body_bytes": wire.BODY_BYTES_MAX,
     "page_hashes": wire.HASHES_MAX,
+    "page_items": wire.PAGE_ITEMS_MAX,
     "stores": wire.STORES_MAX,
     "abandoned_requests": outbox.ABANDONED_MAX,
     "deadline_max_ms": options.DEADLINE_MS_MAX,
@@ -40,7 +45,6 @@ NOT_NAMED = {
     "depth",
     "event_pages",
     "namespace_bytes",
-    "page_items",
     "pairs",
     "request_credits",  # in the welcome
     "small_body_bytes",
@@ -100,6 +104,53 @@ def test_python_has_the_kinds_fields_errors_and_limits_of_the_table() -> None:
     assert list(differences(TABLE)) == []
 
 
+INTEGER = {"type": "integer", "format": "uint32"}
+
+#: A registration as the program may publish it: kinds of handles are maps with one field each.
+HANDLE = {
+    "oneOf": [
+        {
+            "type": "object",
+            "properties": {name: {"type": "array", "items": {"format": "uint8", "type": "integer"}}},
+            "required": [name],
+            "additionalProperties": False,
+        }
+        for name in ("ticket", "cuda_ipc")
+    ]
+}
+
+
+def described() -> Any:
+    """What a rank sends of its memory, read by the plain decoder."""
+    group = Group({"layer": torch.zeros((4, 1, 8, 4))}, engine_page_tokens=8, device_pages=4)
+    memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"content"))
+    try:
+        body = wire.Register(0, b"e" * 16, memory.describe([b"t" * 16], timeline=False))
+        return plain_msgpack.read(wire.body_of(body))
+    finally:
+        memory.close()
+
+
+def test_a_registration_is_as_the_table_says() -> None:
+    schema = BY_NAME["register"]["body"]
+    assert list(wire_table.misfits(wire_table.of_schema(schema, schema.get("$defs", {})), described())) == []
+
+
+def test_a_handle_that_differs_from_its_schema_is_found() -> None:
+    form = wire_table.of_schema(HANDLE, {})
+    assert list(wire_table.misfits(form, [("ticket", b"t" * 16)])) == []
+    for handle in ([("ticket", "t")], [("path", b"t")], [("ticket", b""), ("cuda_ipc", b"")], []):
+        assert list(wire_table.misfits(form, handle)), handle
+
+
+def test_pairs_are_lists_of_numbers_on_both_sides() -> None:
+    pair = {"type": "array", "prefixItems": [INTEGER, INTEGER], "minItems": 2, "maxItems": 2}
+    schema = wire_table.of_schema({"type": "array", "items": pair}, {})
+    for python in (list[tuple[int, int]], list[list[int]]):
+        assert wire_table.of_python(msgspec.inspect.type_info(python)) == schema
+    assert wire_table.of_python(msgspec.inspect.type_info(list[int])) != schema
+
+
 def _field(message: str, *path: str) -> Any:
     """A change of a field's schema: sets or removes the last of `path`."""
 
@@ -114,8 +165,6 @@ def _field(message: str, *path: str) -> Any:
 
     return change
 
-
-INTEGER = {"type": "integer", "format": "uint32"}
 
 #: Mistakes in a table, and the difference that they must show.
 MISTAKES = [

@@ -25,7 +25,7 @@ BODIES: dict[int, type[msgspec.Struct]] = {
 }
 #: Fields that hold an encoded body.
 ENCODED = {(wire.NumberedStore, "store"): wire.Store}
-#: Fields that Python writes as a map without a type.
+#: Fields that Python fills without a type of its own: a test compares what is sent with the table.
 UNTYPED = {"register.registration"}
 #: Values of fields that are absent, where the table names none.
 ZEROS = {"int": 0, "bool": False, "str": "", "bytes": b"", "list": [], "dict": {}}
@@ -184,3 +184,37 @@ def _absent(field: Field) -> Any:
     if form.fields is not None:
         return ...
     return bytes(default) if form.name == "bytes" else default
+
+
+def misfits(form: Form, value: Any, where: str = "body") -> Iterator[str]:
+    """Yields the places at which a value of the plain decoder has another type than the table."""
+    match form.name:
+        case _ if value is None and form.optional:
+            return
+        case "anything":
+            return
+        case "one":
+            if all(list(misfits(each, value, where)) for each in form.of):
+                yield f"{where}: {value!r} is none of {form}"
+        case "map":
+            pairs = dict(value)
+            assert form.fields is not None
+            yield from (
+                f"{where}.{name} is missing"
+                for name, field in form.fields.items()
+                if field.required and name not in pairs
+            )
+            for name, each in pairs.items():
+                if name not in form.fields:
+                    yield f"{where}.{name} is not in the table"
+                else:
+                    yield from misfits(form.fields[name].form, each, f"{where}.{name}")
+        case "dict":
+            for name, each in value:
+                yield from misfits(form.of[0], each, f"{where}.{name}")
+        case "list" if isinstance(value, list):
+            for number, each in enumerate(value):
+                yield from misfits(form.of[0], each, f"{where}[{number}]")
+        case name:
+            if type(value).__name__ != name:
+                yield f"{where}: {value!r} is no {name}"
