@@ -4,22 +4,35 @@ use std::time::Duration;
 
 use super::Time;
 
-/// Limit on lines of one kind within a [`PERIOD`]. At 4 KiB each, the longest that a message can carry: 46 MiB a day.
+/// Limit on lines of one kind within a [`PERIOD`], where the line has no other. At 4 KiB each, the longest that a message can carry: 46 MiB a day.
 const LINES_MAX: u32 = 8;
 const PERIOD: Duration = Duration::from_secs(60);
 
 /// Limits how often one log line is written, so that no peer can fill a disk. One value per line.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct LogLimit {
+    lines_max: u32,
     since: Option<Time>,
     lines: u32,
     left_out: u64,
 }
 
+impl Default for LogLimit {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl LogLimit {
     /// A limit without lines so far.
     pub const fn new() -> Self {
+        Self::of(LINES_MAX)
+    }
+
+    /// A limit of so many lines a minute.
+    pub const fn of(lines_max: u32) -> Self {
         Self {
+            lines_max,
             since: None,
             lines: 0,
             left_out: 0,
@@ -33,7 +46,7 @@ impl LogLimit {
             self.since = Some(now);
             self.lines = 0;
         }
-        if self.lines == LINES_MAX {
+        if self.lines == self.lines_max {
             self.left_out += 1;
             return None;
         }

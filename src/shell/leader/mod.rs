@@ -38,6 +38,9 @@ pub use status::LOOKUP_NS;
 // The core's effect of one order fits into one message.
 const _: () = assert!(CANCELLED_MAX <= COPIES_MAX && LOAD_RUNS_MAX <= PAIRS_MAX);
 
+/// Lines about seats within a minute, at most: a few for each of 64 ranks that start together. About 40 MB a day.
+const SEAT_LINES_MAX: u32 = 128;
+
 /// Translates between the messages of a leader's peers and [`Leader`], and maps each peer to its role. `P` is the
 /// host's handle to a process.
 #[derive(Debug)]
@@ -61,6 +64,9 @@ pub struct LeaderShell<P> {
     readiness: BTreeMap<WorkerId, Readiness>,
     problems: LogLimit,
     refused_orders: LogLimit,
+    refused_workers: LogLimit,
+    /// For lines about seats that are given or refused.
+    seat_lines: LogLimit,
     readers: LogReaders,
     batches: StoreBatches,
     next_order: u64,
@@ -84,6 +90,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
             readiness: BTreeMap::new(),
             problems: LogLimit::new(),
             refused_orders: LogLimit::new(),
+            refused_workers: LogLimit::new(),
+            seat_lines: LogLimit::of(SEAT_LINES_MAX),
             readers: LogReaders::default(),
             batches: StoreBatches::default(),
             next_order: 0,
@@ -496,7 +504,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 host.reply(peer, correlation, Message::Attached(body));
             }
             Err(refusal) => {
-                tracing::error!(%refusal, "worker refused");
+                if let Some(left_out) = self.refused_workers.line(host.now()) {
+                    tracing::error!(%refusal, left_out, "worker refused");
+                }
                 host.reply(peer, correlation, Message::Error(to_error(&refusal)));
                 if let Refusal::EpochUsed { depot_epoch, .. } = refusal {
                     self.end_outdated(host, depot_epoch, refusal.to_string());
@@ -524,7 +534,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 after: after.0,
             }),
             Err(refusal) => {
-                tracing::error!(%refusal, "engine memory refused");
+                if let Some(left_out) = self.refused_workers.line(host.now()) {
+                    tracing::error!(%refusal, left_out, "engine memory refused");
+                }
                 Message::Error(to_error(&refusal))
             }
         };

@@ -76,7 +76,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
             }
         };
         if let Err(in_use) = self.claim(host, peer, seat, pid) {
-            tracing::warn!(%seat, pid, "seat not given to another process: {in_use}");
+            if let Some(left_out) = self.seat_lines.line(host.now()) {
+                tracing::warn!(%seat, pid, left_out, "seat not given to another process: {in_use}");
+            }
         }
     }
 
@@ -151,7 +153,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
             if let Some(in_use) = before.in_use(host, pid) {
                 return Err(in_use);
             }
-            tracing::info!(%engine, pid, "connected again");
+            if let Some(left_out) = self.seat_lines.line(host.now()) {
+                tracing::info!(%engine, pid, left_out, "connected again");
+            }
             let before = before.peer;
             self.roles.remove(&before);
             host.disconnect(before);
@@ -180,10 +184,12 @@ impl<P: fmt::Debug> LeaderShell<P> {
         if let Some(before) = self.processes.insert(engine, pid)
             && before != pid
         {
-            tracing::warn!(
-                %engine, pid, before,
-                "another process has the name of this engine: its request ids must be above the earlier ones"
-            );
+            if let Some(left_out) = self.seat_lines.line(host.now()) {
+                tracing::warn!(
+                    %engine, pid, before, left_out,
+                    "another process has the name of this engine: its request ids must be above the earlier ones"
+                );
+            }
             self.step(host, LeaderEvent::EngineReplaced(engine));
         }
     }
@@ -204,7 +210,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
             if let Some(in_use) = holder.in_use(host, pid).or_else(silent_and_owes) {
                 return Err(in_use);
             }
-            tracing::warn!(%worker, pid, "connected again, or took over from one that is gone");
+            if let Some(left_out) = self.seat_lines.line(host.now()) {
+                tracing::warn!(%worker, pid, left_out, "connected again, or took over from one that is gone");
+            }
             let before = holder.peer;
             self.roles.remove(&before);
             host.disconnect(before);
@@ -272,7 +280,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 self.step(host, LeaderEvent::EngineClosed(engine));
             }
             Some(PeerRole::Worker(worker)) => {
-                tracing::warn!(%worker, "worker lost");
+                if let Some(left_out) = self.seat_lines.line(host.now()) {
+                    tracing::warn!(%worker, left_out, "worker lost");
+                }
                 if !self.seats().any(|seat| seat == worker) {
                     self.workers.remove(&worker);
                 }

@@ -17,8 +17,8 @@ use kvferry_protocol::{
     TierPages,
 };
 use kvferry_types::{
-    AttachId, EndedCopy, EngineId, Epoch, LinkId, MemoryId, RequestId, Sharding, Time, TransferId,
-    WorkerId,
+    AttachId, EndedCopy, EngineId, Epoch, LinkId, LogLimit, MemoryId, RequestId, Sharding, Time,
+    TransferId, WorkerId,
 };
 
 pub use host::{Fatal, Registering, Unlisted, WorkerHost};
@@ -78,6 +78,8 @@ pub struct WorkerShell<P, M> {
     leader: LeaderConnection,
     ranks: Ranks<P, M>,
     invalidations: Invalidations,
+    /// For lines about registrations.
+    rank_lines: LogLimit,
     effects: Vec<WorkerEffect>,
 }
 
@@ -91,6 +93,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             leader: LeaderConnection::default(),
             ranks: Ranks::new(worker.rank),
             invalidations: Invalidations::default(),
+            rank_lines: LogLimit::new(),
             effects: Vec::new(),
         }
     }

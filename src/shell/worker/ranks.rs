@@ -488,7 +488,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             let text = "the memory was checked and not mapped";
             return refuse(host, peer, request, ErrorCode::Internal, text);
         };
-        tracing::warn!(worker = %self.worker, page_bytes, why, "engine memory is not used");
+        if let Some(left_out) = self.rank_lines.line(host.now()) {
+            tracing::warn!(worker = %self.worker, page_bytes, why, left_out, "engine memory is not used");
+        }
         self.rank_refused(host, &why);
         let body = Registered {
             arena_pages: 0,
@@ -533,7 +535,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let device_pages = geometry.groups.iter().map(|group| group.device_pages).max();
         let device_pages = device_pages.unwrap_or(0);
         let arena_pages = host.arena_pages(TierId::Host, page_bytes);
-        tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
+        if let Some(left_out) = self.rank_lines.line(host.now()) {
+            tracing::info!(worker = %self.worker, arena_pages, page_bytes, left_out, "engine memory registered");
+        }
         if arena_pages > 0 && arena_pages < device_pages {
             tracing::warn!(
                 worker = %self.worker,
