@@ -20,3 +20,16 @@ pub enum Role {
     #[schemars(skip)]
     Unknown,
 }
+
+impl Role {
+    /// The name on the wire.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Rank => "rank",
+            Self::Worker => "worker",
+            Self::Admin => "admin",
+            Self::Unknown => "unknown",
+        }
+    }
+}

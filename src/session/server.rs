@@ -267,13 +267,17 @@ impl ServerSession {
         }
         if hello.role == Role::Unknown {
             let text = format!(
-                "the role of your hello is unknown here, this side takes {:?}: check the address, or update this side",
-                self.settings.roles
+                "role of your hello is unknown here, this side takes {}: check the address, or update this side",
+                self.roles()
             );
             return Some(ErrorBody::new(ErrorCode::Invalid, text));
         }
         if !self.settings.roles.contains(&hello.role) {
-            let text = format!("a {:?} has no business here: check the address", hello.role);
+            let text = format!(
+                "role is '{}', and this side takes {}: engines and workers connect to the leader, ranks to their worker",
+                hello.role.name(),
+                self.roles()
+            );
             return Some(ErrorBody::new(ErrorCode::Invalid, text));
         }
         if hello.role == Role::Worker {
@@ -283,6 +287,12 @@ impl ServerSession {
         let guests = self.peers.values().filter(guest).count();
         let text = format!("{guests} others are connected, as many as may be: close one of them");
         (guests >= host.guests_max()).then(|| ErrorBody::new(ErrorCode::Busy, text))
+    }
+
+    /// The accepted roles, for messages.
+    fn roles(&self) -> String {
+        let names = self.settings.roles.iter().map(|role| role.name());
+        names.collect::<Vec<_>>().join(", ")
     }
 
     /// Counts a bad message, and closes a peer that sent too many.

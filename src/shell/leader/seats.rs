@@ -13,6 +13,9 @@ use kvferry_core::LeaderEvent;
 use kvferry_protocol::{ErrorBody, Hello, Role};
 use kvferry_types::{AttachId, EngineId, MemoryId, PeerId, Rank, Replica, RequestId, WorkerId};
 
+/// Peers that wait for one seat, at most.
+const WAITING_MAX: usize = 4;
+
 /// The role of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PeerRole {
@@ -79,6 +82,21 @@ impl<P: fmt::Debug> LeaderShell<P> {
             if let Some(left_out) = self.seat_lines.line(host.now()) {
                 tracing::warn!(%seat, pid, left_out, "seat not given to another process: {in_use}");
             }
+            self.close_oldest_waiting(host, seat);
+        }
+    }
+
+    /// Closes the oldest peers that wait for a seat, beyond [`WAITING_MAX`]: those that come again and again would take the
+    /// places of others.
+    fn close_oldest_waiting<H: LeaderHost<Process = P>>(&mut self, host: &mut H, seat: SeatId) {
+        let waits =
+            |role: &PeerRole| matches!(role, PeerRole::Waiting(wanted, _) if *wanted == seat);
+        let waiting = self.roles.iter().filter(|(_, role)| waits(role));
+        // Ids of connections grow, so the lowest is the oldest.
+        let waiting: Vec<PeerId> = waiting.map(|(peer, _)| *peer).collect();
+        for peer in waiting.iter().rev().skip(WAITING_MAX) {
+            self.roles.remove(peer);
+            host.disconnect(*peer);
         }
     }
 

@@ -341,6 +341,26 @@ fn a_worker_that_reconnects_gets_its_seat_and_its_old_connection_closes_without_
 }
 
 #[test]
+fn a_few_peers_wait_for_a_seat_and_the_oldest_of_more_are_closed() {
+    let mut world = World::serving();
+    for peer in 20..30 {
+        world.connect((peer, 100), &named(Role::Worker, [0; 16], 0));
+    }
+    let closed: Vec<u64> = world
+        .process
+        .disconnected
+        .iter()
+        .map(|peer| peer.0)
+        .collect();
+    assert_eq!(closed, [20, 21, 22, 23, 24, 25]);
+    assert!(world.is_holder(WORKER.0));
+    // One that still waits gets the seat.
+    world.process.ended.push(WORKER.1);
+    world.send(29, Message::Readiness(Readiness::default()));
+    assert!(world.is_holder(29));
+}
+
+#[test]
 fn another_process_with_the_name_of_an_engine_gets_none_of_the_answers_of_the_earlier_one() {
     let mut world = World::serving();
     world.store();
