@@ -7,6 +7,7 @@ use kvferry_types::{Edge, EngineId, RequestId, Time, Transfer, TransferId};
 use crate::Contradiction;
 
 use super::lanes::Lanes;
+use super::meters::EdgeLoad;
 use super::{BatchId, WorkerSettings};
 
 /// The stage of an open copy.
@@ -51,6 +52,11 @@ impl OpenCopy {
         self.transfer
             .device
             .map_or(RequestId(0), |device| device.after)
+    }
+
+    /// When a copy that has run was ready to run; `None` for one that never ran.
+    pub(super) fn ran_since(&self) -> Option<Time> {
+        (self.phase == CopyPhase::Running).then_some(self.ready_at)
     }
 
     /// True once the copy was ordered to stop.
@@ -110,6 +116,20 @@ impl Copies {
         let task = self.open.get(&transfer);
         let ready = task.filter(|task| task.phase != CopyPhase::Waiting);
         ready.map(|task| task.ready_at)
+    }
+
+    /// The open copies of each edge that has any, by what they wait for.
+    pub(super) fn loads(&self) -> BTreeMap<Edge, EdgeLoad> {
+        let mut loads: BTreeMap<Edge, EdgeLoad> = BTreeMap::new();
+        for task in self.open.values() {
+            let load = loads.entry(task.transfer.edge).or_default();
+            match task.phase {
+                CopyPhase::Waiting => load.waiting += 1,
+                CopyPhase::Queued => load.queued += 1,
+                CopyPhase::Running => load.running += 1,
+            }
+        }
+        loads
     }
 
     /// The numbers of all open copies, in ascending order.
