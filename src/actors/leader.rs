@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use crate::mailbox::{Credited, MailboxPump};
 use crate::processes::{self, Process};
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent, LeaderSettings};
-use kvferry_protocol::Message;
+use kvferry_protocol::{Connections, Message};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_transport::Clock;
 use kvferry_transport::{Replier, Server, ServerEvent, ServerEvents};
@@ -232,6 +232,10 @@ impl HolderPeers for Host {
 
     fn disconnect(&mut self, peer: PeerId) {
         self.replier.disconnect(peer);
+    }
+
+    fn connections(&self) -> Connections {
+        self.replier.connections()
     }
 }
 

@@ -16,6 +16,7 @@ use crate::depot::{DepotActor, DepotArguments, DepotProgress, DepotReport, Depot
 use crate::disk::{Disk, DiskReport, DiskSettings};
 use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, MailboxPump};
+use crate::probe::PROBE;
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
@@ -222,6 +223,7 @@ impl Actor for WorkerActor {
                 gpu_copy,
                 gpu_idle: gpu_idle.unwrap_or(IDLE_LIMIT),
                 gpu_uses: 0,
+                probe: None,
                 number,
             },
             logged: Time(0),
@@ -332,7 +334,18 @@ impl Actor for WorkerActor {
                     shell.timeline_reached(host, engine, through)?;
                 }
             }
-            WorkerMessage::Ended(copies) => shell.copies_ended(host, copies)?,
+            WorkerMessage::Ended(mut copies) => {
+                let probe = copies.extract_if(.., |copy| copy.transfer == PROBE);
+                for ended in probe.collect::<Vec<_>>() {
+                    let memory = host.probe.as_ref();
+                    let copied = memory.map(|memory| memory.end(&ended));
+                    let none = || Err("no probe has begun".to_owned());
+                    shell.probed(host, copied.unwrap_or_else(none));
+                }
+                if !copies.is_empty() {
+                    shell.copies_ended(host, copies)?;
+                }
+            }
             WorkerMessage::Invalidate => shell.continue_invalidations(host)?,
             WorkerMessage::Tick => {
                 state.armed_at = None;

@@ -95,7 +95,7 @@ impl Arguments {
                 ServerSettings {
                     epoch: Epoch(0),
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
-                    roles: vec![Role::Rank],
+                    roles: vec![Role::Rank, Role::Admin],
                     features: FEATURE_TIMELINE,
                 },
             )

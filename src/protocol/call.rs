@@ -2,9 +2,10 @@
 
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Events, Finish, Flush,
-    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
-    ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, Status, StatusAnswer, Store,
-    Stores, StoresAnswer, TierFlushed, TransferOrder, Unregister, Welcome, Written,
+    FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
+    Memory, MemoryAnswer, Probe, ProbeAnswer, ReadEvents, ReadInventory, Readiness, Register,
+    Registered, Reset, Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed,
+    TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;

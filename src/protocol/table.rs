@@ -111,6 +111,14 @@ macro_rules! for_each_kind {
             66 Stores "stores": Stores, [Engine] to leader, public, call StoresAnswer(StoresAnswer);
             /// Answer to `stores`, after the last of them has ended: how each one ended.
             67 StoresAnswer "stores_answer": StoresAnswer, [Server] to client, public, answer;
+            /// Operator to leader or worker: requests the numbers that the status does not have.
+            68 Measure "measure": Measure, [Admin] to server, public, call MeasureAnswer(MeasureAnswer);
+            /// Answer to `measure`.
+            69 MeasureAnswer "measure_answer": MeasureAnswer, [Server] to client, public, answer;
+            /// Operator to leader or worker: checks that requests are handled, and in a worker that pages are copied.
+            70 Probe "probe": Probe, [Admin] to server, public, call ProbeAnswer(ProbeAnswer);
+            /// Answer to `probe`, after its lookup or its copy.
+            71 ProbeAnswer "probe_answer": ProbeAnswer, [Server] to client, public, answer;
         }
     };
 }

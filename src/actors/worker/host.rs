@@ -10,6 +10,7 @@ use super::{UNPROVEN, WorkerMessage};
 use crate::depot::DepotProgress;
 use crate::disk::{Disk, ResetProgress};
 use crate::gpu::EngineSide;
+use crate::probe::ProbeMemory;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
@@ -17,7 +18,9 @@ use kvferry_core::Model;
 use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter, WaitingLoads};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
-use kvferry_protocol::{ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory};
+use kvferry_protocol::{
+    Connections, ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory,
+};
 use kvferry_shell::{
     Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerHost,
 };
@@ -52,6 +55,8 @@ pub(super) struct Host {
     pub(super) gpu_idle: Duration,
     /// How often ranks have requested a GPU.
     pub(super) gpu_uses: u64,
+    /// Memory of the worker's own for probes, after the first one.
+    pub(super) probe: Option<ProbeMemory>,
     /// Number of this worker among those that may share the depot.
     pub(super) number: usize,
 }
@@ -170,6 +175,10 @@ impl HolderPeers for Host {
 
     fn disconnect(&mut self, peer: PeerId) {
         self.replier.disconnect(peer);
+    }
+
+    fn connections(&self) -> Connections {
+        self.replier.connections()
     }
 }
 
@@ -381,6 +390,23 @@ impl WorkerHost for Host {
             depot,
             waiting: loads.then(|| self.waiting.add()),
         })?)
+    }
+
+    fn probe(&mut self) -> Result<(), String> {
+        let mut begun = || -> Result<_, Fatal> {
+            let memory = match &mut self.probe {
+                Some(memory) => memory,
+                none => none.insert(ProbeMemory::create()?),
+            };
+            let ((load, memory), depot) = memory.begin()?;
+            Ok(self.transfer.cast(TransferMessage::Start {
+                copies: vec![(load, self.clock.now())],
+                memory: EngineSide::Host(memory),
+                depot,
+                waiting: Some(self.waiting.add()),
+            })?)
+        };
+        begun().map_err(|error| format!("the copy of a probe does not start: {error}"))
     }
 
     fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal> {

@@ -7,7 +7,6 @@ use kvferry_types::{Edge, EngineId, RequestId, Time, Transfer, TransferId};
 use crate::Contradiction;
 
 use super::lanes::Lanes;
-use super::meters::EdgeLoad;
 use super::{BatchId, WorkerSettings};
 
 /// The stage of an open copy.
@@ -19,6 +18,17 @@ enum CopyPhase {
     Queued,
     /// May read and write memory.
     Running,
+}
+
+/// The open copies of one edge.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EdgeLoad {
+    /// Copies that wait until their engine has written its pages.
+    pub waiting: u64,
+    /// Copies that wait for other copies, or for the rate of the edge.
+    pub queued: u64,
+    /// Copies that run.
+    pub running: u64,
 }
 
 /// An open copy.

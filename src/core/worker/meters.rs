@@ -21,17 +21,6 @@ pub struct EdgeCounts {
     pub copy: LatencyHistogram,
 }
 
-/// The open copies of one edge.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct EdgeLoad {
-    /// Copies that wait until their engine has written its pages.
-    pub waiting: u64,
-    /// Copies that wait for other copies, or for the rate of the edge.
-    pub queued: u64,
-    /// Copies that run.
-    pub running: u64,
-}
-
 /// The ended copies of every edge that was used: at most 12, of 0.4 KB each.
 #[derive(Debug, Default)]
 pub(super) struct Meters(BTreeMap<Edge, EdgeCounts>);

@@ -29,11 +29,12 @@ use kvferry_types::{
 use crate::Contradiction;
 
 pub use check::{GroupBounds, MemoryBounds};
+pub use copies::EdgeLoad;
 use copies::{Copies, Expired, OpenCopy, Stop};
 use link::LeaderLink;
 use memory::{Abandoned, Memory};
+pub use meters::EdgeCounts;
 use meters::Meters;
-pub use meters::{EdgeCounts, EdgeLoad};
 pub use orders::OrderRefusal;
 use orders::{Orders, refused};
 pub use pace::PACE_BURST;

@@ -19,8 +19,8 @@ use kvferry_core::{
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
     Attach, AttachDepot, Attached as AttachedBody, Cancel, DiskHealth, Empty, Envelope, ErrorBody,
-    ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message, ReadInventory, Readiness,
-    TransferOrder,
+    ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message, ProbeAnswer, ReadInventory,
+    Readiness, TransferOrder,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
@@ -152,6 +152,17 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     Err(error) => Message::Error(error),
                 };
                 host.reply(peer, correlation, answer);
+            }
+            (Some(PeerRole::Admin(..)), Message::Measure(_)) => {
+                let answer = Message::MeasureAnswer(self.measure(host));
+                host.reply(peer, correlation, answer);
+            }
+            (Some(PeerRole::Admin(..)), Message::Probe(_)) => {
+                let answer = ProbeAnswer {
+                    tiers: u8::try_from(self.core.probe()).unwrap_or(u8::MAX),
+                    copied_bytes: 0,
+                };
+                host.reply(peer, correlation, Message::ProbeAnswer(answer));
             }
             (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {
                 self.attach(host, (peer, worker), correlation, attach);

@@ -8,8 +8,8 @@ use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
-    AttachDepot, Ended, Hello, Inventory, Lookup, Memory, PartBody, RankStatus, Reset, Role,
-    StatedMemory, Status, Store, TierPages, VERSION,
+    AttachDepot, Ended, Hello, Inventory, Lookup, Measure, MeasureAnswer, Memory, PartBody, Probe,
+    RankStatus, Reset, Role, StatedMemory, Status, Store, TierPages, VERSION,
 };
 use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, Sharding};
 
@@ -652,4 +652,25 @@ fn audits_of_peers_have_a_pause_between_them() {
     assert_eq!(code, ErrorCode::Busy);
     assert!(text.contains("retry in 601 ms"), "{text}");
     assert_eq!(audit(6000), Ok(String::new()));
+}
+
+#[test]
+fn an_operator_measures_and_probes_and_an_engine_may_not() {
+    let mut world = World::serving();
+    world.connect((20, 5), &named(Role::Admin, [4; 16], 0));
+    world.process.replies.clear();
+    world.send(20, Message::Probe(Probe {}));
+    world.send(20, Message::Measure(Measure {}));
+    world.send(1, Message::Probe(Probe {}));
+    let [(20, probe), (20, measured), (1, Message::Error(refused))] = &world.process.replies[..]
+    else {
+        panic!("{:?}", world.process.replies)
+    };
+    let answer = ProbeAnswer {
+        tiers: 1,
+        copied_bytes: 0,
+    };
+    assert_eq!(*probe, Message::ProbeAnswer(answer));
+    assert_eq!(*measured, Message::MeasureAnswer(MeasureAnswer::default()));
+    assert_eq!(refused.code(), ErrorCode::UnknownKind);
 }

@@ -2,6 +2,7 @@
 
 mod host;
 mod invalidations;
+mod operators;
 mod orders;
 mod ranks;
 #[cfg(test)]
@@ -24,6 +25,7 @@ use kvferry_types::{
 pub use host::{Fatal, Registering, Unlisted, WorkerHost};
 pub use invalidations::INVALIDATE_SLICE_ENTRIES;
 use invalidations::{Invalidations, PendingInvalidation};
+use operators::Probes;
 use orders::arena_pages;
 use ranks::Ranks;
 
@@ -78,6 +80,7 @@ pub struct WorkerShell<P, M> {
     leader: LeaderConnection,
     ranks: Ranks<P, M>,
     invalidations: Invalidations,
+    probes: Probes,
     effects: Vec<WorkerEffect>,
 }
 
@@ -91,6 +94,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             leader: LeaderConnection::default(),
             ranks: Ranks::new(worker.rank),
             invalidations: Invalidations::default(),
+            probes: Probes::default(),
             effects: Vec::new(),
         }
     }
