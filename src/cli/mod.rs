@@ -8,6 +8,7 @@ mod flush;
 mod fsck;
 mod keygen;
 mod leader;
+pub mod monitor;
 mod preflight;
 mod remote;
 mod replay;
@@ -59,6 +60,10 @@ enum Command {
     Leader(leader::Arguments),
     /// Run the worker of one rank alone.
     Worker(worker::Arguments),
+    /// Serve the metrics and the health of a running leader and its workers over HTTP.
+    ///
+    /// `kvferry up` starts it by itself where the setting `monitor` names an address.
+    Monitor(monitor::Arguments),
     /// Show the state of a running leader.
     Status(status::Arguments),
     /// Remove pages: all, those of a namespace, or those with given hashes.
@@ -172,6 +177,7 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Up(arguments) => arguments.run(),
         Command::Leader(arguments) => arguments.run(),
         Command::Worker(arguments) => arguments.run(),
+        Command::Monitor(arguments) => arguments.run(),
         Command::Status(arguments) => arguments.run(),
         Command::Reset(arguments) => arguments.run(),
         Command::Flush(arguments) => arguments.run(),

@@ -111,6 +111,16 @@ impl World {
         self.tool.status(check, LIMIT).await
     }
 
+    /// The process id of the engine's rank.
+    pub fn rank_pid(&self) -> u64 {
+        u64::from(self.rank.child.id().expect("it runs"))
+    }
+
+    /// Ends the engine's rank, as an engine that is killed.
+    pub async fn end_rank(&mut self) {
+        self.rank.child.kill().await.expect("it ends");
+    }
+
     /// Looks up a whole prompt. The pages found are held until the guard is dropped. The answer must arrive by the
     /// deadline that engines give their requests.
     async fn look_up(&self, prompt: u64) -> RequestGuard {

@@ -161,7 +161,7 @@ fn name(rank: &RankStatus) -> String {
 }
 
 /// The startup stage of a rank.
-fn stage(rank: &RankStatus) -> String {
+pub(super) fn stage(rank: &RankStatus) -> String {
     if !rank.problem.is_empty() {
         return rank.problem.clone();
     }
