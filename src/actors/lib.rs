@@ -32,3 +32,6 @@ pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
 pub use supervision::{ProcessHandle, run_leader, run_worker};
 pub use transfer::{TransferActor, TransferArguments, TransferMessage};
 pub use worker::WorkerArguments;
+
+/// Changes the filter of the process's log, and returns the one before. An error is one line for users.
+pub type SetLog = fn(&str) -> Result<String, String>;

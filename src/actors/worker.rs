@@ -12,6 +12,7 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use crate::SetLog;
 use crate::depot::{DepotActor, DepotArguments, DepotProgress, DepotReport, DepotSettings};
 use crate::disk::{Disk, DiskReport, DiskSettings};
 use crate::gpu::{EngineSide, Gpu};
@@ -65,6 +66,8 @@ pub struct WorkerArguments {
     pub gpu_copy: GpuCopy,
     /// How long a GPU is kept after its last engine has left; `None` for 300 s.
     pub gpu_idle: Option<std::time::Duration>,
+    /// Changes the filter of the log; `None` where operators may not.
+    pub set_log: Option<SetLog>,
 }
 
 pub(super) enum WorkerMessage {
@@ -156,6 +159,7 @@ impl Actor for WorkerActor {
             store_bytes_per_s,
             gpu_copy,
             gpu_idle,
+            set_log,
         } = arguments;
         let number = depot.gpu;
         let replier = server.replier();
@@ -223,6 +227,7 @@ impl Actor for WorkerActor {
                 gpu_copy,
                 gpu_idle: gpu_idle.unwrap_or(IDLE_LIMIT),
                 gpu_uses: 0,
+                set_log,
                 probe: None,
                 number,
             },

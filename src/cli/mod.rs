@@ -2,12 +2,14 @@
 //! `socket_paths` the layout of the socket directory.
 
 pub mod bench;
+mod drain;
 mod engine_rank;
 mod events;
 mod flush;
 mod fsck;
 mod keygen;
 mod leader;
+mod log;
 pub mod monitor;
 mod preflight;
 mod remote;
@@ -68,6 +70,10 @@ enum Command {
     Status(status::Arguments),
     /// Remove pages: all, those of a namespace, or those with given hashes.
     Reset(reset::Arguments),
+    /// Refuse lookups, loads and stores, and wait until none runs.
+    Drain(drain::Arguments),
+    /// Change the filter of the log of the leader and its workers, until each of them ends.
+    Log(log::Arguments),
     /// Move what is stored to the disk, and wait until it is durable there.
     Flush(flush::Arguments),
     /// Merge the KV events of an engine with the pages in kvferry, for routers.
@@ -180,6 +186,8 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Monitor(arguments) => arguments.run(),
         Command::Status(arguments) => arguments.run(),
         Command::Reset(arguments) => arguments.run(),
+        Command::Drain(arguments) => arguments.run(),
+        Command::Log(arguments) => arguments.run(),
         Command::Flush(arguments) => arguments.run(),
         Command::Events(arguments) => arguments.run(),
         Command::Fsck(arguments) => arguments.run(),
@@ -225,6 +233,11 @@ pub fn print_line(text: &str) {
     {
         print_error(&CommandError::Failed(format!("standard output: {error}")));
     }
+}
+
+#[expect(clippy::print_stderr, reason = "progress, which is no result")]
+fn say_progress(text: &str) {
+    eprintln!("{text}");
 }
 
 /// Runs an async command on a runtime of its own.

@@ -136,6 +136,7 @@ impl Arguments {
                 copy_threads: threads,
                 store_bytes_per_s: NonZeroU64::new(config.store_bytes_per_s.0),
                 gpu_copy: config.gpu_copy,
+                set_log: Some(crate::telemetry::change),
                 gpu_idle: self.gpu_idle_s.map(Duration::from_secs),
             };
             let mut process = run_worker(arguments).await.map_err(CommandError::failed)?;

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Call, Events, Flush, Hello, Measure, MeasureAnswer, Message, Probe, ProbeAnswer, ReadEvents,
-    Reset, Role, Status, StatusAnswer,
+    Call, Drain, DrainAnswer, Events, Flush, Hello, Measure, MeasureAnswer, Message, Probe,
+    ProbeAnswer, ReadEvents, Reset, Role, SetLog, Status, StatusAnswer,
 };
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
 use kvferry_types::{Request, ResetScope, TierId};
 
-/// A connection to a leader or a worker as an operator. A worker answers [`Self::measure`] and [`Self::probe`] only. Cheap
+/// A connection to a leader or a worker as an operator. A worker answers [`Self::measure`], [`Self::probe`] and [`Self::set_log`] only. Cheap
 /// to clone; closes when the last clone is dropped.
 #[derive(Debug, Clone)]
 pub struct AdminClient(Client);
@@ -54,6 +54,25 @@ impl AdminClient {
     /// copy failed.
     pub async fn probe(&self, timeout: Duration) -> Result<ProbeAnswer, Failure> {
         self.0.call(Probe {}, timeout).await
+    }
+
+    /// Makes the leader refuse lookups, loads and stores, or take them again. Returns what still runs.
+    ///
+    /// # Errors
+    /// [`Failure`] with `deadline` when no leader answers within `timeout`.
+    pub async fn drain(&self, resume: bool, timeout: Duration) -> Result<DrainAnswer, Failure> {
+        self.0.call(Drain { resume }, timeout).await
+    }
+
+    /// Changes the filter of the log of a leader or a worker, until its end. Returns the one before.
+    ///
+    /// # Errors
+    /// [`Failure`] with `invalid` when the filter cannot be read, with `deadline` when the process does not answer within
+    /// `timeout`.
+    pub async fn set_log(&self, filter: &str, timeout: Duration) -> Result<String, Failure> {
+        let filter = filter.to_owned();
+        let answer = self.0.call(SetLog { filter }, timeout).await?;
+        Ok(answer.before)
     }
 
     /// Moves what is stored to the disk, makes it durable there, and returns the number of pages that the disk holds for

@@ -25,13 +25,14 @@ mod transfer;
 
 pub use body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Connections, DiskHealth,
-    DiskStatus, Durations, EdgeMeasure, Empty, Ended, ErrorBody, EventKind, EventReason,
-    EventRecord, Events, FEATURE_TAILS, FEATURE_TIMELINE, Finish, Flush, FlushTier, GroupHits,
-    Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer, Memory,
-    MemoryAnswer, MovesStatus, NumberedStore, PartBody, Probe, ProbeAnswer, RankStatus, ReadEvents,
-    ReadInventory, Readiness, RecordBody, Register, Registered, RequestsStatus, Reset,
-    StatedMemory, Status, StatusAnswer, Store, StoreResult, Stores, StoresAnswer, TierFlushed,
-    TierPages, TierStatus, TransferBody, TransferOrder, Unregister, Welcome, Written,
+    DiskStatus, Drain, DrainAnswer, Durations, EdgeMeasure, Empty, Ended, ErrorBody, EventKind,
+    EventReason, EventRecord, Events, FEATURE_TAILS, FEATURE_TIMELINE, Finish, Flush, FlushTier,
+    GroupHits, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
+    Memory, MemoryAnswer, MovesStatus, NumberedStore, PartBody, Probe, ProbeAnswer, RankStatus,
+    ReadEvents, ReadInventory, Readiness, RecordBody, Register, Registered, RequestsStatus, Reset,
+    SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult, Stores,
+    StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister,
+    Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -1,7 +1,8 @@
 //! Example messages of operators' requests.
 
 use crate::body::{
-    Connections, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer, Probe, ProbeAnswer,
+    Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
+    Probe, ProbeAnswer, SetLog, SetLogAnswer,
 };
 use crate::codec::Message;
 
@@ -20,6 +21,28 @@ pub(crate) fn examples() -> Vec<(&'static str, Message)> {
             Message::ProbeAnswer(ProbeAnswer {
                 tiers: 2,
                 copied_bytes: 4096,
+                draining: true,
+            }),
+        ),
+        ("drain", Message::Drain(Drain { resume: true })),
+        (
+            "drain_answer",
+            Message::DrainAnswer(DrainAnswer {
+                loads: 1,
+                stores: 2,
+                transfers: 3,
+            }),
+        ),
+        (
+            "set_log",
+            Message::SetLog(SetLog {
+                filter: "info,kvferry=debug".to_owned(),
+            }),
+        ),
+        (
+            "set_log_answer",
+            Message::SetLogAnswer(SetLogAnswer {
+                before: "info".to_owned(),
             }),
         ),
     ]
@@ -46,6 +69,7 @@ fn of_leader() -> MeasureAnswer {
             tokens: 320,
         }],
         edges: Vec::new(),
+        draining: true,
     }
 }
 

@@ -119,6 +119,14 @@ macro_rules! for_each_kind {
             70 Probe "probe": Probe, [Admin] to server, public, call ProbeAnswer(ProbeAnswer);
             /// Answer to `probe`, after its lookup or its copy.
             71 ProbeAnswer "probe_answer": ProbeAnswer, [Server] to client, public, answer;
+            /// Operator to leader: refuses lookups, loads and stores from now on, or takes them again.
+            72 Drain "drain": Drain, [Admin] to leader, public, call DrainAnswer(DrainAnswer);
+            /// Answer to `drain`: what still runs.
+            73 DrainAnswer "drain_answer": DrainAnswer, [Server] to client, public, answer;
+            /// Operator to leader or worker: changes the filter of the log.
+            74 SetLog "set_log": SetLog, [Admin] to server, public, call SetLogAnswer(SetLogAnswer);
+            /// Answer to `set_log`.
+            75 SetLogAnswer "set_log_answer": SetLogAnswer, [Server] to client, public, answer;
         }
     };
 }

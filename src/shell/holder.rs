@@ -28,6 +28,13 @@ pub trait HolderPeers {
     fn connections(&self) -> Connections {
         Connections::default()
     }
+
+    /// Changes the filter of the process's log, and returns the one before. An error is one line for users.
+    fn set_log(&mut self, filter: &str) -> Result<String, String> {
+        Err(format!(
+            "set_log.filter is '{filter}': this process has no log"
+        ))
+    }
 }
 
 /// The peer that has a seat.

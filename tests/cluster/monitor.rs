@@ -6,12 +6,14 @@ use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use kvferry::cli::monitor::METRICS;
+use kvferry_protocol::ErrorCode;
 use rustix::process::Signal;
 
 use super::beside::on_two_threads;
 use super::disturbed::LIMIT;
 use super::engine::{PROMPT_PAGES, World};
 use super::processes::{child_named, signal, stop};
+use crate::support::kvferry;
 
 /// Longest time between two looks.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -228,5 +230,56 @@ fn health_fails_for_a_worker_without_its_engine_and_recovers_after_kills() {
         })
         .await;
         until(port, "/livez", |status, _| status == 200).await;
+    });
+}
+
+/// Runs `kvferry drain`. Returns whether it succeeded, its output and its errors.
+async fn drain(world: &World, arguments: &'static [&str]) -> (bool, String, String) {
+    let sockets = world.sockets().to_str().expect("UTF-8").to_owned();
+    let run = move || kvferry(&[&["drain", "--socket-dir", &sockets], arguments].concat());
+    let output = tokio::task::spawn_blocking(run).await.expect("no panic");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (
+        output.status.success(),
+        text(&output.stdout),
+        text(&output.stderr),
+    )
+}
+
+#[test]
+fn a_drained_leader_refuses_lookups_and_is_not_ready_until_it_resumes() {
+    on_two_threads(async {
+        let (mut world, port) = start().await;
+        world.store(0).await;
+        is_ready(port).await;
+        // A store is awaited until its engine has written its pages.
+        let store = world.begin_store(1).await;
+        let (good, _, errors) = drain(&world, &["--timeout", "1"]).await;
+        assert!(!good, "a store runs");
+        for text in ["draining: 0 loads, 1 stores and ", "not drained after 1s"] {
+            assert!(errors.contains(text), "{errors}");
+        }
+        world.end_store(store).await;
+        let (good, text, errors) = drain(&world, &[]).await;
+        assert_eq!((good, text.as_str()), (true, "drained\n"), "{errors}");
+
+        assert_eq!(world.refused(0).await, ErrorCode::Draining);
+        until(port, "/readyz", |status, text| {
+            status == 503 && text.contains("leader: failed: draining")
+        })
+        .await;
+        until(port, "/livez", |status, _| status == 200).await;
+        until(port, "/metrics", |_, text| {
+            text.contains("\nkvferry_draining 1\n")
+        })
+        .await;
+        let (good, text, errors) = drain(&world, &["--resume"]).await;
+        assert_eq!(
+            (good, text.as_str()),
+            (true, "requests are taken again\n"),
+            "{errors}"
+        );
+        is_ready(port).await;
+        assert_eq!(world.found(0).await, PROMPT_PAGES);
     });
 }

@@ -7,6 +7,7 @@ use ractor::ActorRef;
 
 use super::gpu_state::GpuState;
 use super::{UNPROVEN, WorkerMessage};
+use crate::SetLog;
 use crate::depot::DepotProgress;
 use crate::disk::{Disk, ResetProgress};
 use crate::gpu::EngineSide;
@@ -55,6 +56,8 @@ pub(super) struct Host {
     pub(super) gpu_idle: Duration,
     /// How often ranks have requested a GPU.
     pub(super) gpu_uses: u64,
+    /// Changes the filter of the log.
+    pub(super) set_log: Option<SetLog>,
     /// Memory of the worker's own for probes, after the first one.
     pub(super) probe: Option<ProbeMemory>,
     /// Number of this worker among those that may share the depot.
@@ -179,6 +182,11 @@ impl HolderPeers for Host {
 
     fn connections(&self) -> Connections {
         self.replier.connections()
+    }
+
+    fn set_log(&mut self, filter: &str) -> Result<String, String> {
+        let none = || Err("this process lets nobody change its log".to_owned());
+        self.set_log.map_or_else(none, |set_log| set_log(filter))
     }
 }
 

@@ -56,6 +56,9 @@ pub(super) async fn ready(deployment: &Deployment) -> Health {
     let status = match leader {
         Ok((probed, status)) => {
             let served = match status.ready {
+                _ if probed.draining => {
+                    Err("draining: kvferry drain --resume ends that".to_owned())
+                }
                 true => Ok(looked_up(probed)),
                 false => {
                     Err("no engine is served: see the workers below, or kvferry status".to_owned())

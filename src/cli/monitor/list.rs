@@ -40,6 +40,13 @@ pub const METRICS: &[Metric] = &[
         "1 if lookups are served for at least one engine",
         |status| status.ready.into(),
     ),
+    gauge(
+        "kvferry_draining",
+        "",
+        &[],
+        "1 while the leader refuses lookups, loads and stores",
+        Source::Leader(|leader, samples| samples.add([], leader.measured.draining)),
+    ),
     of_leader(
         "kvferry_epoch",
         "",

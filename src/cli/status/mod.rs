@@ -8,7 +8,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::cli::{
-    ClientArguments, block_on, print_line, remote::LeaderPlace, socket_paths::SocketPaths,
+    ClientArguments, block_on, print_line, remote::LeaderPlace, say_progress,
+    socket_paths::SocketPaths,
 };
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
@@ -187,11 +188,6 @@ pub(super) fn stage(rank: &RankStatus) -> String {
         }
         _ => "waits for its engine to register its memory".to_owned(),
     }
-}
-
-#[expect(clippy::print_stderr, reason = "progress, which is no result")]
-fn say_progress(text: &str) {
-    eprintln!("{text}");
 }
 
 /// Connects to a leader as an operator, under the name of a command.

@@ -328,9 +328,19 @@ impl Leader {
         self.timers.next()
     }
 
-    /// From now on refuses new requests other than `finish` and `cancel_stores`. Requests in flight end as usual.
+    /// From now on refuses new lookups, loads and stores. Requests in flight end as usual.
     pub fn drain(&mut self) {
         self.draining = true;
+    }
+
+    /// Takes lookups, loads and stores again.
+    pub fn resume(&mut self) {
+        self.draining = false;
+    }
+
+    /// True while new lookups, loads and stores are refused.
+    pub fn is_draining(&self) -> bool {
+        self.draining
     }
 
     /// The epoch of this leader.

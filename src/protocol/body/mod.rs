@@ -21,7 +21,8 @@ pub use inventory::{
     FlushTier, Invalidate, Invalidated, Inventory, ReadInventory, RecordBody, TierFlushed,
 };
 pub use operator::{
-    Connections, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer, Probe, ProbeAnswer,
+    Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
+    Probe, ProbeAnswer, SetLog, SetLogAnswer,
 };
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{

@@ -1,9 +1,11 @@
-//! Bodies of `measure` and `probe`.
+//! Bodies of the requests of operators: numbers, probes, drains and the filter of the log.
 
 use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+
+use super::is_false;
 
 /// Requests the numbers of a leader or a worker that its status does not have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -19,6 +21,9 @@ pub struct MeasureAnswer {
     pub hits: Vec<GroupHits>,
     /// Copies of the edges that were used; empty from a leader.
     pub edges: Vec<EdgeMeasure>,
+    /// The leader refuses lookups, loads and stores.
+    #[serde(skip_serializing_if = "is_false")]
+    pub draining: bool,
 }
 
 /// The clients of one process, and what it refused.
@@ -110,4 +115,42 @@ pub struct ProbeAnswer {
     pub tiers: u8,
     /// Bytes that were copied and compared; 0 from a leader.
     pub copied_bytes: u64,
+    /// The leader refuses lookups, loads and stores.
+    #[serde(skip_serializing_if = "is_false")]
+    pub draining: bool,
+}
+
+/// Makes a leader refuse lookups, loads and stores with `draining`, until its end or a `drain` with `resume`. Repeated, it
+/// tells what still runs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Drain {
+    /// Ends the drain: requests are taken again.
+    pub resume: bool,
+}
+
+/// Answer to a `drain`, at once: what still runs. The leader is drained when all of it is 0.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct DrainAnswer {
+    /// Loads that are not answered, also parked ones.
+    pub loads: u64,
+    /// Stores that are not answered.
+    pub stores: u64,
+    /// Transfers that have not ended on every rank, moves between tiers among them.
+    pub transfers: u64,
+}
+
+/// Changes the filter of the process's log until its end.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct SetLog {
+    /// The filter, as in the setting `log`; at most 1,024 bytes.
+    pub filter: String,
+}
+
+/// Answer to `set_log`: the filter is in use.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct SetLogAnswer {
+    /// The filter before.
+    pub before: String,
 }

@@ -135,6 +135,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             connections: host.connections(),
             hits: hits.collect(),
             edges: Vec::new(),
+            draining: self.core.is_draining(),
         }
     }
 

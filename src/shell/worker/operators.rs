@@ -40,6 +40,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             connections: host.connections(),
             hits: Vec::new(),
             edges: edges.collect(),
+            draining: false,
         }
     }
 
@@ -75,8 +76,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     ) {
         let answer = match copied {
             Ok(copied_bytes) => Message::ProbeAnswer(ProbeAnswer {
-                tiers: 0,
                 copied_bytes,
+                ..ProbeAnswer::default()
             }),
             Err(why) => Message::Error(ErrorBody::new(ErrorCode::CopyFailed, why)),
         };

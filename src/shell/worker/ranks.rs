@@ -5,6 +5,7 @@ use std::fmt;
 
 use super::host::Registering;
 use super::{Fatal, WorkerHost, WorkerShell};
+use crate::log_filter::set_log;
 use crate::{Holder, HolderPeers};
 use kvferry_core::{MemoryBounds, WorkerEvent};
 use kvferry_protocol::{
@@ -250,6 +251,11 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             Message::Unregister(_) => self.unregister(host, peer, request),
             Message::Measure(_) => {
                 let answer = Message::MeasureAnswer(self.measure(host));
+                host.reply(peer, request, answer);
+                Ok(())
+            }
+            Message::SetLog(log) => {
+                let answer = set_log(host, &log);
                 host.reply(peer, request, answer);
                 Ok(())
             }
