@@ -18,9 +18,11 @@ fn reading() -> Reading {
     let (mut status, mut measured, mut of_worker) = (None, None, None);
     for (name, message) in examples() {
         match (name, message) {
-            (_, Message::StatusAnswer(answer)) => status = Some(answer),
+            ("status_answer", Message::StatusAnswer(answer)) => status = Some(answer),
             ("measure_answer", Message::MeasureAnswer(answer)) => measured = Some(answer),
-            (_, Message::MeasureAnswer(answer)) => of_worker = Some(answer),
+            ("measure_answer_of_worker", Message::MeasureAnswer(answer)) => {
+                of_worker = Some(answer)
+            }
             _ => {}
         }
     }
