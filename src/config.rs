@@ -2,6 +2,7 @@
 
 mod directories;
 mod error;
+mod monitor_address;
 mod reference;
 mod sources;
 mod tier_size;
@@ -19,6 +20,7 @@ use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
 pub use directories::Directories;
 pub use error::ConfigError;
+pub use monitor_address::MonitorAddress;
 pub use reference::{SettingReference, settings};
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
 pub use tier_size::TierSize;
@@ -76,6 +78,8 @@ pub struct Config {
     pub gpu_copy: GpuCopy,
     pub heartbeat_ms: u64,
     pub wire_max: u16,
+    #[serde(serialize_with = "as_text")]
+    pub monitor: MonitorAddress,
     pub page_index: bool,
     pub record_decisions: bool,
     pub log: String,
@@ -230,6 +234,13 @@ pub struct Flags {
     #[arg(long, value_name = "VERSION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wire_max: Option<u16>,
+    /// Where metrics and health are served over HTTP, for leader and workers together: /metrics, /livez, /readyz.
+    ///
+    /// off; a port such as 9464, of the loopback address; or an address such as 0.0.0.0:9464, which other hosts reach.
+    /// Port 0: any free one, which the log names.
+    #[arg(long, value_name = "ADDRESS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub monitor: Option<String>,
     /// Find pages inside blocks, for engines that name only the tail of a sequence.
     ///
     /// true or false. Takes 8 bytes of the leader's memory for each page that host memory has room for, and time in each
@@ -417,6 +428,11 @@ impl Config {
                         .contains(&version)
                         .then_some(version)
                 },
+            )?,
+            monitor: settings.get(
+                "monitor",
+                "off, a port such as \"9464\", or an address such as \"127.0.0.1:9464\"",
+                |address: String| address.parse().ok(),
             )?,
             page_index: settings.get("page_index", "true or false", Some)?,
             record_decisions: settings.get("record_decisions", "true or false", Some)?,

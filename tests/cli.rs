@@ -9,6 +9,7 @@
 
 mod cli {
     mod fsck;
+    mod operators;
     mod signals;
 }
 mod support;

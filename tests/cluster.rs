@@ -14,6 +14,7 @@ mod cluster {
     mod events;
     #[path = "../support/fake_cuda.rs"]
     mod fake_cuda;
+    mod monitor;
     mod on_gpus;
     mod processes;
     mod recovery;

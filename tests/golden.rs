@@ -215,6 +215,10 @@ fn the_published_schemas_are_those_of_the_program() {
         &schema("messages.json"),
         &pretty(&kvferry_protocol::catalogue()),
     );
+    compare(
+        &schema("metrics.json"),
+        &pretty(&kvferry::cli::monitor::metrics_catalogue()),
+    );
     let report = serde_json::to_value(kvferry::cli::replay_schema()).expect("JSON");
     compare(&schema("replay.json"), &pretty(&report));
     let report = serde_json::to_value(kvferry::cli::fsck_schema()).expect("JSON");
@@ -244,4 +248,66 @@ fn a_replay_report_fits_its_schema() {
         .map(|error| error.to_string())
         .collect();
     assert!(errors.is_empty(), "{errors:?}");
+}
+
+/// The names in a query that begin with `kvferry_`.
+fn metrics_in(query: &str) -> Vec<&str> {
+    let words = query.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+    words.filter(|word| word.starts_with("kvferry_")).collect()
+}
+
+/// Every text below a value of JSON, with the key that it has.
+fn texts<'a>(value: &'a Value, key: &'a str, found: &mut Vec<(&'a str, &'a str)>) {
+    match value {
+        Value::String(text) => found.push((key, text)),
+        Value::Array(values) => values.iter().for_each(|value| texts(value, key, found)),
+        Value::Object(fields) => fields
+            .iter()
+            .for_each(|(key, value)| texts(value, key, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn the_board_queries_metrics_of_the_list_with_their_labels_and_nothing_else() {
+    let text = fs::read_to_string(schema("grafana.json")).expect("the board");
+    let board: Value = serde_json::from_str(&text).expect("JSON");
+    let mut found = Vec::new();
+    texts(&board, "", &mut found);
+    let queries = found
+        .iter()
+        .filter(|(key, _)| matches!(*key, "expr" | "query" | "definition"));
+    let queries: Vec<&str> = queries.map(|(_, query)| *query).collect();
+    assert!(queries.len() > 30, "{queries:?}");
+    let all: Vec<&str> = found
+        .iter()
+        .flat_map(|(_, text)| metrics_in(text))
+        .collect();
+    let in_queries: Vec<&str> = queries.iter().flat_map(|query| metrics_in(query)).collect();
+    assert_eq!(
+        all.len(),
+        in_queries.len(),
+        "a metric is named outside of the queries"
+    );
+    for name in in_queries {
+        let listed = kvferry::cli::monitor::METRICS.iter().any(|metric| {
+            let ends: &[&str] = match metric.kind.name() {
+                "histogram" => &["_bucket", "_sum", "_count"],
+                _ => &[""],
+            };
+            let end = name.strip_prefix(metric.name);
+            end.is_some_and(|end| ends.contains(&end))
+        });
+        assert!(listed, "{name} is not in the list");
+    }
+    let labels = kvferry::cli::monitor::LABELS.iter().map(|label| label.name);
+    let known: Vec<&str> = labels.chain(["le", "instance"]).collect();
+    for query in queries {
+        for by in query.split("by (").skip(1) {
+            let (labels, _) = by.split_once(')').expect("a list");
+            for label in labels.split(", ") {
+                assert!(known.contains(&label), "{label} in {query}");
+            }
+        }
+    }
 }

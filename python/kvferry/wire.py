@@ -69,6 +69,10 @@ class Kind(IntEnum):
     STATUS_ANSWER = 65
     STORES = 66
     STORES_ANSWER = 67
+    DRAIN = 72
+    DRAIN_ANSWER = 73
+    SET_LOG = 74
+    SET_LOG_ANSWER = 75
 
 
 #: A bit of ``features``: a rank's device writes its progress to a timeline word, which the worker reads.
@@ -469,6 +473,32 @@ class Empty(msgspec.Struct):
     """A body without fields."""
 
 
+class Drain(msgspec.Struct):
+    """Makes a leader refuse lookups, loads and stores; with ``resume`` the leader takes them again."""
+
+    resume: bool = False
+
+
+class DrainAnswer(msgspec.Struct):
+    """What still runs. The leader is drained when all of it is 0."""
+
+    loads: int = 0
+    stores: int = 0
+    transfers: int = 0
+
+
+class SetLog(msgspec.Struct):
+    """Changes the filter of the log of a leader or a worker, until its end."""
+
+    filter: str
+
+
+class SetLogAnswer(msgspec.Struct):
+    """The filter before."""
+
+    before: str
+
+
 BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.WELCOME: Welcome,
     Kind.ERROR: Error,
@@ -486,6 +516,8 @@ BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.ABANDON_ANSWER: Empty,
     Kind.UNREGISTERED: Empty,
     Kind.STATUS_ANSWER: StatusAnswer,
+    Kind.DRAIN_ANSWER: DrainAnswer,
+    Kind.SET_LOG_ANSWER: SetLogAnswer,
 }
 
 KINDS: dict[type[msgspec.Struct], Kind] = {
@@ -504,6 +536,8 @@ KINDS: dict[type[msgspec.Struct], Kind] = {
     Abandon: Kind.ABANDON,
     Unregister: Kind.UNREGISTER,
     Status: Kind.STATUS,
+    Drain: Kind.DRAIN,
+    SetLog: Kind.SET_LOG,
 }
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -202,7 +202,7 @@ def test_a_field_that_differs_is_named_with_both_sides(change: Any, value: Any, 
     ("name", "key", "value", "shown"),
     [
         ("lookup", "name", "find", "find: kind 16 is lookup in kvferry.wire"),
-        ("lookup", "number", 70, "lookup: kind 70 of the table is not in kvferry.wire"),
+        ("lookup", "number", 98, "lookup: kind 98 of the table is not in kvferry.wire"),
         ("lookup", "answer", "load_answer", "lookup: its answer in the table is [19], clients wait for 17"),
         ("lookup", "answer", None, "lookup: is_request of kvferry.wire says the other class"),
         ("lookup", "said_by", ["worker"], "lookup: sent by ['worker'] in the table, a request of kvferry.wire"),

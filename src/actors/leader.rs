@@ -8,10 +8,11 @@ use rustix::process::{Signal, pidfd_send_signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
+use crate::SetLog;
 use crate::mailbox::{Credited, MailboxPump};
 use crate::processes::{self, Process};
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent, LeaderSettings};
-use kvferry_protocol::Message;
+use kvferry_protocol::{Connections, Message};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_transport::Clock;
 use kvferry_transport::{Replier, Server, ServerEvent, ServerEvents};
@@ -34,6 +35,8 @@ pub struct LeaderArguments {
     pub supervisor: Option<EndWorker>,
     /// Raises the stored epoch above one that a depot has recorded, before this leader ends for that reason.
     pub raise_epoch: Option<RaiseEpoch>,
+    /// Changes the filter of the log; `None` where operators may not.
+    pub set_log: Option<SetLog>,
 }
 
 /// A message to the leader's actor.
@@ -93,12 +96,14 @@ impl Actor for LeaderActor {
             server,
             supervisor,
             raise_epoch,
+            set_log,
         } = arguments;
         let host = Host {
             clock: Clock::start(),
             replier: server.replier(),
             supervisor,
             raise_epoch,
+            set_log,
             watched: HashMap::new(),
             actor: myself.clone(),
             lookup_begun: None,
@@ -207,6 +212,7 @@ struct Host {
     replier: Replier,
     supervisor: Option<EndWorker>,
     raise_epoch: Option<RaiseEpoch>,
+    set_log: Option<SetLog>,
     /// Watched processes, by id.
     watched: HashMap<i32, Process>,
     actor: ActorRef<LeaderMessage>,
@@ -232,6 +238,15 @@ impl HolderPeers for Host {
 
     fn disconnect(&mut self, peer: PeerId) {
         self.replier.disconnect(peer);
+    }
+
+    fn connections(&self) -> Connections {
+        self.replier.connections()
+    }
+
+    fn set_log(&mut self, filter: &str) -> Result<String, String> {
+        let none = || Err("this process lets nobody change its log".to_owned());
+        self.set_log.map_or_else(none, |set_log| set_log(filter))
     }
 }
 

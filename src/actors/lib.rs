@@ -4,6 +4,7 @@
 //! * `worker`: runs a [`kvferry_shell::WorkerShell`], with the leader and the engine ranks as its peers;
 //! * `transfer`: runs copies on threads of its own and reports their ends;
 //! * `gpu`: the GPU of a worker's engine, and engine memory on the host or on that GPU;
+//! * `probe`: memory of the worker's own, for copies that check that pages are copied;
 //! * `processes`: handles to the processes of peers;
 //! * `depot`: prefaults a worker's depot, with progress;
 //! * `readiness`: reports a worker's progress and problems to the leader;
@@ -17,6 +18,7 @@ mod disk;
 mod gpu;
 mod leader;
 mod mailbox;
+mod probe;
 mod processes;
 mod readiness;
 mod supervision;
@@ -30,3 +32,6 @@ pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
 pub use supervision::{ProcessHandle, run_leader, run_worker};
 pub use transfer::{TransferActor, TransferArguments, TransferMessage};
 pub use worker::WorkerArguments;
+
+/// Changes the filter of the process's log, and returns the one before. An error is one line for users.
+pub type SetLog = fn(&str) -> Result<String, String>;

@@ -87,7 +87,8 @@ impl Actor for TransferActor {
         let engine = CopyEngine::new(arguments.copy_threads)?;
         let engine = Arc::new(engine.yielding_to(arguments.waiting));
         let (stores, store_work) = bounded(RUNNING_COPIES_MAX);
-        let (loads, load_work) = bounded(RUNNING_COPIES_MAX);
+        // One more, for the copy of a probe.
+        let (loads, load_work) = bounded(RUNNING_COPIES_MAX + 1);
         let mut threads = Vec::new();
         for (name, work) in [
             ("kvferry-gather", store_work),
@@ -219,7 +220,7 @@ impl State {
             Direction::Store => &self.stores,
             Direction::Load => &self.loads,
         };
-        // Never blocks: the core runs at most as many copies as the queue has places.
+        // Never blocks: the core runs at most as many copies as the queue has places, beside that of a probe.
         queue
             .try_send(work)
             .map_err(|error| error.to_string().into())

@@ -12,10 +12,12 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use crate::SetLog;
 use crate::depot::{DepotActor, DepotArguments, DepotProgress, DepotReport, DepotSettings};
 use crate::disk::{Disk, DiskReport, DiskSettings};
 use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, MailboxPump};
+use crate::probe::PROBE;
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
@@ -64,6 +66,8 @@ pub struct WorkerArguments {
     pub gpu_copy: GpuCopy,
     /// How long a GPU is kept after its last engine has left; `None` for 300 s.
     pub gpu_idle: Option<std::time::Duration>,
+    /// Changes the filter of the log; `None` where operators may not.
+    pub set_log: Option<SetLog>,
 }
 
 pub(super) enum WorkerMessage {
@@ -155,6 +159,7 @@ impl Actor for WorkerActor {
             store_bytes_per_s,
             gpu_copy,
             gpu_idle,
+            set_log,
         } = arguments;
         let number = depot.gpu;
         let replier = server.replier();
@@ -222,6 +227,8 @@ impl Actor for WorkerActor {
                 gpu_copy,
                 gpu_idle: gpu_idle.unwrap_or(IDLE_LIMIT),
                 gpu_uses: 0,
+                set_log,
+                probe: None,
                 number,
             },
             logged: Time(0),
@@ -332,7 +339,18 @@ impl Actor for WorkerActor {
                     shell.timeline_reached(host, engine, through)?;
                 }
             }
-            WorkerMessage::Ended(copies) => shell.copies_ended(host, copies)?,
+            WorkerMessage::Ended(mut copies) => {
+                let probe = copies.extract_if(.., |copy| copy.transfer == PROBE);
+                for ended in probe.collect::<Vec<_>>() {
+                    let memory = host.probe.as_ref();
+                    let copied = memory.map(|memory| memory.end(&ended));
+                    let none = || Err("no probe has begun".to_owned());
+                    shell.probed(host, copied.unwrap_or_else(none));
+                }
+                if !copies.is_empty() {
+                    shell.copies_ended(host, copies)?;
+                }
+            }
             WorkerMessage::Invalidate => shell.continue_invalidations(host)?,
             WorkerMessage::Tick => {
                 state.armed_at = None;

@@ -109,6 +109,7 @@ impl Arguments {
                 settings,
                 server,
                 supervisor,
+                set_log: Some(crate::telemetry::change),
                 raise_epoch: Some(Box::new(move |seen| Ok(raise_epoch(&directory, seen)?))),
             })
             .await;

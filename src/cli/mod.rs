@@ -2,12 +2,15 @@
 //! `socket_paths` the layout of the socket directory.
 
 pub mod bench;
+mod drain;
 mod engine_rank;
 mod events;
 mod flush;
 mod fsck;
 mod keygen;
 mod leader;
+mod log;
+pub mod monitor;
 mod preflight;
 mod remote;
 mod replay;
@@ -59,10 +62,18 @@ enum Command {
     Leader(leader::Arguments),
     /// Run the worker of one rank alone.
     Worker(worker::Arguments),
+    /// Serve the metrics and the health of a running leader and its workers over HTTP.
+    ///
+    /// `kvferry up` starts it by itself where the setting `monitor` names an address.
+    Monitor(monitor::Arguments),
     /// Show the state of a running leader.
     Status(status::Arguments),
     /// Remove pages: all, those of a namespace, or those with given hashes.
     Reset(reset::Arguments),
+    /// Refuse lookups, loads and stores, and wait until none runs.
+    Drain(drain::Arguments),
+    /// Change the filter of the log of the leader and its workers, until each of them ends.
+    Log(log::Arguments),
     /// Move what is stored to the disk, and wait until it is durable there.
     Flush(flush::Arguments),
     /// Merge the KV events of an engine with the pages in kvferry, for routers.
@@ -106,6 +117,32 @@ impl ConfigArguments {
         let config = Config::load(self.config.as_deref(), &self.flags)?;
         crate::telemetry::start(&config.log)?;
         Ok(config)
+    }
+}
+
+/// Settings of a command that only connects to a running leader of this machine.
+#[derive(Debug, Clone, clap::Args)]
+struct LocalArguments {
+    /// A TOML file with settings, that of `kvferry up`; the environment (KVFERRY_SOCKET_DIR=/run/kvf) and flags
+    /// override it.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Directory of the sockets, that of `kvferry up`.
+    #[arg(long, value_name = "DIR")]
+    socket_dir: Option<PathBuf>,
+}
+
+impl LocalArguments {
+    /// Loads and checks the settings, starts logging of warnings, and returns the paths of the sockets.
+    fn load(self) -> Result<socket_paths::SocketPaths, CommandError> {
+        let flags = Flags {
+            socket_dir: self.socket_dir,
+            log: Some("warn".to_owned()),
+            ..Flags::default()
+        };
+        let config = self.config;
+        let config = ConfigArguments { config, flags }.load()?;
+        Ok(socket_paths::SocketPaths::new(&config.socket_dir))
     }
 }
 
@@ -172,8 +209,11 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Up(arguments) => arguments.run(),
         Command::Leader(arguments) => arguments.run(),
         Command::Worker(arguments) => arguments.run(),
+        Command::Monitor(arguments) => arguments.run(),
         Command::Status(arguments) => arguments.run(),
         Command::Reset(arguments) => arguments.run(),
+        Command::Drain(arguments) => arguments.run(),
+        Command::Log(arguments) => arguments.run(),
         Command::Flush(arguments) => arguments.run(),
         Command::Events(arguments) => arguments.run(),
         Command::Fsck(arguments) => arguments.run(),
@@ -219,6 +259,11 @@ pub fn print_line(text: &str) {
     {
         print_error(&CommandError::Failed(format!("standard output: {error}")));
     }
+}
+
+#[expect(clippy::print_stderr, reason = "progress, which is no result")]
+fn say_progress(text: &str) {
+    eprintln!("{text}");
 }
 
 /// Runs an async command on a runtime of its own.

@@ -1,5 +1,6 @@
 //! `kvferry up`: a leader and its workers on one machine, without other software.
 
+use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
@@ -14,7 +15,9 @@ use tokio::time::Instant;
 
 use crate::cli::preflight::preflight_memory;
 use crate::cli::shutdown::{END_IN_ORDER, EndedBy, Ending, FenceWorker};
-use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths, status, worker::disks};
+use crate::cli::{
+    ConfigArguments, block_on, monitor, socket_paths::SocketPaths, status, worker::disks,
+};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
@@ -60,6 +63,8 @@ pub(super) struct Arguments {
 enum ChildKind {
     Leader,
     Worker(WorkerId),
+    /// Metrics and health.
+    Monitor,
 }
 
 impl std::fmt::Display for ChildKind {
@@ -67,6 +72,7 @@ impl std::fmt::Display for ChildKind {
         match self {
             Self::Leader => f.write_str("leader"),
             Self::Worker(worker) => write!(f, "worker of {worker}"),
+            Self::Monitor => f.write_str("monitor"),
         }
     }
 }
@@ -88,6 +94,8 @@ struct Supervisor {
     config: Config,
     no_tiers: bool,
     depots: Vec<Depot>,
+    /// The socket of the monitor, which stays open while the monitor starts again.
+    monitored: Option<TcpListener>,
     parts: Vec<Supervised>,
     /// Requests of leaders to end a worker.
     fence_requests: mpsc::Receiver<FenceWorker>,
@@ -223,7 +231,11 @@ impl Supervisor {
             let ranks = (0..config.ranks).map(Rank);
             ranks.map(move |rank| ChildKind::Worker(WorkerId { replica, rank }))
         });
-        let parts = std::iter::once(ChildKind::Leader).chain(workers);
+        let monitored = config.monitor.0.map(monitor::listen).transpose()?;
+        let monitor = monitored.iter().map(|_| ChildKind::Monitor);
+        let parts = std::iter::once(ChildKind::Leader)
+            .chain(workers)
+            .chain(monitor);
         let started = Instant::now();
         let parts = parts.map(|part| Supervised {
             part,
@@ -240,6 +252,7 @@ impl Supervisor {
             fence_requester: wants,
             parts: parts.collect(),
             depots,
+            monitored,
             no_tiers,
             config,
         })
@@ -256,6 +269,7 @@ impl Supervisor {
         match part {
             ChildKind::Leader => command.arg("leader"),
             ChildKind::Worker(_) => command.arg("worker"),
+            ChildKind::Monitor => command.args(["monitor", "--inherits-socket"]),
         };
         let config = &self.config;
         command
@@ -290,22 +304,27 @@ impl Supervisor {
             .args(["--gpu-copy", &config.gpu_copy.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
             .args(["--wire-max", &config.wire_max.to_string()])
+            .args(["--monitor", &config.monitor.to_string()])
             .args(["--page-index", &config.page_index.to_string()])
             .args(["--record-decisions", &config.record_decisions.to_string()])
             .args(["--log", &config.log])
             .arg("--socket-dir")
             .arg(&config.socket_dir)
             .stdin(Stdio::piped())
-            .stdout(match part {
-                ChildKind::Leader => Stdio::piped(),
-                ChildKind::Worker(_) => Stdio::null(),
+            .stdout(match (part, &self.monitored) {
+                (ChildKind::Leader, _) => Stdio::piped(),
+                (ChildKind::Monitor, Some(listener)) => {
+                    let listener = listener.try_clone().map_err(CommandError::failed)?;
+                    Stdio::from(OwnedFd::from(listener))
+                }
+                _ => Stdio::null(),
             })
             .kill_on_drop(true);
         match part {
             ChildKind::Leader if self.no_tiers => {
                 command.arg("--no-tiers");
             }
-            ChildKind::Leader => {}
+            ChildKind::Leader | ChildKind::Monitor => {}
             ChildKind::Worker(WorkerId { replica, rank }) => {
                 let parent_fd: OwnedFd = self.depots[usize::from(config.kv_shards.of(rank).0)]
                     .try_clone_fd()
@@ -369,7 +388,9 @@ impl Supervisor {
         if code.is_some() {
             supervised.failures += 1;
         }
-        if code == Some(CONFIGURATION_ERROR) || supervised.failures >= FAILURES_MAX {
+        // Nothing is served worse without the monitor: it is started again however often it fails.
+        let needed = part != ChildKind::Monitor;
+        if needed && (code == Some(CONFIGURATION_ERROR) || supervised.failures >= FAILURES_MAX) {
             return Err(CommandError::Failed(format!(
                 "{part} does not stay up: see its messages above"
             )));

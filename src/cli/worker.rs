@@ -95,7 +95,7 @@ impl Arguments {
                 ServerSettings {
                     epoch: Epoch(0),
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
-                    roles: vec![Role::Rank],
+                    roles: vec![Role::Rank, Role::Admin],
                     features: FEATURE_TIMELINE,
                 },
             )
@@ -136,6 +136,7 @@ impl Arguments {
                 copy_threads: threads,
                 store_bytes_per_s: NonZeroU64::new(config.store_bytes_per_s.0),
                 gpu_copy: config.gpu_copy,
+                set_log: Some(crate::telemetry::change),
                 gpu_idle: self.gpu_idle_s.map(Duration::from_secs),
             };
             let mut process = run_worker(arguments).await.map_err(CommandError::failed)?;

@@ -4,17 +4,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Call, Events, Flush, Hello, Message, ReadEvents, Reset, Role, Status, StatusAnswer,
+    Call, Drain, DrainAnswer, Events, Flush, Hello, Measure, MeasureAnswer, Message, Probe,
+    ProbeAnswer, ReadEvents, Reset, Role, SetLog, Status, StatusAnswer,
 };
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
 use kvferry_types::{Request, ResetScope, TierId};
 
-/// A connection to a leader as an operator. Cheap to clone; closes when the last clone is dropped.
+/// A connection to a leader or a worker as an operator. A worker answers [`Self::measure`], [`Self::probe`] and [`Self::set_log`] only. Cheap
+/// to clone; closes when the last clone is dropped.
 #[derive(Debug, Clone)]
 pub struct AdminClient(Client);
 
 impl AdminClient {
-    /// Connects in the background to the leader at `address`. `name` is for the leader's log.
+    /// Connects in the background to the leader or worker at `address`. `name` is for its log.
     pub fn start(transport: Arc<dyn Transport>, address: Address, name: &str) -> Self {
         let settings = ClientSettings {
             address,
@@ -35,6 +37,42 @@ impl AdminClient {
     /// [`Failure`] with `deadline` when no leader answers within `timeout`.
     pub async fn status(&self, check: bool, timeout: Duration) -> Result<StatusAnswer, Failure> {
         self.0.call(Status { check }, timeout).await
+    }
+
+    /// Requests the numbers of the process that the status does not have.
+    ///
+    /// # Errors
+    /// [`Failure`] with `deadline` when the process does not answer within `timeout`.
+    pub async fn measure(&self, timeout: Duration) -> Result<MeasureAnswer, Failure> {
+        self.0.call(Measure {}, timeout).await
+    }
+
+    /// Checks that the process handles requests, and that a worker copies pages.
+    ///
+    /// # Errors
+    /// [`Failure`] with `deadline` when the process does not answer within `timeout`, with `copy_failed` when the worker's
+    /// copy failed.
+    pub async fn probe(&self, timeout: Duration) -> Result<ProbeAnswer, Failure> {
+        self.0.call(Probe {}, timeout).await
+    }
+
+    /// Makes the leader refuse lookups, loads and stores, or take them again. Returns what still runs.
+    ///
+    /// # Errors
+    /// [`Failure`] with `deadline` when no leader answers within `timeout`.
+    pub async fn drain(&self, resume: bool, timeout: Duration) -> Result<DrainAnswer, Failure> {
+        self.0.call(Drain { resume }, timeout).await
+    }
+
+    /// Changes the filter of the log of a leader or a worker, until its end. Returns the one before.
+    ///
+    /// # Errors
+    /// [`Failure`] with `invalid` when the filter cannot be read, with `deadline` when the process does not answer within
+    /// `timeout`.
+    pub async fn set_log(&self, filter: &str, timeout: Duration) -> Result<String, Failure> {
+        let filter = filter.to_owned();
+        let answer = self.0.call(SetLog { filter }, timeout).await?;
+        Ok(answer.before)
     }
 
     /// Moves what is stored to the disk, makes it durable there, and returns the number of pages that the disk holds for

@@ -82,7 +82,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 25] = [
+pub(super) const KEYS: [Key; 26] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -105,6 +105,7 @@ pub(super) const KEYS: [Key; 25] = [
     text("gpu_copy", Fallback::Text("batch")),
     number("heartbeat_ms", 1_000),
     number("wire_max", VERSION as u64),
+    text("monitor", Fallback::Text("off")),
     switch("page_index", false),
     switch("record_decisions", false),
     text("log", Fallback::Text("info")),

@@ -84,8 +84,9 @@ pub use refusal::{Refusal, RefusalReason};
 pub use shard_set::ShardSet;
 pub use view::BlockView;
 pub use worker::{
-    BatchId, GroupBounds, MemoryBounds, OrderRefusal, PACE_BURST, WORKER_ABANDONED_MAX,
-    WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect, WorkerEvent, WorkerSettings,
+    BatchId, EdgeCounts, EdgeLoad, GroupBounds, MemoryBounds, OrderRefusal, PACE_BURST,
+    WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect, WorkerEvent,
+    WorkerSettings,
 };
 
 /// Copies that a worker runs at one time, at most; further copies wait.

@@ -8,6 +8,7 @@ use crate::error::ErrorCode;
 use crate::kind::MessageKind;
 use crate::role::Role;
 use crate::{Message, VERSION, VERSION_MIN, limits};
+use kvferry_types::LATENCY_BOUNDS_US;
 
 /// Returns every kind with its number and the JSON Schema of its body, every error code, and the limits.
 pub fn catalogue() -> Value {
@@ -44,6 +45,7 @@ pub fn catalogue() -> Value {
         "kinds": kinds,
         "errors": errors,
         "limits": named,
+        "latency_bounds_us": LATENCY_BOUNDS_US,
     })
 }
 

@@ -4,11 +4,12 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::body::{
-    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Events, Finish,
-    Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
-    MemoryAnswer, NumberedStore, PartBody, ReadEvents, ReadInventory, Readiness, Register,
-    Registered, Reset, Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed,
-    TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, Attached, Cancel, CancelStores, Drain, DrainAnswer, Empty, Ended, ErrorBody,
+    Events, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
+    Measure, MeasureAnswer, Memory, MemoryAnswer, NumberedStore, PartBody, Probe, ProbeAnswer,
+    ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, SetLog, SetLogAnswer,
+    Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed, TransferOrder, Unregister,
+    Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};

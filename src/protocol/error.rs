@@ -90,7 +90,7 @@ codes! {
     RankDisagrees = 14, "rank_disagrees", false;
     /// Another message came before hello: send hello first.
     HelloFirst = 15, "hello_first", false;
-    /// The process is shutting down: retry with its successor.
+    /// The leader takes no lookups, loads and stores, because it is about to end: retry with its successor.
     Draining = 16, "draining", true;
     /// A defect of the program, or a code of a newer version: report it.
     Internal = 17, "internal", false;

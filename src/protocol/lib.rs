@@ -15,6 +15,7 @@ mod header;
 mod kind;
 pub mod limits;
 mod named;
+mod operator_examples;
 mod orders;
 mod pairs;
 mod request;
@@ -23,23 +24,31 @@ mod table;
 mod transfer;
 
 pub use body::{
-    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
-    Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TAILS, FEATURE_TIMELINE,
-    Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
-    MemoryAnswer, MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory,
-    Readiness, RecordBody, Register, Registered, RequestsStatus, Reset, StatedMemory, Status,
-    StatusAnswer, Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus,
-    TransferBody, TransferOrder, Unregister, Welcome, Written,
+    Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, Connections, DiskHealth,
+    DiskStatus, Drain, DrainAnswer, Durations, EdgeMeasure, Empty, Ended, ErrorBody, EventKind,
+    EventReason, EventRecord, Events, FEATURE_TAILS, FEATURE_TIMELINE, Finish, Flush, FlushTier,
+    GroupHits, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
+    Memory, MemoryAnswer, MovesStatus, NumberedStore, PartBody, Probe, ProbeAnswer, RankStatus,
+    ReadEvents, ReadInventory, Readiness, RecordBody, Register, Registered, RequestsStatus, Reset,
+    SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult, Stores,
+    StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister,
+    Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;
 pub use codec::{Envelope, Message, check_header, decode, encode};
 pub use error::{DecodeError, EncodeError, ErrorCode};
-pub use examples::examples;
 pub use header::{HEADER_BYTES, Header};
 pub use kind::{Class, MessageKind};
 pub use pairs::{Pages, Pairs};
 pub use role::Role;
+
+/// One message of each kind, with values that show every field. Names are unique.
+pub fn examples() -> Vec<(&'static str, Message)> {
+    let mut all = examples::examples();
+    all.extend(operator_examples::examples());
+    all
+}
 
 pub use kvferry_types::{
     CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer,

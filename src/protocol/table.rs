@@ -5,7 +5,8 @@
 //!
 //! * **Senders**: roles of clients, or `Server`. `Unknown` stands for a role that this version does not know.
 //! * **Receivers**: `leader`, `worker`, either `server`, `client`, or the other side of any connection (`peer`).
-//! * **Stability**: `public` kinds are for engines, ranks and tools. `internal` ones are between leader and workers.
+//! * **Stability**: `public` kinds are for engines, ranks and tools. `internal` ones are between leader and workers,
+//!   and between these and the monitor.
 //! * **`call`** is a request with a body of its own type, which a client can send as a [`Call`](crate::Call);
 //!   **`request`** is one without, and **`answer`** answers one.
 
@@ -111,6 +112,22 @@ macro_rules! for_each_kind {
             66 Stores "stores": Stores, [Engine] to leader, public, call StoresAnswer(StoresAnswer);
             /// Answer to `stores`, after the last of them has ended: how each one ended.
             67 StoresAnswer "stores_answer": StoresAnswer, [Server] to client, public, answer;
+            /// Operator to leader or worker: requests the numbers that the status does not have.
+            68 Measure "measure": Measure, [Admin] to server, internal, call MeasureAnswer(MeasureAnswer);
+            /// Answer to `measure`.
+            69 MeasureAnswer "measure_answer": MeasureAnswer, [Server] to client, internal, answer;
+            /// Operator to leader or worker: checks that requests are handled, and in a worker that pages are copied.
+            70 Probe "probe": Probe, [Admin] to server, internal, call ProbeAnswer(ProbeAnswer);
+            /// Answer to `probe`, after its lookup or its copy.
+            71 ProbeAnswer "probe_answer": ProbeAnswer, [Server] to client, internal, answer;
+            /// Operator to leader: refuses lookups, loads and stores from now on, or takes them again.
+            72 Drain "drain": Drain, [Admin] to leader, public, call DrainAnswer(DrainAnswer);
+            /// Answer to `drain`: what still runs.
+            73 DrainAnswer "drain_answer": DrainAnswer, [Server] to client, public, answer;
+            /// Operator to leader or worker: changes the filter of the log.
+            74 SetLog "set_log": SetLog, [Admin] to server, public, call SetLogAnswer(SetLogAnswer);
+            /// Answer to `set_log`.
+            75 SetLogAnswer "set_log_answer": SetLogAnswer, [Server] to client, public, answer;
         }
     };
 }

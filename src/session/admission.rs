@@ -160,6 +160,11 @@ impl Peer {
         self.open_bytes += bytes - self.open.insert(id, bytes).unwrap_or(0);
     }
 
+    /// The requests without an answer, and their bytes.
+    pub(super) fn open_requests(&self) -> (u64, u64) {
+        (self.open.len() as u64, self.open_bytes)
+    }
+
     /// Gives the peer the credits of an answered request back.
     pub(super) fn settle(&mut self, id: RequestId) {
         self.open_bytes -= self.open.remove(&id).unwrap_or(0);

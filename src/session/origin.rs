@@ -81,16 +81,18 @@ impl Origin {
         Err(ErrorBody::new(ErrorCode::Invalid, text))
     }
 
-    /// Whether a peer of this origin may send a kind that its role may send: a monitor requests only what changes
-    /// nothing.
+    /// Whether a peer of this origin may send a kind that its role may send. Nobody on another machine drains a process
+    /// or changes its log, and a monitor requests only what changes nothing.
     pub fn may_send(&self, kind: MessageKind) -> bool {
-        let Self::Certificate(Claims {
-            holder: CertificateHolder::Monitor,
-            ..
-        }) = self
-        else {
+        let Self::Certificate(claims) = self else {
             return true;
         };
+        if matches!(kind, MessageKind::Drain | MessageKind::SetLog) {
+            return false;
+        }
+        if claims.holder != CertificateHolder::Monitor {
+            return true;
+        }
         kind.class() == Class::Answer
             || matches!(
                 kind,
@@ -251,6 +253,17 @@ mod tests {
         let [status, read] = [MessageKind::Status, MessageKind::ReadEvents];
         assert!(may.contains(&status) && may.contains(&read), "{may:?}");
         assert!(may_not.contains(&MessageKind::Reset), "{may_not:?}");
-        assert!(may_not.iter().all(|kind| admin.may_send(*kind)));
+        // Only processes of the same machine.
+        let local = [MessageKind::Drain, MessageKind::SetLog];
+        for kind in may_not {
+            assert_eq!(
+                admin.may_send(kind),
+                !local.contains(&kind),
+                "{}",
+                kind.name()
+            );
+        }
+        let here = Origin::Local { uid: 0, pid: None };
+        assert!(local.into_iter().all(|kind| here.may_send(kind)));
     }
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::admission::{HELLO_DEADLINE, Peer, STRANGERS_MAX, Verdict};
 use super::origin::Origin;
 use kvferry_protocol::{
-    Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES, HELLO_VERSION, Header,
-    Hello, Message, Role, VERSION, VERSION_MIN, Welcome, encode, limits,
+    Class, Connections, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES,
+    HELLO_VERSION, Header, Hello, Message, Role, VERSION, VERSION_MIN, Welcome, encode, limits,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -82,6 +82,9 @@ pub struct ServerSession {
     peers: BTreeMap<PeerId, Peer>,
     /// When silent peers were last searched for.
     swept: Time,
+    malformed_messages: u64,
+    refused_hellos: u64,
+    errors: BTreeMap<ErrorCode, u64>,
 }
 
 impl ServerSession {
@@ -92,12 +95,49 @@ impl ServerSession {
             version_max: VERSION,
             peers: BTreeMap::new(),
             swept: now,
+            malformed_messages: 0,
+            refused_hellos: 0,
+            errors: BTreeMap::new(),
         }
     }
 
     /// Welcomes peers in no newer version than this one.
     pub fn limit_version(&mut self, version_max: u16) {
         self.version_max = version_max.clamp(VERSION_MIN, VERSION);
+    }
+
+    /// The clients, and what was refused. Connections that were refused before they were open are not known here.
+    pub fn connections(&self) -> Connections {
+        let mut connections = Connections {
+            malformed_messages: self.malformed_messages,
+            refused_hellos: self.refused_hellos,
+            errors: ErrorCode::ALL
+                .iter()
+                .map(|code| {
+                    let sent = self.errors.get(code).copied();
+                    (code.name().to_owned(), sent.unwrap_or(0))
+                })
+                .collect(),
+            ..Connections::default()
+        };
+        for peer in self.peers.values() {
+            let (requests, bytes) = peer.open_requests();
+            connections.open_requests += requests;
+            connections.open_bytes += bytes;
+            *match peer.role {
+                Some(Role::Engine) => &mut connections.engines,
+                Some(Role::Rank) => &mut connections.ranks,
+                Some(Role::Worker) => &mut connections.workers,
+                Some(Role::Admin) => &mut connections.admins,
+                Some(Role::Unknown) | None => &mut connections.strangers,
+            } += 1;
+        }
+        connections
+    }
+
+    /// Counts an error that is sent to a peer.
+    pub fn note_error(&mut self, code: ErrorCode) {
+        *self.errors.entry(code).or_default() += 1;
     }
 
     /// Interval at which [`Self::tick`] is due.
@@ -229,6 +269,7 @@ impl ServerSession {
         let origin = &self.peers.get(&id)?.origin;
         let refusal = self.refusal(host, &hello, version);
         if let Some(refusal) = refusal.or_else(|| origin.permits(&hello).err()) {
+            self.refused_hellos += 1;
             self.send(host, id, correlation, Message::Error(refusal));
             return None;
         }
@@ -298,6 +339,7 @@ impl ServerSession {
     /// Counts a bad message, and closes a peer that sent too many.
     fn misbehaves(&mut self, host: &mut impl ServerHost, id: PeerId, why: &str) {
         tracing::debug!(peer = ?id, why, "a message that is not taken");
+        self.malformed_messages += 1;
         let peer = self.peers.get_mut(&id);
         if peer.is_some_and(|peer| peer.misbehaves(host.now())) {
             host.disconnect(id);
@@ -366,6 +408,9 @@ impl ServerSession {
         correlation: RequestId,
         message: Message,
     ) {
+        if let Message::Error(error) = &message {
+            self.note_error(error.code());
+        }
         let version = self.version(peer);
         if let Some(encoded) = encode_reply(version, self.settings.epoch, correlation, message) {
             host.send(peer, encoded);

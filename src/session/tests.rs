@@ -7,8 +7,8 @@ use super::{
     ServerHost, ServerSession, ServerSettings, encode_reply,
 };
 use kvferry_protocol::{
-    Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message, MessageKind,
-    Role, Status, VERSION, Welcome, decode, encode,
+    Connections, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message,
+    MessageKind, Role, Status, VERSION, Welcome, decode, encode,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -383,4 +383,57 @@ fn silent_peers_are_closed_after_three_heartbeats_and_not_right_after_a_pause() 
 fn a_failure_names_its_code() {
     let failure = Failure::new(ErrorCode::Deadline, "no answer by the deadline");
     assert_eq!(failure.to_string(), "deadline: no answer by the deadline");
+}
+
+#[test]
+fn connections_and_what_was_refused_are_counted() {
+    let (mut server, mut host) = server();
+    server.opened(&mut host, PEER, local(None));
+    let errors = |server: &ServerSession| {
+        let errors = server.connections().errors;
+        assert_eq!(
+            errors.len(),
+            ErrorCode::ALL.len(),
+            "codes that never occurred are 0"
+        );
+        errors
+            .into_iter()
+            .filter(|(_, count)| *count > 0)
+            .collect::<Vec<_>>()
+    };
+    let say = |server: &mut ServerSession, host: &mut Sent, id, message| {
+        let (header, body) = from_server(VERSION, id, message);
+        let event = take(server, host, &header, &body);
+        event.is_some()
+    };
+    assert!(!say(&mut server, &mut host, 1, status()), "no hello yet");
+    let before = Connections {
+        strangers: 1,
+        malformed_messages: 1,
+        ..server.connections()
+    };
+    assert_eq!(server.connections(), before);
+    assert_eq!(errors(&server), [("hello_first".to_owned(), 1)]);
+    let rank = Message::Hello(hello(Role::Rank));
+    assert!(
+        !say(&mut server, &mut host, 2, rank),
+        "this server takes no ranks"
+    );
+    assert_eq!(server.connections().refused_hellos, 1);
+    let engine = Message::Hello(hello(Role::Engine));
+    assert!(say(&mut server, &mut host, 3, engine));
+    assert!(say(&mut server, &mut host, 4, status()));
+    let open = server.connections();
+    assert_eq!(
+        (open.engines, open.strangers, open.open_requests),
+        (1, 0, 1)
+    );
+    assert!(open.open_bytes > 0);
+    server.settle(PEER, RequestId(4));
+    let settled = server.connections();
+    assert_eq!((settled.open_requests, settled.open_bytes), (0, 0));
+    let all = [("hello_first".to_owned(), 1), ("invalid".to_owned(), 1)];
+    assert_eq!(errors(&server), all);
+    server.closed(PEER);
+    assert_eq!(server.connections().engines, 0);
 }

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use kvferry_protocol::{ErrorBody, ErrorCode};
+use kvferry_protocol::{Connections, ErrorBody, ErrorCode};
 use kvferry_types::PeerId;
 
 /// Access to the peers of a process, and to the processes of those peers.
@@ -23,6 +23,18 @@ pub trait HolderPeers {
 
     /// Closes the connection of a peer.
     fn disconnect(&mut self, peer: PeerId);
+
+    /// The clients of the process. A host without connections has none.
+    fn connections(&self) -> Connections {
+        Connections::default()
+    }
+
+    /// Changes the filter of the process's log, and returns the one before. An error is one line for users.
+    fn set_log(&mut self, filter: &str) -> Result<String, String> {
+        Err(format!(
+            "set_log.filter is '{filter}': this process has no log"
+        ))
+    }
 }
 
 /// The peer that has a seat.

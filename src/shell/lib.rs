@@ -8,6 +8,7 @@
 
 mod holder;
 mod leader;
+mod log_filter;
 mod worker;
 
 pub use holder::{Holder, HolderPeers, InUse};

@@ -108,6 +108,10 @@ impl PeerLink {
 pub(super) struct Peers {
     entries: Mutex<HashMap<PeerId, Arc<PeerEntry>>>,
     limits: Arc<Limits>,
+    /// Connections that were refused before they were open.
+    refused: AtomicU64,
+    /// Connections that were closed because their bytes broke the rules.
+    violations: AtomicU64,
 }
 
 impl Peers {
@@ -139,6 +143,16 @@ impl Peers {
 
     pub(super) fn close(&self, peer: PeerId) {
         self.entries().remove(&peer);
+    }
+
+    /// Counts a connection that is refused before it is open.
+    pub(super) fn note_refused(&self) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a connection that is closed because its bytes broke the rules.
+    pub(super) fn note_violation(&self) {
+        self.violations.fetch_add(1, Ordering::Relaxed);
     }
 
     fn get(&self, peer: PeerId) -> Result<Arc<PeerEntry>, SendError> {
@@ -238,6 +252,8 @@ impl Listener {
         let peers = Arc::new(Peers {
             entries: Mutex::new(HashMap::new()),
             limits: limits.clone(),
+            refused: AtomicU64::new(0),
+            violations: AtomicU64::new(0),
         });
         let (task, tasks) = mpsc::channel(1);
         let intake = Intake {
@@ -373,6 +389,12 @@ impl FrameSender {
     fn enqueue(entry: &PeerEntry, queued: Queued) -> Result<(), SendError> {
         let sent = entry.outbox.try_send(Outgoing::Frame(queued));
         sent.map_err(|_| SendError::Gone)
+    }
+
+    /// Connections that were refused before they were open, and those that were closed because their bytes broke the rules.
+    pub(super) fn refused(&self) -> (u64, u64) {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (count(&self.peers.refused), count(&self.peers.violations))
     }
 
     /// Closes a peer after the frames sent to it before are written (for at most [`Limits::slow_after`]). Frames from

@@ -11,7 +11,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use crate::process::ProcessWatch;
 use crate::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
-use kvferry_protocol::{ErrorBody, Message, decode};
+use kvferry_protocol::{Connections, ErrorBody, Message, decode};
 use kvferry_session::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
     order_envelope,
@@ -65,7 +65,13 @@ pub struct Replier {
 impl Replier {
     /// Answers a request. Never waits for a peer: a peer that is gone is ignored, and one that does not read is closed.
     pub fn reply(&self, peer: PeerId, correlation: RequestId, message: Message) {
-        let version = lock(&self.session).settle(peer, correlation);
+        let version = {
+            let mut session = lock(&self.session);
+            if let Message::Error(error) = &message {
+                session.note_error(error.code());
+            }
+            session.settle(peer, correlation)
+        };
         // Encoded outside the lock, because an answer may be large.
         if let Some(encoded) = encode_reply(version, self.epoch, correlation, message) {
             send(&self.sender, peer, frame(encoded));
@@ -106,6 +112,15 @@ impl Replier {
             }
         }
         unsent
+    }
+
+    /// The clients, and what was refused.
+    pub fn connections(&self) -> Connections {
+        let mut connections = lock(&self.session).connections();
+        let (refused, violations) = self.sender.refused();
+        connections.refused_handshakes = refused;
+        connections.malformed_messages += violations;
+        connections
     }
 
     /// See [`ServerSession::is_live`].

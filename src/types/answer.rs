@@ -49,7 +49,6 @@ impl PagesBelow {
     }
 
     /// Whether no page lies below host memory.
-    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
     pub const fn is_empty(&self) -> bool {
         self.total() == 0
     }

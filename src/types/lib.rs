@@ -10,6 +10,7 @@ mod geometry;
 mod gpu_copy;
 mod hash;
 mod ids;
+mod latency;
 mod log_limit;
 mod numa;
 mod page_set;
@@ -36,6 +37,7 @@ pub use ids::{
     AttachId, DepotId, DomainId, EngineId, Epoch, FlushId, GroupId, LinkId, MemoryId, NamespaceId,
     PeerId, Rank, Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,
 };
+pub use latency::{LATENCY_BOUNDS_US, LatencyHistogram};
 pub use log_limit::LogLimit;
 pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use page_set::{PAGE_SET_BYTES_PER_PAGE_MAX, PageSet};

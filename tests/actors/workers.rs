@@ -51,6 +51,7 @@ async fn worker_of(
     let directory = directory.expect("a directory");
     let (leader, says) = client(transport, hello(Role::Worker, 0, 0), Limits::default());
     let started = run_worker(WorkerArguments {
+        set_log: None,
         worker: WorkerId {
             replica: Replica(0),
             rank: Rank(0),

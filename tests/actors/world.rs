@@ -59,6 +59,7 @@ pub async fn leader_within(
     let settings = LeaderSettings::new(Epoch(epoch), RANKS, ratio, AnchorKey::new([7; 32]));
     let server = server(transport, epoch, limits).await;
     let started = run_leader(LeaderArguments {
+        set_log: None,
         settings,
         server,
         supervisor: None,

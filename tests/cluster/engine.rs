@@ -6,13 +6,14 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use kvferry_client::{
-    AdminClient, EngineClient, EngineSettings, Failure, PromptPages, RequestGuard, StoredPages,
+    AdminClient, EngineClient, EngineSettings, Failure, PromptPages, RequestGuard, StoreGuard,
+    StoredPages,
 };
 use kvferry_engine::pipe::{self, RankOrder};
 use kvferry_engine::rank_pipe::RankPipe;
-use kvferry_protocol::{StatusAnswer, StoreAnswer};
+use kvferry_protocol::{ErrorCode, StatusAnswer, StoreAnswer};
 use kvferry_transport::{Address, ZmqTransport};
-use kvferry_types::{EngineId, GroupId, PageHashes, PageList, Part, SlotId};
+use kvferry_types::{EngineId, GroupId, PageHashes, PageList, Part, RequestId, SlotId};
 use kvferry_workload::scheduler::{REQUEST_TIMEOUT, WorkKind};
 
 use super::disturbed::LIMIT;
@@ -111,17 +112,20 @@ impl World {
         self.tool.status(check, LIMIT).await
     }
 
+    /// The process id of the engine's rank.
+    pub fn rank_pid(&self) -> u64 {
+        u64::from(self.rank.child.id().expect("it runs"))
+    }
+
+    /// Ends the engine's rank, as an engine that is killed.
+    pub async fn end_rank(&mut self) {
+        self.rank.child.kill().await.expect("it ends");
+    }
+
     /// Looks up a whole prompt. The pages found are held until the guard is dropped. The answer must arrive by the
     /// deadline that engines give their requests.
     async fn look_up(&self, prompt: u64) -> RequestGuard {
-        let lookup = PromptPages {
-            slot: SlotId(prompt),
-            namespace: NAMESPACE.to_vec(),
-            hashes: hashes(prompt, PROMPT_PAGES),
-            device_pages: 0,
-            limit_pages: None,
-        };
-        let found = self.engine.lookup(lookup, REQUEST_TIMEOUT).await;
+        let found = self.engine.lookup(whole(prompt), REQUEST_TIMEOUT).await;
         found.expect("an answer in time")
     }
 
@@ -135,20 +139,31 @@ impl World {
 
     /// Stores a whole prompt, which must not be stored yet.
     pub async fn store(&mut self, prompt: u64) {
+        let store = self.begin_store(prompt).await;
+        self.end_store(store).await;
+    }
+
+    /// Requests the store of a whole prompt, whose pages the engine has not written yet.
+    pub async fn begin_store(&self, prompt: u64) -> OpenStore {
         let found = self.look_up(prompt).await;
         assert_eq!(found.hit_pages(), 0);
         let id = self.engine.next_id();
-        // The content of the memory does not matter, because these tests load nothing.
-        let written = RankOrder::new(id.0, WorkKind::Compute, id.0);
-        let reported = pipe::write(&mut self.rank.orders, &written).await;
-        reported.expect("the rank takes orders");
         let pages = StoredPages {
             id: Some(id),
             parts: vec![Part::new(GroupId(0), 0, PageList::run(0, PROMPT_PAGES))],
             more: None,
         };
-        let stored = found.store(pages, (), REQUEST_TIMEOUT).await;
-        let (answer, ()) = stored.expect("an answer in time");
+        let stored = found.store(pages, (), REQUEST_TIMEOUT);
+        OpenStore { found, stored, id }
+    }
+
+    /// Reports the pages of a store as written, and waits until they are stored.
+    pub async fn end_store(&mut self, OpenStore { found, stored, id }: OpenStore) {
+        // The content of the memory does not matter, because these tests load nothing.
+        let written = RankOrder::new(id.0, WorkKind::Compute, id.0);
+        let reported = pipe::write(&mut self.rank.orders, &written).await;
+        reported.expect("the rank takes orders");
+        let (answer, ()) = stored.await.expect("an answer in time");
         let expected = StoreAnswer {
             stored_pages: PROMPT_PAGES,
             present_pages: 0,
@@ -157,5 +172,29 @@ impl World {
         };
         assert_eq!(answer, expected);
         found.finish().await.expect("it is finished");
+    }
+
+    /// The error with which the lookup of a prompt is refused.
+    pub async fn refused(&self, prompt: u64) -> ErrorCode {
+        let refused = self.engine.lookup(whole(prompt), REQUEST_TIMEOUT).await;
+        refused.expect_err("refused").code
+    }
+}
+
+/// A store that is not answered.
+pub struct OpenStore {
+    found: RequestGuard,
+    stored: StoreGuard<()>,
+    id: RequestId,
+}
+
+/// The pages of a whole prompt, in a slot of its own.
+fn whole(prompt: u64) -> PromptPages {
+    PromptPages {
+        slot: SlotId(prompt),
+        namespace: NAMESPACE.to_vec(),
+        hashes: hashes(prompt, PROMPT_PAGES),
+        device_pages: 0,
+        limit_pages: None,
     }
 }

@@ -34,13 +34,24 @@ fn stands(pid: u64) -> bool {
 /// The leader that was started by the same process as this worker.
 pub fn leader_beside(worker: u64) -> u64 {
     let parent = parent_of(worker).expect("it runs");
-    let is_leader = |pid: &u64| {
+    child_named(parent, "leader")
+}
+
+/// The running child of `up` that runs this command. Waits for one that starts again.
+pub fn child_named(up: u64, command: &str) -> u64 {
+    let runs = |pid: &u64| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let command = line.split(|byte| *byte == 0).nth(1);
-        command == Some(b"leader")
+        let named = line.split(|byte| *byte == 0).nth(1);
+        named == Some(command.as_bytes()) && lives(*pid)
     };
-    let mut leaders = children(parent).into_iter().filter(is_leader);
-    leaders.next().expect("a leader")
+    let begun = Instant::now();
+    loop {
+        if let Some(child) = children(up).into_iter().find(runs) {
+            return child;
+        }
+        assert!(begun.elapsed() < LIMIT, "no {command} runs");
+        std::thread::yield_now();
+    }
 }
 
 /// The running children of a process.

@@ -4,11 +4,13 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
+use kvferry::cli::monitor::{LABELS, LEADER_SERIES_MAX, METRICS, WORKER_SERIES_MAX};
 use kvferry::config::settings;
 use kvferry::error::{CommandError, EXIT_CODES};
 use kvferry_core::COUNTERS;
 use kvferry_protocol::{ErrorCode, Message, MessageKind};
 use kvferry_shell::LOOKUP_NS;
+use kvferry_types::LATENCY_BOUNDS_US;
 use serde_json::Value;
 
 const NOTE: &str =
@@ -142,8 +144,8 @@ fn the_page_of_messages_is_made_of_the_wires() {
     let mut text = page_begin(
         "Messages",
         "Every kind of message, with who sends it to whom and the fields of its body. *server*: leader and worker; \
-         *peer*: either side. Kinds between leader and workers are *internal*: engines and tools neither send nor get \
-         them. Types and descriptions of the fields: `schema/messages.json`.",
+         *peer*: either side. Kinds between leader, workers and the monitor are *internal*: engines and tools neither send \
+         nor get them. Types and descriptions of the fields: `schema/messages.json`.",
     );
     text += "\n| number | kind | from | to | | answer | fields |\n| ---: | --- | --- | --- | --- | --- | --- |\n";
     let catalogue = kvferry_protocol::catalogue();
@@ -246,4 +248,49 @@ fn the_page_of_the_status_is_made_of_its_schema_and_the_counters() {
     )
     .expect("a string takes text");
     page("status.md", &text);
+}
+
+#[test]
+fn the_page_of_metrics_is_made_of_their_list() {
+    let mut text = page_begin(
+        "Metrics",
+        "Metrics of `kvferry monitor`, at `/metrics` of the address that the setting `monitor` names. Counters begin at 0 \
+         when their process starts. Those of the leader have no series while it does not answer, and those of a worker \
+         while that worker does not.",
+    );
+    let about = format!(
+        "A leader has at most {LEADER_SERIES_MAX} series, and one for each tier of each group of layers; a worker has at most \
+         {WORKER_SERIES_MAX}. No label has a token, a hash, a namespace or a payload. Scrapes are answered with numbers \
+         that are at most 1 s old."
+    );
+    write!(text, "\n{}\n", wrapped(&about)).expect("a string takes text");
+    text += "\n| metric | type | unit | labels | meaning |\n| --- | --- | --- | --- | --- |\n";
+    for metric in METRICS {
+        let labels: Vec<String> = metric
+            .labels
+            .iter()
+            .map(|label| format!("`{label}`"))
+            .collect();
+        writeln!(
+            text,
+            "| `{}` | {} | {} | {} | {} |",
+            metric.name,
+            metric.kind.name(),
+            metric.unit,
+            labels.join(", "),
+            metric.meaning
+        )
+        .expect("a string takes text");
+    }
+    let bounds = LATENCY_BOUNDS_US.map(|us| (us as f64 / 1e6).to_string());
+    let about = format!(
+        "Upper bounds of the buckets of histograms, in seconds: {}.",
+        bounds.join(", ")
+    );
+    write!(text, "\n{}\n\n## Labels\n", wrapped(&about)).expect("a string takes text");
+    text += "\n| label | values |\n| --- | --- |\n";
+    for label in LABELS {
+        writeln!(text, "| `{}` | {} |", label.name, label.values).expect("a string takes text");
+    }
+    page("metrics.md", &text);
 }

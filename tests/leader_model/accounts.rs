@@ -130,6 +130,8 @@ pub fn check_balance(world: &World) {
         }
     }
     assert_eq!(counted, expected);
+    let by_tier_and_group: u64 = leader.hit_tokens().values().sum();
+    assert_eq!(by_tier_and_group, leader.counts().hit_tokens);
     let parked = leader.parked_requests();
     assert_eq!(leader.open_requests() + parked, open[0]);
     assert_eq!(

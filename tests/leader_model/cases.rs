@@ -423,6 +423,9 @@ fn a_draining_leader_starts_no_copies_and_ends_running_ones() {
     world.leader.drain();
     let second = store(&mut world, 0, 1, 7, 8);
     assert_eq!(answer(&world, 0, second), Some(Err(Refusal::Draining)));
+    world.request(0, Request::Flush);
+    let flush = RequestId(world.next_id);
+    assert_ne!(answer(&world, 0, flush), Some(Err(Refusal::Draining)));
     world.take(Step::Retry(first.0 as usize - 1));
     assert_eq!(
         answer(&world, 0, first),

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use kvferry_core::{Groups, LookupBounds, Model, Presence};
+use kvferry_core::{GroupKind, Groups, LookupBounds, Model, Presence};
 use kvferry_types::{Attention, Edge, MemoryGeometry, Part, Transfer};
 use proptest::prelude::*;
 
@@ -157,6 +157,15 @@ impl Grouped {
         assert_eq!((all, answer.refused_pages), (wanted, 0), "{answer:?}");
     }
 
+    /// Tokens of hits that were counted for the first prefix group, which a hit needs from its first token on.
+    fn prefix_tokens(&self) -> Option<u64> {
+        let mut specs = self.groups.specs();
+        let (prefix, _) = specs.find(|(_, spec)| spec.kind == GroupKind::Prefix)?;
+        let hits = self.tiered.leader.hit_tokens().iter();
+        let of_prefix = hits.filter(|((_, group), _)| *group == prefix);
+        Some(of_prefix.map(|(_, tokens)| tokens).sum())
+    }
+
     /// Looks up, compares the hit with the rules, and loads it.
     fn find_and_load(&mut self, device_hashes: u32, limit: Option<u32>) {
         let bounds = LookupBounds {
@@ -165,9 +174,15 @@ impl Grouped {
             limit_tokens: limit.unwrap_or(HASHES) * HASH_TOKENS,
         };
         let expected = self.groups.reach(bounds, &self.stored);
+        let before = self.prefix_tokens();
         let hit_pages = self.lookup(device_hashes, limit);
         let hit_tokens = expected.map_or(0, |hit| hit.end_tokens() - hit.device_tokens());
         assert_eq!(hit_pages * HASH_TOKENS, hit_tokens, "{bounds:?}");
+        let counted = self.prefix_tokens().zip(before);
+        assert!(
+            counted.is_none_or(|(now, before)| now - before == u64::from(hit_tokens)),
+            "{bounds:?}"
+        );
         let Some(hit) = expected else { return };
         let groups: Vec<GroupId> = self.groups.specs().map(|(group, _)| group).collect();
         let loaded = groups

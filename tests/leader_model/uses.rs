@@ -85,5 +85,9 @@ fn the_answer_of_a_lookup_counts_the_pages_below_host_memory() {
     }
     let counts = tiered.leader.counts();
     assert_eq!(counts.below_pages, u64::from(RATIO));
-    assert_eq!(counts.below_tokens, u64::from(RATIO) * 16);
+    let tokens = u64::from(RATIO) * 16;
+    assert_eq!(counts.below_tokens, tokens);
+    let hits: Vec<_> = tiered.leader.hit_tokens().iter().collect();
+    let (host, disk) = ((TierId::Host, GroupId(0)), (TierId::Disk, GroupId(0)));
+    assert_eq!(hits, [(&host, &tokens), (&disk, &tokens)]);
 }

@@ -7,9 +7,11 @@ use ractor::ActorRef;
 
 use super::gpu_state::GpuState;
 use super::{UNPROVEN, WorkerMessage};
+use crate::SetLog;
 use crate::depot::DepotProgress;
 use crate::disk::{Disk, ResetProgress};
 use crate::gpu::EngineSide;
+use crate::probe::ProbeMemory;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
@@ -17,7 +19,9 @@ use kvferry_core::Model;
 use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter, WaitingLoads};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
-use kvferry_protocol::{ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory};
+use kvferry_protocol::{
+    Connections, ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory,
+};
 use kvferry_shell::{
     Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerHost,
 };
@@ -52,6 +56,10 @@ pub(super) struct Host {
     pub(super) gpu_idle: Duration,
     /// How often ranks have requested a GPU.
     pub(super) gpu_uses: u64,
+    /// Changes the filter of the log.
+    pub(super) set_log: Option<SetLog>,
+    /// Memory of the worker's own for probes, after the first one.
+    pub(super) probe: Option<ProbeMemory>,
     /// Number of this worker among those that may share the depot.
     pub(super) number: usize,
 }
@@ -170,6 +178,15 @@ impl HolderPeers for Host {
 
     fn disconnect(&mut self, peer: PeerId) {
         self.replier.disconnect(peer);
+    }
+
+    fn connections(&self) -> Connections {
+        self.replier.connections()
+    }
+
+    fn set_log(&mut self, filter: &str) -> Result<String, String> {
+        let none = || Err("this process lets nobody change its log".to_owned());
+        self.set_log.map_or_else(none, |set_log| set_log(filter))
     }
 }
 
@@ -381,6 +398,23 @@ impl WorkerHost for Host {
             depot,
             waiting: loads.then(|| self.waiting.add()),
         })?)
+    }
+
+    fn probe(&mut self) -> Result<(), String> {
+        let mut begun = || -> Result<_, Fatal> {
+            let memory = match &mut self.probe {
+                Some(memory) => memory,
+                none => none.insert(ProbeMemory::create()?),
+            };
+            let ((load, memory), depot) = memory.begin()?;
+            Ok(self.transfer.cast(TransferMessage::Start {
+                copies: vec![(load, self.clock.now())],
+                memory: EngineSide::Host(memory),
+                depot,
+                waiting: Some(self.waiting.add()),
+            })?)
+        };
+        begun().map_err(|error| format!("the copy of a probe does not start: {error}"))
     }
 
     fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal> {

@@ -8,7 +8,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::cli::{
-    ClientArguments, block_on, print_line, remote::LeaderPlace, socket_paths::SocketPaths,
+    ClientArguments, block_on, print_line, remote::LeaderPlace, say_progress,
+    socket_paths::SocketPaths,
 };
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
@@ -177,7 +178,7 @@ fn printable(text: &str) -> String {
 }
 
 /// The startup stage of a rank.
-fn stage(rank: &RankStatus) -> String {
+pub(super) fn stage(rank: &RankStatus) -> String {
     if !rank.problem.is_empty() {
         return printable(&rank.problem);
     }
@@ -203,11 +204,6 @@ fn stage(rank: &RankStatus) -> String {
         }
         _ => "waits for its engine to register its memory".to_owned(),
     }
-}
-
-#[expect(clippy::print_stderr, reason = "progress, which is no result")]
-fn say_progress(text: &str) {
-    eprintln!("{text}");
 }
 
 /// Connects to a leader as an operator, under the name of a command.

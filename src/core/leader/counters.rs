@@ -57,6 +57,14 @@ pub struct LeaderCounts {
     pub failed_copies: u64,
     /// Copies that missed their deadline.
     pub late_copies: u64,
+    /// Lookups whose pages were released because the engine did not load or finish in time.
+    pub expired_holds: u64,
+    /// Loads that stopped waiting for other tiers at their deadline.
+    pub expired_loads: u64,
+    /// Stores that stopped waiting for the copies of others at their deadline.
+    pub expired_stores: u64,
+    /// Engines that did not connect again in time.
+    pub expired_engines: u64,
     /// Bytes gathered, summed over ranks.
     pub gathered_bytes: u64,
     /// Bytes scattered, summed over ranks.
@@ -268,6 +276,26 @@ pub const COUNTERS: &[Counter] = &[
         "late_copies",
         "Copies that missed their deadline: the machine is too slow for it, or a rank never sent `written`",
         |l, _| l.late_copies,
+    ),
+    counter(
+        "expired_holds",
+        "Lookups whose pages were released, because they were neither loaded nor finished within 30 s",
+        |l, _| l.expired_holds,
+    ),
+    counter(
+        "expired_loads",
+        "Loads that stopped waiting for a slower tier at their deadline; they are counted as short or failed as well",
+        |l, _| l.expired_loads,
+    ),
+    counter(
+        "expired_stores",
+        "Stores that stopped waiting for the copies of other stores at their deadline",
+        |l, _| l.expired_stores,
+    ),
+    counter(
+        "expired_engines",
+        "Engines that were disconnected for 10 s, after which their requests were dropped",
+        |l, _| l.expired_engines,
     ),
     counter(
         "gathered_bytes",

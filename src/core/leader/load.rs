@@ -285,6 +285,7 @@ impl Leader {
         let Some(mut load) = self.loads.waiting.remove(&key) else {
             return;
         };
+        self.counts.expired_loads += 1;
         for index in 0..load.stretches().len() {
             if matches!(load.stretch(index).stage(), Stage::Promoting(_)) {
                 self.end_stretch(&mut load, index, 0);

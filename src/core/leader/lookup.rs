@@ -85,6 +85,7 @@ impl Leader {
         let hit_pages = found.hit_pages;
         let hit = device_pages..device_pages + hit_pages;
         let below_pages = pages_below(&sequence, &found.needed, &hit);
+        self.hits.note(&sequence, &found.needed, hit);
         let ready_in = self
             .time_up(now, &found.needed)
             .filter(|_| !below_pages.is_empty());

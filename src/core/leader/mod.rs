@@ -19,6 +19,7 @@ mod memory;
 mod moves;
 mod parts;
 mod plan;
+mod probe;
 mod rates;
 mod recovery;
 mod requests;
@@ -56,6 +57,7 @@ pub use log::{LOG_IDLE, LOG_PAGES_MAX, LOG_RECORDS_MAX};
 pub use log_read::{LOG_READ_PAGES_MAX, LogPart, LogRead};
 use moves::Moves;
 pub use moves::{MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge};
+use probe::HitTokens;
 use rates::Rates;
 use recovery::InventoryPart;
 pub use requests::OPEN_REQUESTS_MAX;
@@ -194,6 +196,7 @@ pub struct Leader {
     /// The last number that was given to a copy, a reservation or an inventory request.
     next_id: u64,
     counts: LeaderCounts,
+    hits: HitTokens,
     digest: RunDigest,
 }
 
@@ -221,6 +224,7 @@ impl Leader {
             draining: false,
             next_id: 0,
             counts: LeaderCounts::default(),
+            hits: HitTokens::default(),
         }
     }
 
@@ -324,9 +328,19 @@ impl Leader {
         self.timers.next()
     }
 
-    /// From now on refuses new requests other than `finish` and `cancel_stores`. Requests in flight end as usual.
+    /// From now on refuses new lookups, loads and stores. Requests in flight end as usual.
     pub fn drain(&mut self) {
         self.draining = true;
+    }
+
+    /// Takes lookups, loads and stores again.
+    pub fn resume(&mut self) {
+        self.draining = false;
+    }
+
+    /// True while new lookups, loads and stores are refused.
+    pub fn is_draining(&self) -> bool {
+        self.draining
     }
 
     /// The epoch of this leader.
@@ -539,7 +553,10 @@ impl Leader {
     fn fire_timers(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         while let Some(timer) = self.timers.take_expired(now) {
             match timer {
-                Timer::Hold(engine, slot) => self.drop_holds(engine, slot),
+                Timer::Hold(engine, slot) => {
+                    self.counts.expired_holds += 1;
+                    self.drop_holds(engine, slot);
+                }
                 Timer::Transfer(transfer) => self.transfer_due(now, transfer, effects),
                 Timer::Store(key) => self.store_due(key, effects),
                 Timer::Reset(id) => self.reset_late(id, effects),
@@ -552,7 +569,10 @@ impl Leader {
                     let fence = self.settings.fence;
                     self.roster.check_overdue(now, fence, &mut self.timers);
                 }
-                Timer::Engine(engine) => self.remove_engine(engine),
+                Timer::Engine(engine) => {
+                    self.counts.expired_engines += 1;
+                    self.remove_engine(engine);
+                }
                 Timer::Load(key) => self.load_due(key, effects),
             }
         }

@@ -108,7 +108,7 @@ impl Leader {
         }
         // A refused request stays refused: an engine that receives the refusal continues without it, so a retry must
         // not carry out the request.
-        if self.draining && !finishes {
+        if self.draining && kind.is_some() {
             return self.refuse(reply_to, kind, Refusal::Draining, effects);
         }
         if full {

@@ -577,6 +577,7 @@ impl Leader {
     /// The deadline of a store has passed: the store stops waiting for copies of other requests, because they read none
     /// of its pages. Its own copies have deadlines of their own.
     pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<LeaderEffect>) {
+        self.counts.expired_stores += 1;
         self.stores.fail_foreign_waits(key);
         self.answer_store(key, effects);
     }

@@ -20,6 +20,17 @@ enum CopyPhase {
     Running,
 }
 
+/// The open copies of one edge.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EdgeLoad {
+    /// Copies that wait until their engine has written its pages.
+    pub waiting: u64,
+    /// Copies that wait for other copies, or for the rate of the edge.
+    pub queued: u64,
+    /// Copies that run.
+    pub running: u64,
+}
+
 /// An open copy.
 #[derive(Debug)]
 pub(super) struct OpenCopy {
@@ -51,6 +62,11 @@ impl OpenCopy {
         self.transfer
             .device
             .map_or(RequestId(0), |device| device.after)
+    }
+
+    /// When a copy that has run was ready to run; `None` for one that never ran.
+    pub(super) fn ran_since(&self) -> Option<Time> {
+        (self.phase == CopyPhase::Running).then_some(self.ready_at)
     }
 
     /// True once the copy was ordered to stop.
@@ -110,6 +126,20 @@ impl Copies {
         let task = self.open.get(&transfer);
         let ready = task.filter(|task| task.phase != CopyPhase::Waiting);
         ready.map(|task| task.ready_at)
+    }
+
+    /// The open copies of each edge that has any, by what they wait for.
+    pub(super) fn loads(&self) -> BTreeMap<Edge, EdgeLoad> {
+        let mut loads: BTreeMap<Edge, EdgeLoad> = BTreeMap::new();
+        for task in self.open.values() {
+            let load = loads.entry(task.transfer.edge).or_default();
+            match task.phase {
+                CopyPhase::Waiting => load.waiting += 1,
+                CopyPhase::Queued => load.queued += 1,
+                CopyPhase::Running => load.running += 1,
+            }
+        }
+        loads
     }
 
     /// The numbers of all open copies, in ascending order.

@@ -13,6 +13,7 @@ mod copies;
 mod lanes;
 mod link;
 mod memory;
+mod meters;
 mod orders;
 mod pace;
 
@@ -28,9 +29,12 @@ use kvferry_types::{
 use crate::Contradiction;
 
 pub use check::{GroupBounds, MemoryBounds};
+pub use copies::EdgeLoad;
 use copies::{Copies, Expired, OpenCopy, Stop};
 use link::LeaderLink;
 use memory::{Abandoned, Memory};
+pub use meters::EdgeCounts;
+use meters::Meters;
 pub use orders::OrderRefusal;
 use orders::{Orders, refused};
 pub use pace::PACE_BURST;
@@ -270,6 +274,8 @@ pub struct Worker {
     memory: Option<Memory>,
     /// The requests that engines abandoned.
     abandoned: Abandoned,
+    /// The copies that ended.
+    meters: Meters,
 }
 
 impl Worker {
@@ -282,6 +288,7 @@ impl Worker {
             copies: Copies::default(),
             memory: None,
             abandoned: Abandoned::default(),
+            meters: Meters::default(),
         }
     }
 
@@ -356,6 +363,16 @@ impl Worker {
         self.fire_deadlines(now, effects);
         self.start(now, effects);
         self.attach(now, effects);
+    }
+
+    /// The copies that ended since the worker's start, by edge.
+    pub fn edge_counts(&self) -> &BTreeMap<Edge, EdgeCounts> {
+        self.meters.counts()
+    }
+
+    /// The open copies of each edge that has any. Takes time in proportion to their number.
+    pub fn edge_loads(&self) -> BTreeMap<Edge, EdgeLoad> {
+        self.copies.loads()
     }
 
     /// When the next [`WorkerEvent::Tick`] is due.
@@ -448,7 +465,10 @@ impl Worker {
         let Some(task) = self.copies.end(ended.transfer) else {
             return;
         };
-        let stopped = task.is_stopped();
+        if task.transfer.edge.to != TierId::Device {
+            ended.complete &= !task.is_stopped() && now <= task.transfer.deadline;
+        }
+        self.meters.note(now, &task, &ended);
         let OpenCopy {
             transfer,
             batch,
@@ -462,9 +482,6 @@ impl Worker {
             && transfer.edge.from > transfer.edge.to
         {
             effects.extend(unlist_bad_page(&transfer, page));
-        }
-        if transfer.edge.to != TierId::Device {
-            ended.complete &= !stopped && now <= transfer.deadline;
         }
         if ended.complete
             && let Some(record) = transfer.record

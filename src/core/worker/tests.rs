@@ -1,6 +1,7 @@
 use super::*;
 use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, GroupId, PageList, PerTier, TierId};
 
+mod meters;
 mod pace;
 
 const ENGINE: EngineId = EngineId([1; 16]);

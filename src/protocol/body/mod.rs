@@ -5,6 +5,7 @@ mod engine;
 mod events;
 mod handshake;
 mod inventory;
+mod operator;
 mod rank;
 mod status;
 mod tier;
@@ -18,6 +19,10 @@ pub use events::{EventKind, EventReason, EventRecord, Events, ReadEvents};
 pub use handshake::{ErrorBody, FEATURE_TAILS, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{
     FlushTier, Invalidate, Invalidated, Inventory, ReadInventory, RecordBody, TierFlushed,
+};
+pub use operator::{
+    Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
+    Probe, ProbeAnswer, SetLog, SetLogAnswer,
 };
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{

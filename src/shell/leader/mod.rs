@@ -12,15 +12,16 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::Holder;
+use crate::log_filter::set_log;
 use kvferry_core::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LOAD_RUNS_MAX, Leader, LeaderEffect, LeaderEvent,
     LeaderSettings, MemoryStatement, Refusal, WorkerMemory, Workers,
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
-    Attach, AttachDepot, Attached as AttachedBody, Cancel, DiskHealth, Empty, Envelope, ErrorBody,
-    ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message, ReadInventory, Readiness,
-    TransferOrder,
+    Attach, AttachDepot, Attached as AttachedBody, Cancel, DiskHealth, DrainAnswer, Empty,
+    Envelope, ErrorBody, ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message,
+    ProbeAnswer, ReadInventory, Readiness, TransferOrder,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
@@ -159,6 +160,34 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     Ok(answer) => Message::StatusAnswer(*answer),
                     Err(error) => Message::Error(error),
                 };
+                host.reply(peer, correlation, answer);
+            }
+            (Some(PeerRole::Admin(..)), Message::Measure(_)) => {
+                let answer = Message::MeasureAnswer(self.measure(host));
+                host.reply(peer, correlation, answer);
+            }
+            (Some(PeerRole::Admin(..)), Message::Probe(_)) => {
+                let answer = ProbeAnswer {
+                    tiers: u8::try_from(self.core.probe()).unwrap_or(u8::MAX),
+                    copied_bytes: 0,
+                    draining: self.core.is_draining(),
+                };
+                host.reply(peer, correlation, Message::ProbeAnswer(answer));
+            }
+            (Some(PeerRole::Admin(..)), Message::Drain(drain)) => {
+                match drain.resume {
+                    true => self.core.resume(),
+                    false => self.core.drain(),
+                }
+                let answer = DrainAnswer {
+                    loads: (self.core.open_loads() + self.core.parked_requests()) as u64,
+                    stores: self.core.open_stores() as u64,
+                    transfers: self.core.copies_under_way() as u64,
+                };
+                host.reply(peer, correlation, Message::DrainAnswer(answer));
+            }
+            (Some(PeerRole::Admin(..)), Message::SetLog(log)) => {
+                let answer = set_log(host, &log);
                 host.reply(peer, correlation, answer);
             }
             (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {

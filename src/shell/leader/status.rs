@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kvferry_core::{NOT_RECORDED, Pool};
 use kvferry_protocol::{
-    ErrorBody, ErrorCode, MovesStatus, RankStatus, Readiness, RequestsStatus, StatusAnswer,
-    TierStatus,
+    ErrorBody, ErrorCode, GroupHits, MeasureAnswer, MovesStatus, RankStatus, Readiness,
+    RequestsStatus, StatusAnswer, TierStatus,
 };
 use kvferry_types::{Edge, Rank, Replica, TierId, Time, WorkerId};
 
@@ -121,6 +121,22 @@ impl<P: fmt::Debug> LeaderShell<P> {
             return Err(ErrorBody::new(ErrorCode::Busy, text));
         }
         Ok(())
+    }
+
+    /// The numbers that the status does not have.
+    pub(super) fn measure(&self, host: &impl LeaderHost<Process = P>) -> MeasureAnswer {
+        let hits = self.core.hit_tokens().iter();
+        let hits = hits.map(|((tier, group), tokens)| GroupHits {
+            tier: tier.number(),
+            group: group.0,
+            tokens: *tokens,
+        });
+        MeasureAnswer {
+            connections: host.connections(),
+            hits: hits.collect(),
+            edges: Vec::new(),
+            draining: self.core.is_draining(),
+        }
     }
 
     pub(super) fn status(

@@ -8,10 +8,12 @@ use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
-    AttachDepot, Ended, Hello, Inventory, Lookup, Memory, PartBody, RankStatus, Reset, Role,
-    StatedMemory, Status, Store, TierPages, VERSION,
+    AttachDepot, Drain, Ended, Hello, Inventory, Lookup, Measure, MeasureAnswer, Memory, PartBody,
+    Probe, RankStatus, Reset, Role, SetLog, StatedMemory, Status, Store, TierPages, VERSION,
 };
-use kvferry_types::{EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, Sharding};
+use kvferry_types::{
+    EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, ResetScope, Sharding,
+};
 
 const EPOCH: Epoch = Epoch(3);
 const DEPOT: [u8; 16] = [7; 16];
@@ -127,6 +129,18 @@ fn named(role: Role, engine: [u8; 16], rank: u16) -> Hello {
     }
 }
 
+/// A lookup of two pages.
+fn lookup() -> Message {
+    Message::Lookup(Lookup {
+        limit_pages: None,
+        slot: 4,
+        namespace: Vec::new(),
+        hash_bytes: 16,
+        hashes: (0..32).collect(),
+        device_pages: 0,
+    })
+}
+
 struct World {
     shell: LeaderShell<i32>,
     process: Process,
@@ -230,15 +244,7 @@ impl World {
 
     /// Stores two pages, whose copy the worker owes from then on.
     fn store(&mut self) {
-        let lookup = Lookup {
-            limit_pages: None,
-            slot: 4,
-            namespace: Vec::new(),
-            hash_bytes: 16,
-            hashes: (0..32).collect(),
-            device_pages: 0,
-        };
-        self.request(1, 1, Message::Lookup(lookup));
+        self.request(1, 1, lookup());
         let store = Store {
             slot: 4,
             parts: vec![PartBody {
@@ -672,4 +678,96 @@ fn audits_of_peers_have_a_pause_between_them() {
     assert_eq!(code, ErrorCode::Busy);
     assert!(text.contains("retry in 601 ms"), "{text}");
     assert_eq!(audit(6000), Ok(String::new()));
+}
+
+#[test]
+fn an_operator_measures_and_probes_and_an_engine_may_not() {
+    let mut world = World::serving();
+    world.connect((20, 5), &named(Role::Admin, [4; 16], 0));
+    world.process.replies.clear();
+    world.send(20, Message::Probe(Probe {}));
+    world.send(20, Message::Measure(Measure {}));
+    world.send(1, Message::Probe(Probe {}));
+    let [(20, probe), (20, measured), (1, Message::Error(refused))] = &world.process.replies[..]
+    else {
+        panic!("{:?}", world.process.replies)
+    };
+    let answer = ProbeAnswer {
+        tiers: 1,
+        ..ProbeAnswer::default()
+    };
+    assert_eq!(*probe, Message::ProbeAnswer(answer));
+    assert_eq!(*measured, Message::MeasureAnswer(MeasureAnswer::default()));
+    assert_eq!(refused.code(), ErrorCode::UnknownKind);
+}
+
+#[test]
+fn a_drained_leader_refuses_lookups_and_stores_until_it_resumes_and_says_what_runs() {
+    let mut world = World::serving();
+    world.connect((20, 5), &named(Role::Admin, [4; 16], 0));
+    let drain = |world: &mut World, resume| {
+        world.process.replies.clear();
+        world.send(20, Message::Drain(Drain { resume }));
+        match &world.process.replies[..] {
+            [(20, Message::DrainAnswer(answer))] => *answer,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(drain(&mut world, false), DrainAnswer::default());
+    world.process.replies.clear();
+    world.request(1, 5, lookup());
+    world.send(20, Message::Probe(Probe {}));
+    world.request(
+        20,
+        6,
+        Message::from(Request::Reset {
+            scope: ResetScope::Everything,
+            tier: None,
+        }),
+    );
+    let [
+        (1, Message::Error(refused)),
+        (20, Message::ProbeAnswer(probed)),
+        ..,
+    ] = &world.process.replies[..]
+    else {
+        panic!("{:?}", world.process.replies)
+    };
+    assert_eq!(
+        (refused.code(), probed.draining),
+        (ErrorCode::Draining, true)
+    );
+    let reset = world
+        .process
+        .replies
+        .iter()
+        .find_map(|(_, reply)| match reply {
+            Message::Error(error) if error.code() == ErrorCode::Draining => Some(error),
+            _ => None,
+        });
+    assert_eq!(reset, Some(refused), "resets are not refused");
+    drain(&mut world, true);
+    world.process.replies.clear();
+    world.request(1, 7, lookup());
+    let [(1, Message::LookupAnswer(_))] = &world.process.replies[..] else {
+        panic!("{:?}", world.process.replies)
+    };
+}
+
+#[test]
+fn a_filter_that_is_too_long_or_not_taken_is_refused_with_its_reason() {
+    let mut world = World::serving();
+    world.connect((20, 5), &named(Role::Admin, [4; 16], 0));
+    for (filter, why) in [
+        ("a".repeat(1025), "has 1025 bytes: write at most 1024"),
+        ("info".to_owned(), "this process has no log"),
+    ] {
+        world.process.replies.clear();
+        world.send(20, Message::SetLog(SetLog { filter }));
+        let [(20, Message::Error(error))] = &world.process.replies[..] else {
+            panic!("{:?}", world.process.replies)
+        };
+        assert_eq!(error.code(), ErrorCode::Invalid);
+        assert!(error.message.contains(why), "{}", error.message);
+    }
 }

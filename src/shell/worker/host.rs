@@ -156,6 +156,10 @@ pub trait WorkerHost: HolderPeers {
     /// Stops a copy as soon as possible. Its end is still reported.
     fn stop(&mut self, transfer: TransferId) -> Result<(), Fatal>;
 
+    /// Starts to copy one page from memory of the worker's own into memory of its own, through the lane of loads. Ends with
+    /// a call of [`super::WorkerShell::probed`]. An error is the reason why the copy cannot start.
+    fn probe(&mut self) -> Result<(), String>;
+
     /// Handles a copy that is refused, because its order names pages or sizes that are not valid.
     fn invalid_copy(&mut self, transfer: TransferId, problem: &str);
 

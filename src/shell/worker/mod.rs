@@ -2,6 +2,7 @@
 
 mod host;
 mod invalidations;
+mod operators;
 mod orders;
 mod ranks;
 #[cfg(test)]
@@ -24,6 +25,7 @@ use kvferry_types::{
 pub use host::{Fatal, Registering, Unlisted, WorkerHost};
 pub use invalidations::INVALIDATE_SLICE_ENTRIES;
 use invalidations::{Invalidations, PendingInvalidation};
+use operators::Probes;
 use orders::arena_pages;
 use ranks::Ranks;
 
@@ -80,6 +82,7 @@ pub struct WorkerShell<P, M> {
     invalidations: Invalidations,
     /// For lines about registrations.
     rank_lines: LogLimit,
+    probes: Probes,
     effects: Vec<WorkerEffect>,
 }
 
@@ -94,6 +97,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             ranks: Ranks::new(worker.rank),
             invalidations: Invalidations::default(),
             rank_lines: LogLimit::new(),
+            probes: Probes::default(),
             effects: Vec::new(),
         }
     }

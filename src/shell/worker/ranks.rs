@@ -5,10 +5,12 @@ use std::fmt;
 
 use super::host::Registering;
 use super::{Fatal, WorkerHost, WorkerShell};
+use crate::log_filter::set_log;
 use crate::{Holder, HolderPeers};
 use kvferry_core::{MemoryBounds, WorkerEvent};
 use kvferry_protocol::{
-    Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Written,
+    Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Role,
+    Written,
 };
 use kvferry_types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId, TierId};
 
@@ -202,6 +204,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         hello: &Hello,
         pid: Option<i32>,
     ) {
+        if hello.role != Role::Rank {
+            // An operator, who has no memory and no seat.
+            return;
+        }
         let engine = EngineId(hello.engine);
         let holder = Holder::new(host, peer, pid);
         let rank = RankPeer { engine, holder };
@@ -214,6 +220,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         host: &mut H,
         peer: PeerId,
     ) -> Result<(), Fatal> {
+        self.probes.waiting.retain(|(waiting, _)| *waiting != peer);
         let ranks = &mut self.ranks;
         ranks.connected.remove(&peer);
         ranks.give_up_openings(|opening| opening.peer == peer);
@@ -242,6 +249,20 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             Message::Abandon(abandon) => self.abandon(host, peer, request, &abandon),
             Message::Written(written) => self.written(host, peer, request, &written),
             Message::Unregister(_) => self.unregister(host, peer, request),
+            Message::Measure(_) => {
+                let answer = Message::MeasureAnswer(self.measure(host));
+                host.reply(peer, request, answer);
+                Ok(())
+            }
+            Message::SetLog(log) => {
+                let answer = set_log(host, &log);
+                host.reply(peer, request, answer);
+                Ok(())
+            }
+            Message::Probe(_) => {
+                self.probe(host, peer, request);
+                Ok(())
+            }
             other => {
                 let text = format!("{} is not for a worker to answer", other.kind().name());
                 refuse(host, peer, request, ErrorCode::UnknownKind, text);

@@ -1,5 +1,6 @@
 //! The worker's shell on a host that records what is sent. The core's own tests cover the decisions.
 
+mod operators;
 mod orders;
 mod ranks;
 
@@ -53,6 +54,10 @@ struct Process {
     unlisted_tiers: Vec<TierId>,
     /// The worker has a disk, whose next answers to a reset are these, last one first.
     disk: Option<Vec<Unlisted>>,
+    /// Copies of probes that were started.
+    probes: u32,
+    /// Why the next probe cannot start.
+    probe_error: Option<String>,
 }
 
 impl HolderPeers for Process {
@@ -222,6 +227,14 @@ impl WorkerHost for Process {
 
     fn invalid_copy(&mut self, transfer: TransferId, problem: &str) {
         panic!("{transfer}: {problem}");
+    }
+
+    fn probe(&mut self) -> Result<(), String> {
+        self.probes += 1;
+        match self.probe_error.take() {
+            Some(why) => Err(why),
+            None => Ok(()),
+        }
     }
 
     fn report_problem(&mut self, why: &str) {

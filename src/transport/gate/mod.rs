@@ -153,7 +153,10 @@ async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
                 connection.run(gate).await;
                 None
             }
-            Err(reason) => Some(reason),
+            Err(reason) => {
+                gate.intake.peers.note_refused();
+                Some(reason)
+            }
         }
     };
     tokio::select! {

@@ -93,6 +93,7 @@ async fn refused_before_open(bytes: &[u8]) {
         read_to_end(&mut stream).await;
     }
     serves(&address, &mut listener).await;
+    assert_eq!(listener.sender().refused(), (2, 0));
 }
 
 /// Asserts that the bytes close an open connection for this reason, sent in one piece and byte by byte.
@@ -108,6 +109,7 @@ async fn closed_after_open(bytes: &[u8], violation: Violation) {
         assert_eq!(closed(&mut listener).await, (peer, reason));
     }
     serves(&address, &mut listener).await;
+    assert_eq!(listener.sender().refused(), (0, 2));
 }
 
 fn forged(flags: u8) -> Vec<u8> {

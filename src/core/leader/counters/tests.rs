@@ -11,7 +11,7 @@ use crate::pool_counts::PoolCounts;
 use crate::refusal::Refusal;
 use kvferry_types::{
     Edge, EndedCopy, Epoch, GroupId, PageList, Part, Rank, Ratio, Replica, Request, RequestId,
-    SlotId, Time, TransferId, WorkerId,
+    SlotId, TierId, Time, TransferId, WorkerId,
 };
 
 const WORKER: WorkerId = WorkerId {
@@ -292,4 +292,52 @@ fn parked_requests_are_open_until_they_are_refused() {
         ("refused_stores_busy", 1),
     ];
     assert_eq!(counted(&leader, &["refused_"]), all);
+}
+
+#[test]
+fn pages_that_are_neither_loaded_nor_finished_in_time_are_counted_as_expired() {
+    let mut leader = with_two_pages();
+    send(&mut leader, ms(10), 3, lookup(1, 2));
+    step(&mut leader, ms(30_009), LeaderEvent::Tick);
+    assert_eq!(counted(&leader, &["expired_"]), []);
+    step(&mut leader, ms(30_010), LeaderEvent::Tick);
+    assert_eq!(counted(&leader, &["expired_"]), [("expired_holds", 1)]);
+    step(&mut leader, ms(30_010), LeaderEvent::EngineClosed(ENGINE));
+    step(&mut leader, ms(40_010), LeaderEvent::Tick);
+    let expired = [("expired_holds", 1), ("expired_engines", 1)];
+    assert_eq!(counted(&leader, &["expired_"]), expired);
+}
+
+#[test]
+fn pages_that_are_finished_in_time_do_not_expire() {
+    let mut leader = with_two_pages();
+    send(&mut leader, ms(10), 3, lookup(1, 2));
+    send(&mut leader, ms(11), 4, Request::Finish { slot: SlotId(1) });
+    step(&mut leader, ms(40_000), LeaderEvent::Tick);
+    assert_eq!(counted(&leader, &["expired_"]), []);
+}
+
+#[test]
+fn hits_are_counted_by_tier_and_group_in_tokens() {
+    let mut leader = with_two_pages();
+    assert!(
+        leader.hit_tokens().is_empty(),
+        "the first lookup found nothing"
+    );
+    for (id, found) in [(3, 32), (4, 64)] {
+        send(&mut leader, ms(id), id, lookup(1, 2));
+        let hits: Vec<_> = leader.hit_tokens().iter().collect();
+        assert_eq!(hits, [(&(TierId::Host, GroupId(0)), &found)]);
+    }
+}
+
+#[test]
+fn a_probe_looks_into_every_tier_that_serves_and_changes_nothing() {
+    let leader = with_two_pages();
+    let before = format!("{leader:?}");
+    assert_eq!(leader.probe(), 1);
+    assert_eq!(format!("{leader:?}"), before);
+    let ratio = Ratio::new(4).expect("in bounds");
+    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([1; 32]));
+    assert_eq!(Leader::new(settings).probe(), 0, "no tier is open");
 }

@@ -19,7 +19,7 @@ impl World {
     }
 
     /// Orders a load for request 4 of an engine, which runs until [`World::end_load`].
-    fn load(&mut self, engine: u8) {
+    pub(super) fn load(&mut self, engine: u8) {
         let pair = FragmentPair {
             src: PageList::run(0, 1),
             dst: PageList::run(1, 1),
@@ -42,7 +42,7 @@ impl World {
         assert_eq!(self.shell.core().open_copies(), 1);
     }
 
-    fn end_load(&mut self) {
+    pub(super) fn end_load(&mut self) {
         let ended = EndedCopy {
             transfer: TransferId(COPY),
             complete: false,

@@ -455,5 +455,9 @@ impl WorkerHost for Host<'_> {
         ));
     }
 
+    fn probe(&mut self) -> Result<(), String> {
+        Err("no operator is part of a world".to_owned())
+    }
+
     fn report_problem(&mut self, _: &str) {}
 }

@@ -1,0 +1,72 @@
+//! `kvferry drain`
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::cli::{LocalArguments, block_on, print_line, say_progress, status};
+use crate::error::CommandError;
+use kvferry_protocol::DrainAnswer;
+
+/// Time limit of an answer of the leader.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+/// Pause between two looks.
+const PAUSE: Duration = Duration::from_millis(100);
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    client: LocalArguments,
+    /// Take requests again.
+    #[arg(long)]
+    resume: bool,
+    /// Seconds to wait for what runs; the leader goes on draining afterwards.
+    #[arg(long, default_value = "60", value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout: u64,
+}
+
+impl Arguments {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        let socket_paths = self.client.load()?;
+        let (resume, limit) = (self.resume, Duration::from_secs(self.timeout));
+        block_on(1, async move {
+            // Fails sooner, and with a better error, when no leader runs.
+            status::request(&socket_paths, false).await?;
+            let leader = status::admin(&socket_paths, "drain");
+            let until = Instant::now() + limit;
+            let mut said = String::new();
+            loop {
+                let answer = leader.drain(resume, ANSWER_LIMIT).await;
+                let runs = answer.map_err(CommandError::failed)?;
+                if resume {
+                    print_line("requests are taken again");
+                    return Ok(());
+                }
+                if runs == DrainAnswer::default() {
+                    print_line("drained");
+                    return Ok(());
+                }
+                let now = what(runs);
+                if Instant::now() >= until {
+                    return Err(CommandError::Failed(format!(
+                        "not drained after {limit:?}: {now}; the leader goes on draining, and kvferry drain --resume ends that"
+                    )));
+                }
+                if said != now {
+                    say_progress(&format!("draining: {now}"));
+                    said = now;
+                }
+                tokio::time::sleep(PAUSE).await;
+            }
+        })
+    }
+}
+
+fn what(runs: DrainAnswer) -> String {
+    let DrainAnswer {
+        loads,
+        stores,
+        transfers,
+    } = runs;
+    format!("{loads} loads, {stores} stores and {transfers} transfers run")
+}

@@ -1,0 +1,116 @@
+//! The numbers of a deployment at one time, read over its sockets.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cli::socket_paths::SocketPaths;
+use crate::config::Config;
+use kvferry_client::AdminClient;
+use kvferry_protocol::{MeasureAnswer, ProbeAnswer, StatusAnswer};
+use kvferry_transport::{Address, ZmqTransport};
+use kvferry_types::{Rank, Replica, WorkerId};
+
+/// Time limit of every request to a process. Processes are asked at the same time.
+pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(2);
+
+/// The name of a worker in labels and texts: that of its directory.
+pub(super) fn process_name(worker: WorkerId) -> String {
+    format!("worker-{}-{}", worker.replica.0, worker.rank.0)
+}
+
+/// Connections to every process of a deployment: one to the leader and one to each worker, at most 4,097.
+#[derive(Debug)]
+pub(super) struct Deployment {
+    leader: AdminClient,
+    workers: Vec<(WorkerId, AdminClient)>,
+}
+
+/// The numbers of a leader.
+#[derive(Debug)]
+pub(super) struct Leader {
+    pub(super) status: StatusAnswer,
+    pub(super) measured: MeasureAnswer,
+}
+
+/// The numbers of a deployment, or why a process has none.
+#[derive(Debug)]
+pub(super) struct Reading {
+    pub(super) leader: Result<Leader, String>,
+    pub(super) workers: Vec<(WorkerId, Result<MeasureAnswer, String>)>,
+}
+
+impl Deployment {
+    /// Connects in the background, and again whenever a process has started again.
+    pub(super) fn connect(config: &Config) -> Self {
+        let socket_paths = SocketPaths::new(&config.socket_dir);
+        let transport = Arc::new(ZmqTransport);
+        let connect = |address| AdminClient::start(transport.clone(), address, "monitor");
+        let replicas = (0..config.replicas).map(Replica);
+        let workers = replicas.flat_map(|replica| {
+            let ranks = (0..config.ranks).map(Rank);
+            ranks.map(move |rank| WorkerId { replica, rank })
+        });
+        let workers = workers.map(|worker| {
+            let address = Address::Directory(socket_paths.worker(worker));
+            (worker, connect(address))
+        });
+        Self {
+            leader: connect(socket_paths.leader_address()),
+            workers: workers.collect(),
+        }
+    }
+
+    /// Requests one thing of every worker at the same time.
+    async fn of_workers<T: Send + 'static, F>(
+        &self,
+        request: impl Fn(AdminClient) -> F,
+    ) -> Vec<(WorkerId, Result<T, String>)>
+    where
+        F: Future<Output = Result<T, String>> + Send + 'static,
+    {
+        let asked = self.workers.iter();
+        let asked = asked.map(|(worker, client)| (*worker, tokio::spawn(request(client.clone()))));
+        let mut answers = Vec::new();
+        for (worker, answer) in asked.collect::<Vec<_>>() {
+            let answer = answer.await.unwrap_or_else(|error| Err(error.to_string()));
+            answers.push((worker, answer));
+        }
+        answers
+    }
+
+    /// Reads all numbers. Takes at most [`ANSWER_LIMIT`], or twice that where the leader answers late.
+    pub(super) async fn read(&self) -> Reading {
+        let leader = async {
+            let measured = self.leader.measure(ANSWER_LIMIT).await;
+            let measured = measured.map_err(|failure| failure.to_string())?;
+            let status = self.status().await?;
+            Ok(Leader { status, measured })
+        };
+        let workers = self.of_workers(|client| async move {
+            let measured = client.measure(ANSWER_LIMIT).await;
+            measured.map_err(|failure| failure.to_string())
+        });
+        let (leader, workers) = tokio::join!(leader, workers);
+        Reading { leader, workers }
+    }
+
+    pub(super) async fn status(&self) -> Result<StatusAnswer, String> {
+        let status = self.leader.status(false, ANSWER_LIMIT).await;
+        status.map_err(|failure| failure.to_string())
+    }
+
+    /// Sends a probe through the leader.
+    pub(super) async fn probe_leader(&self) -> Result<ProbeAnswer, String> {
+        let probed = self.leader.probe(ANSWER_LIMIT).await;
+        probed.map_err(|failure| failure.to_string())
+    }
+
+    /// Sends a probe through every worker.
+    pub(super) async fn probe_workers(&self) -> Vec<(WorkerId, Result<ProbeAnswer, String>)> {
+        self.of_workers(|client| async move {
+            let probed = client.probe(ANSWER_LIMIT).await;
+            probed.map_err(|failure| failure.to_string())
+        })
+        .await
+    }
+}

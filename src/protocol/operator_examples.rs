@@ -1,0 +1,98 @@
+//! Example messages of operators' requests.
+
+use crate::body::{
+    Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
+    Probe, ProbeAnswer, SetLog, SetLogAnswer,
+};
+use crate::codec::Message;
+
+/// See [`examples`](crate::examples()).
+pub(crate) fn examples() -> Vec<(&'static str, Message)> {
+    vec![
+        ("measure", Message::Measure(Measure {})),
+        ("measure_answer", Message::MeasureAnswer(of_leader())),
+        (
+            "measure_answer_of_worker",
+            Message::MeasureAnswer(of_worker()),
+        ),
+        ("probe", Message::Probe(Probe {})),
+        (
+            "probe_answer",
+            Message::ProbeAnswer(ProbeAnswer {
+                tiers: 2,
+                copied_bytes: 4096,
+                draining: true,
+            }),
+        ),
+        ("drain", Message::Drain(Drain { resume: true })),
+        (
+            "drain_answer",
+            Message::DrainAnswer(DrainAnswer {
+                loads: 1,
+                stores: 2,
+                transfers: 3,
+            }),
+        ),
+        (
+            "set_log",
+            Message::SetLog(SetLog {
+                filter: "info,kvferry=debug".to_owned(),
+            }),
+        ),
+        (
+            "set_log_answer",
+            Message::SetLogAnswer(SetLogAnswer {
+                before: "info".to_owned(),
+            }),
+        ),
+    ]
+}
+
+fn of_leader() -> MeasureAnswer {
+    MeasureAnswer {
+        connections: Connections {
+            engines: 1,
+            ranks: 0,
+            workers: 2,
+            admins: 3,
+            strangers: 4,
+            open_requests: 5,
+            open_bytes: 600,
+            malformed_messages: 7,
+            refused_handshakes: 8,
+            refused_hellos: 9,
+            errors: [("busy".to_owned(), 10)].into(),
+        },
+        hits: vec![GroupHits {
+            tier: 3,
+            group: 1,
+            tokens: 320,
+        }],
+        edges: Vec::new(),
+        draining: true,
+    }
+}
+
+fn of_worker() -> MeasureAnswer {
+    MeasureAnswer {
+        edges: vec![EdgeMeasure {
+            from: 1,
+            to: 2,
+            complete: 11,
+            incomplete: 1,
+            bytes: 1200,
+            waiting: 2,
+            queued: 3,
+            running: 4,
+            queue: Durations {
+                counts: vec![1, 0, 11],
+                sum_us: 4000,
+            },
+            copy: Durations {
+                counts: vec![12],
+                sum_us: 500,
+            },
+        }],
+        ..MeasureAnswer::default()
+    }
+}
