@@ -12,22 +12,23 @@ mod peer;
 mod tests;
 mod tls;
 
+use std::collections::HashMap;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
 use super::stream::{FrameReader, FrameWriter, StreamEnd};
 use super::zmtp::Parser;
-use super::{Limits, Origin, PeerId, SendError, SharedLogLimit};
+use super::{Claims, Limits, Origin, PeerId, SendError, SharedLogLimit};
 use peer::OpenConnection;
 #[cfg(test)]
 pub(super) use tls::HANDSHAKES_OF_SOURCE_MAX;
@@ -35,6 +36,9 @@ pub(super) use tls::{TlsSide, run_tls, set_up};
 
 /// Most connections in the handshake. A further one closes the oldest. They do not count as open connections.
 pub(super) const HANDSHAKES_MAX: usize = 64;
+/// Most connections with one certificate, open or in the handshake of ZMTP. A process uses one, and has more only until
+/// a broken one is noticed.
+pub(super) const CERTIFICATE_CONNECTIONS_MAX: usize = 8;
 static REFUSALS: SharedLogLimit = SharedLogLimit::new();
 static ACCEPT_ERRORS: SharedLogLimit = SharedLogLimit::new();
 /// Pause after `accept` failed, so that a lack of file descriptors does not cause a busy loop.
@@ -45,6 +49,8 @@ pub(super) struct Gate {
     intake: Intake,
     limits: Arc<Limits>,
     open: Arc<Semaphore>,
+    /// Places of each certificate, by its claims. The root's owner decides how many there are.
+    certificates: Mutex<HashMap<String, Arc<Semaphore>>>,
     refused: Arc<Refused>,
 }
 
@@ -59,6 +65,7 @@ impl Gate {
     pub(super) fn new(intake: Intake, limits: Arc<Limits>) -> Self {
         Self {
             open: Arc::new(Semaphore::new(limits.connections)),
+            certificates: Mutex::default(),
             refused: Arc::default(),
             intake,
             limits,
@@ -69,6 +76,20 @@ impl Gate {
     #[cfg(test)]
     pub(super) fn refused(&self) -> Arc<Refused> {
         Arc::clone(&self.refused)
+    }
+
+    /// Takes a place of a certificate, so that its holder cannot use up those of all others.
+    fn place_of(&self, claims: &Claims) -> Result<OwnedSemaphorePermit, ConnectionRefusal> {
+        let certificates = self.certificates.lock();
+        let places = certificates
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(claims.to_string())
+            .or_insert_with(|| Arc::new(Semaphore::new(CERTIFICATE_CONNECTIONS_MAX)))
+            .clone();
+        let place = places.try_acquire_owned();
+        place.map_err(|_| {
+            ConnectionRefusal::Certificate(format!("{claims} has as many connections as it may"))
+        })
     }
 
     /// Accepts the next connection; `None` once the listener is gone.
@@ -191,6 +212,10 @@ async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     write: W,
     origin: Origin,
 ) -> Result<OpenConnection<R, W>, ConnectionRefusal> {
+    let certificate = match &origin {
+        Origin::Local { .. } => None,
+        Origin::Certificate(claims) => Some(gate.place_of(claims)?),
+    };
     let mut writer = FrameWriter::new(write, gate.limits.slow_after);
     writer.greet();
     writer.flush().await?;
@@ -208,6 +233,7 @@ async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
         writer,
         link,
         permit,
+        certificate,
     })
 }
 

@@ -14,6 +14,8 @@ pub(super) struct OpenConnection<R, W> {
     pub(super) writer: FrameWriter<W>,
     pub(super) link: OpenPeer,
     pub(super) permit: OwnedSemaphorePermit,
+    /// The place of its certificate.
+    pub(super) certificate: Option<OwnedSemaphorePermit>,
 }
 
 impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
@@ -36,7 +38,7 @@ impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
         drop(self.reader);
         drop(self.writer);
         drop(self.link);
-        drop(self.permit);
+        drop((self.permit, self.certificate));
         tracing::debug!(%peer, %reason, "closed a connection");
         gate.intake
             .push(QueuedEvent::Closed { peer, reason })

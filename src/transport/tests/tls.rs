@@ -14,7 +14,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, HandshakeKind, RootCertStore, version::TLS13};
 
-use super::super::gate::{Gate, HANDSHAKES_MAX};
+use super::super::gate::{CERTIFICATE_CONNECTIONS_MAX, Gate, HANDSHAKES_MAX};
 use super::super::{
     Claims, Client, ClientSettings, Credentials, KeygenError, Root, Server, ServerEvent,
     ServerSettings, TlsTransport, TransportError, Written, zmtp,
@@ -519,6 +519,33 @@ async fn one_listener_serves_both_kinds_of_sockets_within_one_limit() {
     drop((one, two));
     listener.close().await;
     std::net::TcpListener::bind(at).expect("the port is free");
+}
+
+#[tokio::test]
+async fn the_holder_of_a_certificate_cannot_use_up_the_places_of_others() {
+    let keys = Keys::make();
+    let (address, mut listener, gate) = keys.listen(Limits::default()).await;
+    let transport = keys.transport("worker/0/1");
+    let mut open = Vec::new();
+    for _ in 0..CERTIFICATE_CONNECTIONS_MAX {
+        let connecting = transport.connect(&address, Limits::default(), TEST_TIMEOUT);
+        open.push((
+            connecting.await.expect("connects"),
+            opened(&mut listener).await,
+        ));
+    }
+    let more = transport
+        .connect(&address, Limits::default(), TEST_TIMEOUT)
+        .await;
+    assert!(matches!(more.err(), Some(TransportError::Refused { .. })));
+    refused(&gate, 1).await;
+    serves(&keys, &address, &mut listener).await;
+    let (client, peer) = open.remove(0);
+    drop(client);
+    assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByPeer));
+    let connecting = transport.connect(&address, Limits::default(), TEST_TIMEOUT);
+    let _again = connecting.await.expect("connects");
+    opened(&mut listener).await;
 }
 
 #[test]
