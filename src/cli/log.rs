@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use crate::cli::{ClientArguments, block_on, print_line, socket_paths::SocketPaths, status};
+use crate::cli::{ConfigArguments, block_on, print_line, socket_paths::SocketPaths, status};
+use crate::config::Flags;
 use crate::error::CommandError;
 use kvferry_client::AdminClient;
 use kvferry_transport::{Address, ZmqTransport};
@@ -27,12 +28,13 @@ pub(super) struct Arguments {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let (config, socket_dir, filter) = (self.config, self.socket_dir, self.filter);
-        let client = ClientArguments {
-            config,
+        let flags = Flags {
             socket_dir,
-            log: "warn".to_owned(),
+            log: Some("warn".to_owned()),
+            ..Flags::default()
         };
-        let socket_paths = client.load()?;
+        let config = ConfigArguments { config, flags }.load()?;
+        let socket_paths = SocketPaths::new(&config.socket_dir);
         block_on(1, async move {
             let found = status::request(&socket_paths, false).await?;
             let leader = status::admin(&socket_paths, "log");
