@@ -2,7 +2,7 @@
 //!
 //! A process of its own, which `up` starts where the setting `monitor` names an address. It connects to every process as
 //! an operator, so that its answers come from the path that requests of engines take, and so that no leader or worker
-//! listens on a network ([reasons](../../../docs/adr/0033-a-monitor-of-its-own.md)).
+//! listens on a network ([reasons](../../../docs/adr/0035-a-monitor-of-its-own.md)).
 
 mod health;
 mod http;
