@@ -27,12 +27,12 @@ pub(super) struct Arguments {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        let (_, place) = self.client.load()?;
+        let socket_paths = self.client.load()?;
         let (resume, limit) = (self.resume, Duration::from_secs(self.timeout));
         block_on(1, async move {
             // Fails sooner, and with a better error, when no leader runs.
-            status::request_at(&place, false).await?;
-            let leader = status::admin_at(&place, "drain");
+            status::request(&socket_paths, false).await?;
+            let leader = status::admin(&socket_paths, "drain");
             let until = Instant::now() + limit;
             let mut said = String::new();
             loop {
