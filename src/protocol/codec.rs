@@ -8,7 +8,7 @@ use crate::body::{
     Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory,
     MemoryAnswer, NumberedStore, PartBody, ReadEvents, ReadInventory, Readiness, Register,
     Registered, Reset, Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed,
-    TransferOrder, Unregister, Welcome, Written,
+    TransferOrder, Unregister, Welcome, Written, cut,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -183,7 +183,7 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
 
 fn read_body<T: DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -> Result<T, DecodeError> {
     let refuse = |error: rmp_serde::decode::Error| {
-        let (kind, reason) = (kind.name(), error.to_string());
+        let (kind, reason) = (kind.name(), cut(error.to_string()));
         match error {
             rmp_serde::decode::Error::DepthLimitExceeded => DecodeError::Limit { kind, reason },
             _ if reason.contains(BEYOND) => DecodeError::Limit { kind, reason },
