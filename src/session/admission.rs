@@ -14,7 +14,7 @@ use kvferry_protocol::{
 use kvferry_types::{RequestId, Time};
 
 /// Limit on messages that cannot be decoded, come before hello, or answer no request. One more closes the peer.
-const BAD_MAX: u32 = 16;
+pub const BAD_MAX: u32 = 16;
 /// Interval after which one such message is forgiven, because a long connection may have some.
 const BAD_FORGIVEN: Duration = Duration::from_secs(10);
 /// Limit on connections without a hello. One more closes the oldest of them.
@@ -158,6 +158,11 @@ impl Peer {
     /// Charges the credits of a request that was decoded and has no answer yet.
     pub(super) fn note_request(&mut self, id: RequestId, bytes: u64) {
         self.open_bytes += bytes - self.open.insert(id, bytes).unwrap_or(0);
+    }
+
+    /// Requests without an answer, and their bytes.
+    pub(super) fn open_requests(&self) -> (usize, u64) {
+        (self.open.len(), self.open_bytes)
     }
 
     /// Gives the peer the credits of an answered request back.
