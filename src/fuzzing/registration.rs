@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 
 use kvferry_memory::{FragmentLayout, PageLayout, validate};
+use kvferry_protocol::{Header, Message, MessageKind, VERSION, decode};
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, GroupMemory, Nonce, Rank,
-    Registration, TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, Epoch, GroupMemory, Nonce, Rank,
+    Registration, RequestId, TensorRole, TensorView,
 };
 
 use super::Input;
@@ -22,9 +23,9 @@ const CHECK_BYTES: usize = 8 << 20;
 pub(crate) fn registration(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let registration = match input.below(4) {
-        0 => match rmp_serde::from_slice::<Registration>(input.rest()) {
-            Ok(registration) => registration,
-            Err(_) => return,
+        0 => match decode(register(), input.rest()).map(|envelope| envelope.message) {
+            Ok(Message::Register(register)) => register.registration,
+            _ => return,
         },
         _ => described(&mut input),
     };
@@ -36,6 +37,18 @@ pub(crate) fn registration(bytes: &[u8]) {
         check_sizes(group, layout);
         check_inside(&registration, layout);
         check_overlap(layout);
+    }
+}
+
+/// The header of a registration.
+fn register() -> Header {
+    Header {
+        version: VERSION,
+        kind: MessageKind::Register.number(),
+        correlation: RequestId(1),
+        deadline_ms: 1,
+        required: 0,
+        epoch: Epoch(1),
     }
 }
 
