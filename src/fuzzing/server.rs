@@ -1,11 +1,12 @@
 //! The server's side of connections, with peers that send anything.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use kvferry_protocol::{
     Class, Empty, Envelope, HEADER_BYTES, Header, Hello, Message, MessageKind, Role, VERSION,
-    decode, encode, examples, limits,
+    VERSION_MIN, decode, encode, examples, limits,
 };
 use kvferry_session::{
     BAD_MAX, Encoded, STRANGERS_MAX, ServerEvent, ServerHost, ServerSession, ServerSettings,
@@ -338,11 +339,24 @@ impl World {
 
 /// The body of an example of a kind.
 fn example(kind: MessageKind, version: u16) -> Vec<u8> {
-    let found = examples()
-        .into_iter()
-        .find(|(_, message)| message.kind() == kind);
-    let (_, message) = found.expect("every kind has an example");
-    let version = version.clamp(1, VERSION);
+    static BODIES: OnceLock<BTreeMap<(MessageKind, u16), Vec<u8>>> = OnceLock::new();
+    let bodies = BODIES.get_or_init(|| {
+        let messages = examples().into_iter().map(|(_, message)| message);
+        messages
+            .flat_map(|message| {
+                (VERSION_MIN..=VERSION).map(move |version| {
+                    let key = (message.kind(), version);
+                    (key, body_of(message.clone(), version))
+                })
+            })
+            .collect()
+    });
+    let version = version.clamp(VERSION_MIN, VERSION);
+    let body = bodies.get(&(kind, version));
+    body.expect("every kind has an example").clone()
+}
+
+fn body_of(message: Message, version: u16) -> Vec<u8> {
     let envelope = Envelope {
         version,
         correlation: RequestId(0),
