@@ -46,6 +46,7 @@ ANSWERS = {
     "reset": "error invalid",
     "flush": "error invalid",
     "register": "error invalid",
+    "written": "error invalid",
 }
 
 
@@ -366,7 +367,7 @@ class PlayedSide(Side):
 #: How a worker without memory answers orders: docs/wire.md, "Every order is answered".
 ORDERS = {
     "read_inventory": "error invalid",
-    "flush_tier": "tier_flushed",
+    "flush_tier": "error invalid",
 }
 
 
@@ -384,7 +385,7 @@ def test_every_order_to_a_worker() -> None:
             side.peer.close()
             # The worker connects again, and takes no order of the former epoch from its next leader.
             side = leader.accept(epoch + 1)
-            for name in ("transfer", "cancel", "invalidate", "read_inventory"):
+            for name in ("transfer", "cancel", "invalidate", "read_inventory", "flush_tier"):
                 found = side.replies(BY_NAME[name]["number"], example(name), answered=True, epoch=epoch)
                 assert found == "error stale_epoch", f"{name} of the former epoch: {found}"
             side.peer.close()
