@@ -42,6 +42,12 @@ def ready(socket_type: bytes) -> bytes:
     return frame(COMMAND, b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type)
 
 
+def open_socket(directory: Path) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.connect(str(directory / "kvferry.sock"))
+    return connected
+
+
 class RawPeer:
     """A connection after the handshake of ZMTP, as a client (DEALER) or as a server (ROUTER) has it."""
 
@@ -54,9 +60,7 @@ class RawPeer:
 
     @classmethod
     def connect(cls, directory: Path) -> Self:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connected.connect(str(directory / "kvferry.sock"))
-        return cls(connected)
+        return cls(open_socket(directory))
 
     def __enter__(self) -> Self:
         return self
