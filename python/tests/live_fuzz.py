@@ -16,8 +16,6 @@ from typing import Any
 import msgspec
 from raw_peer import COMMAND, GREETING, MORE, Closed, RawPeer, frame, open_socket, ready
 
-from kvferry import wire
-
 SCHEMA = Path(__file__).parents[2] / "schema"
 ROLES = {"leader": ("engine", "admin", "worker"), "worker-0-0": ("rank",)}
 #: Numbers at the borders of the types.
@@ -61,7 +59,9 @@ def changed_value(draw: random.Random, value: Any) -> Any:
         return draw.choice([b"", value[:-1], value * 2, value + b"!", draw.randbytes(len(value)), bytes(5000)])
     if isinstance(value, int) and not isinstance(value, bool) and draw.random() < 0.8:
         return draw.choice([draw.choice(NUMBERS), value + 1, max(value - 1, 0), draw.randrange(2**20)])
-    return draw.choice([None, True, 1.5, "", "text\n", b"\0" * 16, [], {}, [[]], {"a": 1}, draw.choice(NUMBERS), [1] * 100])
+    return draw.choice(
+        [None, True, 1.5, "", "text\n", b"\0" * 16, [], {}, [[]], {"a": 1}, draw.choice(NUMBERS), [1] * 100]
+    )
 
 
 def changed_bytes(draw: random.Random, body: bytes) -> bytes:

@@ -55,6 +55,8 @@ class RawPeer:
         self.socket = connected
         self.socket.settimeout(TIMEOUT_S)
         self._bytes = bytearray()
+        #: Whether the other side has closed the connection.
+        self.has_ended = False
         self.write(GREETING + ready(socket_type))
         self._take(len(GREETING))
 
@@ -113,9 +115,10 @@ class RawPeer:
         while len(self._bytes) < count:
             try:
                 data = self.socket.recv(1 << 16)
-            except ConnectionResetError as error:
-                raise Closed from error
+            except ConnectionResetError:
+                data = b""
             if not data:
+                self.has_ended = True
                 raise Closed
             self._bytes += data
         taken = bytes(self._bytes[:count])

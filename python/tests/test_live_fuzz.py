@@ -20,7 +20,7 @@ import torch
 from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from raw_peer import RawPeer
 from test_typed_clients import answer_of
-from test_wire_table import PlayedLeader
+from test_every_message import PlayedLeader
 
 from kvferry import wire
 from kvferry.admin import AdminClient
@@ -114,8 +114,9 @@ def attackers(daemon: Daemon, seeds: range) -> Iterator[list[subprocess.Popen]]:
 
 def shown(name: str, times: list[float]) -> None:
     ordered = sorted(times)
-    median, late = statistics.median(ordered), ordered[int(len(ordered) * 0.99)]
-    print(f"{name}: {len(times)} lookups, median {median * 1e6:.0f} us, p99 {late * 1e6:.0f} us, most {ordered[-1] * 1e6:.0f} us")
+    median, late, most = statistics.median(ordered), ordered[int(len(ordered) * 0.99)], ordered[-1]
+    figures = f"median {median * 1e6:.0f} us, p99 {late * 1e6:.0f} us, most {most * 1e6:.0f} us"
+    print(f"{name}: {len(times)} lookups, {figures}")
 
 
 def attacked(daemon: Daemon, engine: Engine, seeds: range) -> list[float]:
@@ -129,7 +130,8 @@ def attacked(daemon: Daemon, engine: Engine, seeds: range) -> list[float]:
 
         times = engine.round_trips(over)
         for process in processes:
-            assert process.returncode == 0 and process.stdout is not None
+            assert process.returncode == 0
+            assert process.stdout is not None
             sent = json.loads(process.stdout.read())
             print(sent)
             assert sent["messages"] >= MESSAGES // len(seeds)
@@ -137,7 +139,10 @@ def attacked(daemon: Daemon, engine: Engine, seeds: range) -> list[float]:
 
 
 def test_a_leader_and_a_worker_serve_after_any_messages() -> None:
-    with running(ranks=1, log=Path(os.devnull)) as daemon, AdminClient(daemon.socket_dir / "leader", name="test") as admin:
+    with (
+        running(ranks=1, log=Path(os.devnull)) as daemon,
+        AdminClient(daemon.socket_dir / "leader", name="test") as admin,
+    ):
         engine = Engine(daemon)
         try:
             eventually("lookups are served", lambda: engine.rank.registered and admin.status().ready)
@@ -153,7 +158,9 @@ def test_a_leader_and_a_worker_serve_after_any_messages() -> None:
             for name, pid in processes.items():
                 had, opened = before[name]
                 print(f"{name}: {had} bytes before, {resident(pid)} after")
-                eventually(f"the {name} closes what it opened", lambda pid=pid, opened=opened: descriptors(pid) <= opened)
+                eventually(
+                    f"the {name} closes what it opened", lambda pid=pid, opened=opened: descriptors(pid) <= opened
+                )
                 eventually(f"the {name} gives its memory back", lambda pid=pid, had=had: resident(pid) <= had * GROWTH)
 
             def counted() -> wire.StatusAnswer | None:
