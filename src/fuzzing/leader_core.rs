@@ -325,15 +325,8 @@ impl World {
                 };
                 self.statement(worker, memory)
             }
-            4 if input.rarely() => {
-                self.lost(worker);
-                LeaderEvent::WorkerLost(worker)
-            }
-            5 if input.rarely() => {
-                self.lost(worker);
-                self.dead(worker);
-                LeaderEvent::WorkerDead(worker)
-            }
+            4 if input.rarely() => LeaderEvent::WorkerLost(worker),
+            5 if input.rarely() => LeaderEvent::WorkerDead(worker),
             6 | 7 => self.inventory(input, worker),
             8 => self.confirm(input, worker),
             9..=12 => self.ended(input, worker),
@@ -544,10 +537,22 @@ impl World {
     }
 
     fn step(&mut self, event: LeaderEvent) {
+        let (lost, dead) = match event {
+            LeaderEvent::WorkerLost(worker) => (Some(worker), None),
+            LeaderEvent::WorkerDead(worker) => (Some(worker), Some(worker)),
+            _ => (None, None),
+        };
         let mut effects = Vec::new();
         self.leader.step(self.now, event, &mut effects);
+        // Timers fire before the event, and may order copies from a worker that it ends.
         for effect in effects {
             self.effect(effect);
+        }
+        if let Some(worker) = lost {
+            self.lost(worker);
+        }
+        if let Some(worker) = dead {
+            self.dead(worker);
         }
         self.leader.check().expect("the second count agrees");
         // An attach request or a statement of memory ends copies, too.
@@ -600,7 +605,7 @@ impl World {
         }
     }
 
-    /// An order names pages that each of its workers has stated, and nothing else.
+    /// An order names pages that each of its workers has stated.
     fn ordered(&mut self, workers: &[WorkerId], transfer: &Transfer) {
         assert!(transfer.id > self.last_transfer, "{} is old", transfer.id);
         self.last_transfer = transfer.id;
@@ -611,7 +616,11 @@ impl World {
         }
         for worker in workers {
             let memory = self.stated.get(worker);
-            let memory = memory.expect("an order for a worker whose memory is not admitted");
+            let Some(memory) = memory else {
+                // A worker without an engine moves pages between tiers, too.
+                assert_eq!(transfer.device, None, "{worker} has no memory");
+                continue;
+            };
             if let Some(device) = transfer.device {
                 assert_eq!(device.engine, memory.engine, "the memory of another engine");
             }
@@ -640,8 +649,6 @@ impl World {
     /// Every worker ends, every engine leaves, and time passes: nothing is left.
     fn end(&mut self) {
         for worker in all_workers() {
-            self.lost(worker);
-            self.dead(worker);
             self.step(LeaderEvent::WorkerDead(worker));
         }
         for engine in 0..3 {

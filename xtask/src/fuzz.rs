@@ -90,7 +90,9 @@ fn fuzz(root: &Path, target: &str, longest: u32, seconds: &str) -> Result<bool, 
         .map_err(|error| format!("cargo: {error}"))?;
     match status.code() {
         Some(0) => Ok(true),
-        Some(101) => Err("cargo fuzz is missing or does not build: cargo install cargo-fuzz".to_owned()),
+        Some(101) => {
+            Err("cargo fuzz is missing or does not build: cargo install cargo-fuzz".to_owned())
+        }
         _ => Ok(false),
     }
 }
