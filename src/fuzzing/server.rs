@@ -9,8 +9,8 @@ use kvferry_protocol::{
     VERSION_MIN, decode, encode, examples, limits,
 };
 use kvferry_session::{
-    BAD_MAX, Encoded, STRANGERS_MAX, ServerEvent, ServerHost, ServerSession, ServerSettings,
-    encode_reply,
+    BAD_MAX, Encoded, Origin, STRANGERS_MAX, ServerEvent, ServerHost, ServerSession,
+    ServerSettings, encode_reply,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -124,7 +124,11 @@ impl World {
     fn open(&mut self) {
         self.opened += 1;
         let peer = PeerId(self.opened);
-        self.session.opened(&mut self.host, peer, Some(1));
+        let origin = Origin::Local {
+            uid: 1,
+            pid: Some(1),
+        };
+        self.session.opened(&mut self.host, peer, origin);
         self.peers.insert(peer, Known::default());
     }
 
