@@ -231,8 +231,8 @@ impl ReplyCache {
         self.kept.len() - self.answered
     }
 
-    /// Notes a request and returns the state that it had before.
-    pub fn begin(&mut self, id: RequestId) -> RequestState {
+    /// The state of a request.
+    fn state(&self, id: RequestId) -> RequestState {
         if self.of_earlier.is_some_and(|last| id <= last) {
             return RequestState::Stale;
         }
@@ -240,11 +240,17 @@ impl ReplyCache {
             Some(Some(answer)) => RequestState::Answered(answer.clone()),
             Some(None) => RequestState::UnderWay,
             None if self.dropped.is_some_and(|dropped| id <= dropped) => RequestState::Stale,
-            None => {
-                self.kept.insert(id, None);
-                RequestState::New
-            }
+            None => RequestState::New,
         }
+    }
+
+    /// Notes a request and returns the state that it had before.
+    pub fn begin(&mut self, id: RequestId) -> RequestState {
+        let state = self.state(id);
+        if state == RequestState::New {
+            self.kept.insert(id, None);
+        }
+        state
     }
 
     /// Drops every answer, because another process sends requests from now on: ids up to the last one are stale. Requests
@@ -310,6 +316,11 @@ impl Session {
         self.answers.replaced();
         self.finished.clear();
         self.cancelled.clear();
+    }
+
+    /// True if this id was used before, by any request.
+    pub fn knows_request(&self, id: RequestId) -> bool {
+        self.answers.state(id) != RequestState::New
     }
 
     /// Notes a request and returns the state that it had before.

@@ -9,7 +9,7 @@ use crate::body::{
     Measure, MeasureAnswer, Memory, MemoryAnswer, NumberedStore, PartBody, Probe, ProbeAnswer,
     ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, SetLog, SetLogAnswer,
     Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed, TransferOrder, Unregister,
-    Welcome, Written,
+    Welcome, Written, cut,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -184,7 +184,7 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
 
 fn read_body<T: DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -> Result<T, DecodeError> {
     let refuse = |error: rmp_serde::decode::Error| {
-        let (kind, reason) = (kind.name(), error.to_string());
+        let (kind, reason) = (kind.name(), cut(error.to_string()));
         match error {
             rmp_serde::decode::Error::DepthLimitExceeded => DecodeError::Limit { kind, reason },
             _ if reason.contains(BEYOND) => DecodeError::Limit { kind, reason },

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod body;
+mod bounded;
 mod call;
 mod catalogue;
 mod codec;

@@ -64,6 +64,10 @@ pub const NAMED: [(&str, u64); 18] = [
     ("stores", STORES_MAX as u64),
     ("text_bytes", TEXT_BYTES_MAX as u64),
 ];
+/// Tiers of a status.
+pub(super) const TIERS_MAX: usize = 256;
+/// List items for which memory is reserved by the length that a message claims, at most; more is reserved as they arrive.
+pub(super) const RESERVED_ITEMS_MAX: usize = 64;
 
 /// Error text for a value beyond its limit. Serde carries errors as text, so the codec recognizes a limit by this text.
 pub(super) fn beyond(what: &str, max: usize) -> String {

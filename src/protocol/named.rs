@@ -10,6 +10,8 @@ use serde::de::{
     DeserializeSeed, Deserializer, EnumAccess, Error, MapAccess, SeqAccess, VariantAccess, Visitor,
 };
 
+use crate::limits::RESERVED_ITEMS_MAX;
+
 /// Wraps a deserializer, or a part of it, and refuses structs that are encoded as lists, at any depth.
 pub(super) struct Named<T>(pub(super) T);
 
@@ -184,8 +186,11 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for Named<A> {
         self.0.next_element_seed(Named(seed))
     }
 
+    /// The length that the message claims, cut, because capacity is reserved by it: a list of a length that is not
+    /// there would take a mebibyte.
     fn size_hint(&self) -> Option<usize> {
-        self.0.size_hint()
+        let claimed = self.0.size_hint()?;
+        Some(claimed.min(RESERVED_ITEMS_MAX))
     }
 }
 

@@ -116,10 +116,14 @@ impl<'de> Deserialize<'de> for Pairs {
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Pairs, A::Error> {
                 let mut budget = 2 * PAGE_ITEMS_MAX;
-                let mut list = Vec::with_capacity(expected(&seq));
+                let mut list: Vec<FragmentPair> = Vec::with_capacity(expected(&seq));
                 while let Some(pair) = seq.next_element_seed(Pair(&mut budget))? {
                     if list.len() == PAIRS_MAX {
                         return Err(A::Error::custom(beyond("pairs", PAIRS_MAX)));
+                    }
+                    if list.len() == list.capacity() {
+                        // Twice as many would be 32 times the bytes of the shortest pairs.
+                        list.reserve_exact(list.len() / 4 + EXPECTED_MAX);
                     }
                     list.push(pair);
                 }

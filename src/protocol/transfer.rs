@@ -17,6 +17,8 @@ use kvferry_types::{FragmentPair, PageList, PageRun};
 
 /// Most list items for which capacity is reserved before they are decoded.
 const EXPECTED_MAX: usize = 256;
+/// Fewest bytes of a pair: three list headers and two pages.
+const PAIR_BYTES_MIN: usize = 5;
 /// Nesting depth around a record: the body, the list of transfers, the transfer.
 const RECORD_DEPTH: usize = 3;
 /// The nil marker: "MessagePack specification", formats nil.
@@ -198,7 +200,7 @@ fn read_transfer(from: &mut &[u8]) -> Option<TransferBody> {
         return None;
     }
     let mut budget = 2 * PAGE_ITEMS_MAX;
-    let mut list = Vec::with_capacity(pairs.min(EXPECTED_MAX));
+    let mut list = Vec::with_capacity(pairs.min(from.len() / PAIR_BYTES_MIN));
     for _ in 0..pairs {
         (read_array_len(from).ok()? == 2).then_some(())?;
         let (src, src_pages) = read_items(from, &mut budget)?;

@@ -14,7 +14,7 @@ use kvferry_protocol::{
 use kvferry_types::{RequestId, Time};
 
 /// Limit on messages that cannot be decoded, come before hello, or answer no request. One more closes the peer.
-const BAD_MAX: u32 = 16;
+pub const BAD_MAX: u32 = 16;
 /// Interval after which one such message is forgiven, because a long connection may have some.
 const BAD_FORGIVEN: Duration = Duration::from_secs(10);
 /// Limit on connections without a hello. One more closes the oldest of them.

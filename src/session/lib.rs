@@ -12,7 +12,7 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-pub use admission::{HELLO_DEADLINE, STRANGERS_MAX};
+pub use admission::{BAD_MAX, HELLO_DEADLINE, STRANGERS_MAX};
 pub use client::{
     CLIENT_OPEN_MAX, CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes,
     Failure,

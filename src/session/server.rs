@@ -390,6 +390,11 @@ impl ServerSession {
         })
     }
 
+    /// Requests of a peer that wait for answers, and their bytes; `None` without such a peer.
+    pub fn open_requests(&self, peer: PeerId) -> Option<(u64, u64)> {
+        self.peers.get(&peer).map(Peer::open_requests)
+    }
+
     /// The version of messages to a peer.
     pub fn version(&self, peer: PeerId) -> u16 {
         let peer = self.peers.get(&peer);

@@ -35,7 +35,7 @@ mod stream;
 mod tcp;
 mod tls;
 mod zmq;
-mod zmtp;
+pub mod zmtp;
 
 #[cfg(test)]
 mod client_tests;

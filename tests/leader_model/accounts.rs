@@ -302,6 +302,54 @@ fn a_repeated_attach_gets_the_same_answer_and_an_older_one_gets_none() {
     assert_ne!(attach_with(5), first);
 }
 
+/// An id stands for one request, also while loads and stores are parked.
+#[test]
+fn a_load_under_the_id_of_another_request_is_not_parked() {
+    for load_first in [false, true] {
+        let mut leader = World::without_workers().leader;
+        let mut effects = Vec::new();
+        let mut send = |leader: &mut Leader, request: Request| {
+            let event = LeaderEvent::Request {
+                engine: engine_id(0),
+                id: RequestId(7),
+                deadline: Time(5),
+                request,
+            };
+            leader.step(Time(0), event, &mut effects);
+        };
+        let load = Request::Load {
+            slot: SlotId(9),
+            parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 1))],
+            after: RequestId(0),
+        };
+        let finish = Request::Finish { slot: SlotId(9) };
+        let (first, second) = match load_first {
+            true => (load, finish),
+            false => (finish, load),
+        };
+        send(&mut leader, first);
+        send(&mut leader, second);
+        assert_eq!(leader.parked_requests(), usize::from(load_first));
+        for engine in 0..2 {
+            for rank in 0..RANKS {
+                let dead = LeaderEvent::WorkerDead(worker(engine, rank));
+                leader.step(Time(0), dead, &mut effects);
+            }
+        }
+        let answers: Vec<_> = effects
+            .iter()
+            .map(|effect| match effect {
+                LeaderEffect::Answer { answer, .. } => answer.clone(),
+                other => unreachable!("{other:?} instead of an answer"),
+            })
+            .collect();
+        let sent_twice = if load_first { 1 } else { 2 };
+        assert_eq!(answers, vec![Ok(Answer::Finish); sent_twice]);
+        assert_eq!((leader.open_requests(), leader.parked_requests()), (0, 0));
+        leader.check().expect("the second count agrees");
+    }
+}
+
 #[test]
 fn no_more_requests_are_parked_than_the_limit() {
     let mut leader = World::without_workers().leader;

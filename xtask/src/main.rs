@@ -7,6 +7,7 @@
 )]
 
 mod chaos;
+mod fuzz;
 mod gpu;
 mod licences;
 mod planted;
@@ -31,6 +32,8 @@ const HELP: &str = "cargo xtask TASK
              [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
   disk       the tests that need disks with faults of their own, as root on a machine with loop devices and
              the block controller of cgroups (version 1)
+  fuzz       run the fuzzers of fuzz/, one after another, 10 minutes or 10 million runs each: [TARGET]
+             [--seconds N]; needs cargo-fuzz. live: send 100,000 changed messages to real processes
   gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu;
              [--pack FILE.tar.gz] packs all of it for such a machine without cargo and network
   vllm       the Python tests, with a real vLLM and a real SGLang on the CPU, which are installed into the cache
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         "sim" => sim(),
         "planted" => planted(),
         "disk" => disk(),
+        "fuzz" => fuzz::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "gpu" => gpu::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),

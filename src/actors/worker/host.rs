@@ -308,16 +308,17 @@ impl WorkerHost for Host {
 
     fn flush_tier(&mut self, link: LinkId, order: RequestId, flush: FlushTier) {
         let begun = match &mut self.disk {
-            Some(disk) if flush.tier == TierId::Disk.number() => {
-                disk.flush((link, order, flush.flush))
+            Some(disk) if flush.tier == TierId::Disk.number() => disk
+                .flush((link, order, flush.flush))
+                .map_err(|why| (ErrorCode::Internal, why)),
+            _ => {
+                let tier = flush.tier;
+                let text = format!("tier is {tier}: name a tier that this worker has");
+                Err((ErrorCode::Invalid, text))
             }
-            _ => Err(format!(
-                "tier is {}: this worker has no such tier",
-                flush.tier
-            )),
         };
-        if let Err(why) = begun {
-            let error = ErrorBody::new(ErrorCode::Internal, why);
+        if let Err((code, why)) = begun {
+            let error = ErrorBody::new(code, why);
             self.reply_to_leader(link, order, Message::Error(error));
         }
     }

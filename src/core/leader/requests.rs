@@ -80,7 +80,7 @@ impl Leader {
         let kind = Refusable::of(&request);
         match (&request, kind) {
             (Request::Load { slot, .. } | Request::Store { slot, .. }, Some(kind))
-                if !self.roster.all_clear() =>
+                if !self.roster.all_clear() && !self.knows_request(engine, id) =>
             {
                 return self.park(reply_to, (kind, *slot), effects);
             }
@@ -170,6 +170,12 @@ impl Leader {
         }
     }
 
+    /// True if a request has come under this id, except for parked ones.
+    fn knows_request(&self, engine: EngineId, id: RequestId) -> bool {
+        let session = self.sessions.get(engine);
+        session.is_some_and(|session| session.knows_request(id))
+    }
+
     /// Refuses a request that has not begun.
     fn refuse(
         &mut self,
@@ -226,8 +232,10 @@ impl Leader {
     pub(super) fn refuse_parked(&mut self, effects: &mut Vec<LeaderEffect>) {
         let parked = std::mem::take(&mut self.parked);
         for ((engine, id), (kind, slot)) in parked.0 {
-            if let Some(session) = self.sessions.get_mut(engine) {
-                session.begin(id);
+            let session = self.sessions.get_mut(engine);
+            if session.is_some_and(|session| session.begin(id) != RequestState::New) {
+                // Another request has come under this id, and its answer is the answer to both.
+                continue;
             }
             let refusal = Refusal::UnknownSlot(slot);
             self.count_refusal(Some(kind), &refusal);

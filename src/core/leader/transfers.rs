@@ -423,18 +423,16 @@ impl Leader {
         effects.extend(fenced.into_iter().map(LeaderEffect::FenceWorker));
     }
 
+    /// Adds what a worker reports, which may be any number.
     fn count_bytes(&mut self, edge: Edge, copy: &EndedCopy) {
-        match edge.direction() {
-            Some(Direction::Store) => {
-                self.counts.gathered_bytes += copy.bytes;
-                self.counts.gather_us += copy.copy_us;
-            }
-            Some(Direction::Load) => {
-                self.counts.scattered_bytes += copy.bytes;
-                self.counts.scatter_us += copy.copy_us;
-            }
-            None => {}
-        }
+        let counts = &mut self.counts;
+        let (bytes, us) = match edge.direction() {
+            Some(Direction::Store) => (&mut counts.gathered_bytes, &mut counts.gather_us),
+            Some(Direction::Load) => (&mut counts.scattered_bytes, &mut counts.scatter_us),
+            None => return,
+        };
+        *bytes = bytes.saturating_add(copy.bytes);
+        *us = us.saturating_add(copy.copy_us);
     }
 
     /// Number of transfers over this edge whose end this worker owes.

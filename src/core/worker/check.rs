@@ -121,9 +121,9 @@ pub(super) fn check(transfer: &Transfer, bounds: OrderBounds<'_>) -> Result<(), 
         within("pairs.src", &pair.src, &from)?;
         within("pairs.dst", &pair.dst, &to)?;
         let (src, dst) = (pair.src.pages(), pair.dst.pages());
-        if src != dst {
+        if src == 0 || src != dst {
             let value = format!("{src} sources for {dst} destinations");
-            return invalid("pairs", value, "name as many on both sides");
+            return invalid("pairs", value, "name as many on both sides, at least one");
         }
     }
     match &transfer.record {

@@ -165,6 +165,15 @@ impl LeaderLink {
 }
 
 impl Worker {
+    /// Refuses an order whose epoch is not that of the leader that was found last.
+    pub fn check_epoch(&self, order: Epoch) -> Result<(), OrderRefusal> {
+        let followed = self.leader.followed();
+        match self.leader.is_of_leader(order) {
+            true => Ok(()),
+            false => Err(OrderRefusal::StaleEpoch { order, followed }),
+        }
+    }
+
     /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request, a new attach
     /// or a statement of other memory settles all earlier requests, so an earlier one must not be carried out after that.
     pub fn take_read(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {

@@ -4,6 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{ErrorBody, PageItemSchema};
+use crate::bounded::at_most;
+use crate::limits::STORES_MAX;
 use crate::pairs::Pages;
 use kvferry_types::{GroupId, PRIORITY_DEFAULT, Part, StoreAnswer};
 
@@ -149,6 +151,7 @@ pub struct StoreResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StoresAnswer {
     /// How each store ended, in their order.
+    #[serde(deserialize_with = "at_most::<_, _, STORES_MAX>")]
     pub results: Vec<StoreResult>,
 }
 

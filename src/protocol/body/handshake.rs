@@ -153,13 +153,35 @@ impl ErrorBody {
     }
 }
 
-/// Cuts a text to at most [`TEXT_BYTES_MAX`] bytes, at a character boundary.
-pub(super) fn cut(mut text: String) -> String {
+/// Cuts a text to at most [`TEXT_BYTES_MAX`] bytes, at a character boundary, and replaces control characters: it may repeat
+/// what a peer sent, and is one line of a log.
+pub(crate) fn cut(mut text: String) -> String {
     if text.len() > TEXT_BYTES_MAX {
         let end = (0..=TEXT_BYTES_MAX)
             .rev()
             .find(|end| text.is_char_boundary(*end));
         text.truncate(end.unwrap_or(0));
     }
+    if text.chars().any(char::is_control) {
+        return text.replace(char::is_control, "?");
+    }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_an_error_is_one_short_line() {
+        let text = |given: &str| ErrorBody::new(ErrorCode::Invalid, given).message;
+        assert_eq!(
+            text("page is 'a\nb\0\u{85}': name it"),
+            "page is 'a?b??': name it"
+        );
+        assert_eq!(text("à la page"), "à la page");
+        assert_eq!(text(&"é".repeat(TEXT_BYTES_MAX)).len(), TEXT_BYTES_MAX);
+        let long = format!("{}\u{85}", "a".repeat(TEXT_BYTES_MAX - 1));
+        assert_eq!(text(&long).len(), TEXT_BYTES_MAX - 1);
+    }
 }

@@ -16,6 +16,7 @@ pub use engine::{
     Stores, StoresAnswer,
 };
 pub use events::{EventKind, EventReason, EventRecord, Events, ReadEvents};
+pub(crate) use handshake::cut;
 pub use handshake::{ErrorBody, FEATURE_TAILS, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{
     FlushTier, Invalidate, Invalidated, Inventory, ReadInventory, RecordBody, TierFlushed,

@@ -4,6 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::handshake::cut;
+use crate::bounded::at_most;
+use crate::limits::TIERS_MAX;
 
 /// Requests the state of a leader.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -221,7 +223,10 @@ pub struct StatusAnswer {
     /// Counters by name.
     pub counters: std::collections::BTreeMap<String, u64>,
     /// The tiers below the device, fastest first.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(
+        skip_serializing_if = "Vec::is_empty",
+        deserialize_with = "at_most::<_, _, TIERS_MAX>"
+    )]
     pub tiers: Vec<TierStatus>,
     /// Transfers between tiers; absent from a leader with one tier.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -28,6 +28,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             ..
         } = envelope;
         self.leader.order = correlation;
+        if let Err(refusal) = self.core.check_epoch(epoch) {
+            self.refuse_order(host, correlation, refusal);
+            return Ok(());
+        }
         let batch = BatchId(correlation.0);
         let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
         let event = match message {

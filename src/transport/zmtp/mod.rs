@@ -10,11 +10,11 @@ mod write;
 
 use super::Limits;
 
-pub(super) use parser::{Item, Parser};
+pub use parser::{Item, Parser};
 pub(super) use write::{greeting, pong, put_head, ready};
 
 /// Longest command in bytes, including READY with all its properties.
-pub(super) const COMMAND_BYTES_MAX: usize = 1024;
+pub const COMMAND_BYTES_MAX: usize = 1024;
 /// Length of a greeting in bytes.
 pub(super) const GREETING_BYTES: usize = 64;
 /// Longest context of a PING in bytes, by the specification.
@@ -66,8 +66,10 @@ pub enum Violation {
 
 /// The two parts of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
+pub enum Part {
+    /// The first one.
     Header,
+    /// The second one.
     Body,
 }
 
@@ -85,7 +87,9 @@ pub(super) fn check_part(limits: &Limits, part: Part, bytes: u64) -> Result<(), 
 
 /// The context of a PING, to be sent back in a PONG.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PingContext {
-    pub(super) bytes: [u8; PING_CONTEXT_BYTES_MAX],
-    pub(super) len: usize,
+pub struct PingContext {
+    /// The bytes, filled up with zeros.
+    pub bytes: [u8; PING_CONTEXT_BYTES_MAX],
+    /// Number of the bytes.
+    pub len: usize,
 }

@@ -8,7 +8,7 @@ use crate::Limits;
 
 /// An item found by the parser.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Item<'a> {
+pub enum Item<'a> {
     /// The greeting is complete and acceptable.
     Greeting,
     /// A valid READY of a socket of the expected type.
@@ -18,7 +18,12 @@ pub(crate) enum Item<'a> {
     /// A PONG or an ERROR, both without effect.
     Ignored,
     /// Start of a part; its length is within the limits.
-    Part { part: Part, bytes: u64 },
+    Part {
+        /// The part that starts.
+        part: Part,
+        /// Its length.
+        bytes: u64,
+    },
     /// The next bytes of the part.
     Payload(&'a [u8]),
     /// The message is complete.
@@ -35,7 +40,7 @@ enum State {
 
 /// Parses one direction of a connection. After an `Err` the parser must not be used again.
 #[derive(Debug)]
-pub(crate) struct Parser {
+pub struct Parser {
     state: State,
     /// Buffered bytes of a greeting, a head or a command.
     held: Vec<u8>,
@@ -48,12 +53,12 @@ pub(crate) struct Parser {
 
 impl Parser {
     /// A parser for a client's stream from its start.
-    pub(crate) fn client(limits: &Limits) -> Self {
+    pub fn client(limits: &Limits) -> Self {
         Self::expecting(b"DEALER", limits)
     }
 
     /// A parser for a server's stream from its start.
-    pub(crate) fn server(limits: &Limits) -> Self {
+    pub fn server(limits: &Limits) -> Self {
         Self::expecting(b"ROUTER", limits)
     }
 
@@ -68,8 +73,13 @@ impl Parser {
         }
     }
 
+    /// Bytes of a greeting, a head or a command that are buffered.
+    pub fn held_bytes(&self) -> usize {
+        self.held.len()
+    }
+
     /// Consumes bytes from the front of `input` until an item is found; `None` when all bytes are consumed.
-    pub(crate) fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Option<Item<'a>>, Violation> {
+    pub fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Option<Item<'a>>, Violation> {
         loop {
             let found = match self.state {
                 State::Greeting => self.greeting(input)?,

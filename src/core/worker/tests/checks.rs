@@ -62,6 +62,13 @@ fn a_copy_of_missing_pages_is_refused_before_anything_is_written() {
                 ..good.clone()
             },
             Transfer {
+                pairs: vec![FragmentPair {
+                    src: PageList::default(),
+                    dst: PageList::default(),
+                }],
+                ..good.clone()
+            },
+            Transfer {
                 edge: Edge {
                     from: TierId::Device,
                     to: TierId::Remote,

@@ -93,6 +93,28 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
 }
 
 #[test]
+fn every_order_of_another_epoch_is_refused() {
+    let mut world = World::attached();
+    let orders = [
+        Message::FlushTier(FlushTier { flush: 1, tier: 3 }),
+        Message::Cancel(Cancel { transfers: vec![4] }),
+        // One that is also invalid.
+        Message::Unregistered(Empty {}),
+    ];
+    for (id, message) in (7..).zip(orders) {
+        let envelope = Envelope {
+            epoch: Epoch(EPOCH.0 + 1),
+            ..envelope(id, message)
+        };
+        world.run(|shell, process| shell.order(process, LINK, envelope));
+    }
+    let stale = |id| (id, MessageKind::Error, Some(ErrorCode::StaleEpoch));
+    assert_eq!(world.answered(), [stale(7), stale(8), stale(9)]);
+    world.order(10, Message::FlushTier(FlushTier { flush: 1, tier: 3 }));
+    assert_eq!(world.answered(), [(10, MessageKind::TierFlushed, None)]);
+}
+
+#[test]
 fn an_order_that_cannot_be_carried_out_is_answered_with_an_error() {
     let mut world = World::attached();
     let order = kvferry_protocol::TransferOrder {
