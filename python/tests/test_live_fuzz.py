@@ -19,8 +19,8 @@ import live_fuzz
 import torch
 from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from raw_peer import RawPeer
-from test_typed_clients import answer_of
 from test_every_message import PlayedLeader
+from test_typed_clients import answer_of
 
 from kvferry import wire
 from kvferry.admin import AdminClient
