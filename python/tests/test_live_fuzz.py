@@ -149,6 +149,8 @@ def test_a_leader_and_a_worker_serve_after_any_messages() -> None:
             engine.stores_and_loads()
             # The first messages fill caches, which later ones use again.
             attacked(daemon, engine, range(2))
+            # Everything is open again that a message may have closed.
+            engine.stores_and_loads()
             processes = {"leader": daemon.leader, "worker": daemon.workers[0]}
             before = {name: (resident(pid), descriptors(pid)) for name, pid in processes.items()}
             shown("alone", engine.round_trips(lambda: True))
