@@ -149,7 +149,7 @@ def main(directory: str) -> None:
     kv = bytes(first * PAGE_BYTES) + b"".join(hashlib.shake_256(one).digest(PAGE_BYTES) for one in hashes)
     kv += bytes(PAGES * PAGE_BYTES - len(kv))
     memory[: len(kv)] = kv
-    parts = [{"first_page": 0, "pages": list(range(first, first + count))}]
+    parts = [{"first_page": 0, "pages": list(range(first, first + count)), "count": count}]
     store = scheduler.send(STORE, {"slot": 1, "parts": parts})
     rank.ask(WRITTEN, {"through": store})
     print("store", scheduler.answer(STORE, store))

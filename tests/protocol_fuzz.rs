@@ -255,6 +255,7 @@ fn limits_hold_on_both_sides() {
                     group: 0,
                     first_page: 0,
                     pages: list.into(),
+                    count: None,
                     priority: None,
                 }],
                 after: 0,

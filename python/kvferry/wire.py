@@ -178,12 +178,14 @@ class LookupAnswer(msgspec.Struct):
 class Part(msgspec.Struct, omit_defaults=True):
     """Pages of one group, from position ``first_page`` on, and the device pages ``pages`` that hold them.
 
-    Of a page, an index; of consecutive pages, ``[start, count]``. ``priority``, 0 to 7, is of stores.
+    Of a page, an index; of consecutive pages, ``[start, count]``. ``count`` is the number of all pages, which a leader
+    compares; ``priority``, 0 to 7, is of stores.
     """
 
     first_page: int
     pages: list[int | list[int]]
     group: int = 0
+    count: int | None = None
     priority: int | None = None
 
 
@@ -413,8 +415,8 @@ class RankStatus(msgspec.Struct, kw_only=True):
     attached: bool
     replica: int = 0
     pid: int = 0
-    gathers: int = 0
-    scatters: int = 0
+    stores: int = 0
+    loads: int = 0
     host_ready_bytes: int = 0
     host_bytes: int = 0
     host_pinned_bytes: int | None = None
@@ -460,13 +462,11 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     pins: int = 0
     copies_under_way: int = 0
     requests: dict[str, int] = {}
-    pages: dict[str, int] = {}
-    blocks: int = 0
     counters: dict[str, int] = {}
     tiers: list[TierStatus] = []
     moves: MovesStatus | None = None
-    decisions_digest: str = ""
-    contradiction: str = ""
+    decisions_digest: str | None = None
+    contradiction: str | None = None
 
 
 class Empty(msgspec.Struct):

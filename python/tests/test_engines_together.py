@@ -70,7 +70,7 @@ def wait_pages(daemon: Daemon, count: int) -> None:
 
     def settled() -> bool:
         status = daemon.status()
-        return not status["copies_under_way"] and status["pages"].get("ready") == count
+        return not status["copies_under_way"] and status["tiers"][0]["page_states"].get("ready") == count
 
     eventually(f"the leader has {count} pages", settled)
 

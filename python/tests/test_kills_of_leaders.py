@@ -225,7 +225,7 @@ def test_every_request_ends_in_time_and_has_one_effect_while_leaders_are_killed(
         made.ended("finish", made.engine.finish(slot, timeout_s=LIMIT_S))
     status = daemon.status("--check")
     assert status["contradiction"] == ""
-    assert status["pages"]["ready"] == found, "a page was stored twice"
+    assert status["tiers"][0]["page_states"]["ready"] == found, "a page was stored twice"
     for caller in callers:
         caller.quiet()
 

@@ -65,7 +65,7 @@ def stored(engine: Engine, daemon: Daemon) -> None:
         engine.generate(*PROMPTS)
         settled(engine, daemon)
         engine.reset()
-        return daemon.status()["pages"]["ready"] >= len(full)
+        return daemon.status()["tiers"][0]["page_states"]["ready"] >= len(full)
 
     eventually("the pages of all prompts are stored", found)
 
@@ -200,7 +200,7 @@ def test_an_abort_during_a_load_frees_its_pages_after_the_copy(engine: Engine, d
         os.kill(worker, signal.SIGCONT)
     wait_steps(engine, "pages are free again", lambda state: state["free"] == free and not state["status"])
     daemon.wait_idle()
-    assert daemon.status()["pages"]["filling"] == 0
+    assert daemon.status()["tiers"][0]["page_states"]["filling"] == 0
     assert said(engine.generate(BASE)) == cold[:1]
 
 
@@ -221,7 +221,7 @@ def test_an_abort_during_a_store_frees_its_pages_after_the_copy(engine: Engine, 
         os.kill(worker, signal.SIGCONT)
     wait_steps(engine, "pages are free again", lambda state: state["free"] == free and not state["status"])
     daemon.wait_idle()
-    pages = daemon.status()["pages"]
+    pages = daemon.status()["tiers"][0]["page_states"]
     assert pages["filling"] == pages["reserved"] == pages["quarantined"] == 0
     engine.reset()
     assert said(engine.generate(BASE)) == cold[:1]

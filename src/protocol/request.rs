@@ -73,12 +73,12 @@ impl TryFrom<Message> for Request {
             }),
             Message::Load(load) => Ok(Self::Load {
                 slot: SlotId(load.slot),
-                parts: load.parts.into_iter().map(Part::from).collect(),
+                parts: parts(load.parts)?,
                 after: RequestId(load.after),
             }),
             Message::Store(store) => Ok(Self::Store {
                 slot: SlotId(store.slot),
-                parts: store.parts.into_iter().map(Part::from).collect(),
+                parts: parts(store.parts)?,
                 more: match store.more_hashes.is_empty() {
                     true => None,
                     false => Some((
@@ -137,6 +137,10 @@ impl Message {
     }
 }
 
+fn parts(bodies: Vec<PartBody>) -> Result<Vec<Part>, ErrorBody> {
+    bodies.into_iter().map(Part::try_from).collect()
+}
+
 fn reset(scope: ResetScope, tier: Option<TierId>) -> Reset {
     let (namespace, hashes) = match scope {
         ResetScope::Everything => (None, None),
@@ -179,4 +183,40 @@ fn page_hashes(field: &str, width: u8, bytes: Vec<u8>) -> Result<PageHashes, Err
         );
         ErrorBody::new(ErrorCode::Invalid, text)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_types::{PageList, PageRun};
+
+    /// A load of pages in one of both shapes, beside a count.
+    fn load(pages: PageList, count: Option<u32>) -> Result<Request, ErrorBody> {
+        let part = PartBody {
+            group: 0,
+            first_page: 0,
+            pages: pages.into(),
+            count,
+            priority: None,
+        };
+        Request::try_from(Message::Load(Load {
+            slot: 1,
+            parts: vec![part],
+            after: 0,
+        }))
+    }
+
+    #[test]
+    fn pages_that_were_meant_as_a_run_are_refused_by_their_count() {
+        let pages: PageList = [5, 2].into_iter().collect();
+        let run = PageList([PageRun { start: 5, count: 3 }].as_slice().into());
+        assert!(load(pages.clone(), None).is_ok());
+        assert!(load(pages.clone(), Some(2)).is_ok());
+        assert!(load(run.clone(), Some(3)).is_ok());
+        let refused = load(pages, Some(3)).expect_err("two pages");
+        assert_eq!(refused.code, ErrorCode::Invalid.number());
+        assert!(refused.message.starts_with("count is 3, and pages names 2"));
+        let refused = load(run, Some(2)).expect_err("three pages");
+        assert!(refused.message.starts_with("count is 2, and pages names 3"));
+    }
 }

@@ -135,7 +135,7 @@ async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
     assert!(matches!(workers[1].receive().await, Received::Cancel(_)));
     let pages = |state: &'static str| {
         let engine = engine.clone();
-        async move { engine.status().await.pages[state] }
+        async move { engine.status().await.pages_in(2, state) }
     };
     assert_eq!(pages("quarantined").await, u64::from(PAGES));
     workers[1].ended(&second, true);

@@ -164,7 +164,7 @@ impl Engine {
     pub async fn contradiction(&self) -> String {
         loop {
             match self.0.call(Status { check: true }, TEST_TIMEOUT).await {
-                Ok(status) => return status.contradiction,
+                Ok(status) => return status.contradiction.expect("counted"),
                 Err(failure) if failure.code == ErrorCode::Busy => {
                     tokio::time::sleep(HEARTBEAT).await;
                 }

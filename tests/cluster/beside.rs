@@ -104,7 +104,7 @@ impl Counting {
             }
             let status: Value = serde_json::from_slice(&output.stdout).expect("a status");
             let stored = PROMPTS * u64::from(PROMPT_PAGES);
-            assert_eq!(number(&status, "/pages/ready"), stored);
+            assert_eq!(number(&status, "/tiers/0/page_states/ready"), stored);
             assert_eq!(status["contradiction"], "");
             self.counted.fetch_add(1, Ordering::Relaxed);
         }
@@ -115,7 +115,7 @@ impl Counting {
         while !self.over.load(Ordering::Relaxed) {
             match tool.status(true, LIMIT).await {
                 Ok(status) => {
-                    assert_eq!(status.contradiction, "");
+                    assert_eq!(status.contradiction.as_deref(), Some(""));
                     self.counted.fetch_add(1, Ordering::Relaxed);
                 }
                 Err(failure) => {

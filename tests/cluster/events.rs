@@ -181,7 +181,11 @@ fn a_tool_that_reads_too_late_begins_again() {
         let answer = reader.read(&world, 0).await;
         assert!(answer.lost && answer.records.is_empty(), "{answer:?}");
         reader.read_all(&world).await;
-        let used = world.status(false).await.expect("a status").pages["ready"];
+        let used = world
+            .status(false)
+            .await
+            .expect("a status")
+            .pages_in(2, "ready");
         assert_eq!(reader.pages.len() as u64, used);
     });
 }

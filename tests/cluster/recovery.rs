@@ -49,7 +49,7 @@ fn outlives(started: &[&str], replayed: &[&str]) {
     };
     let first = serve();
     let status = status_of(sockets, |_| true);
-    let ready = number(&status, "/pages/ready");
+    let ready = number(&status, "/tiers/0/page_states/ready");
     assert!(ready > 0, "nothing was stored");
 
     let next_leader = || {

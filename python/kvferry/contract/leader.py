@@ -332,7 +332,10 @@ class Leader:
         for part in body.parts:
             if part.group != 0:
                 raise wire.Malformed(f"group is {part.group}: the registration has group 0 alone")
-            pages += enumerate(bodies.pages_of(part.pages), part.first_page)
+            named = bodies.pages_of(part.pages)
+            if part.count not in (None, len(named)):
+                raise wire.Malformed(f"count is {part.count}, and pages names {len(named)}")
+            pages += enumerate(named, part.first_page)
         if not pages or len({at for at, _ in pages}) < len(pages):
             raise wire.Malformed("parts: name each page of the sequence once, and at least one")
         if (last := max(page for _, page in pages)) >= memory.groups[0].device_pages:

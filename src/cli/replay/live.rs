@@ -14,11 +14,12 @@ use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, status};
 use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings};
+use kvferry_core::NOT_RECORDED;
 use kvferry_engine::driver::EngineParts;
 use kvferry_engine::fleet::Fleet;
 use kvferry_engine::metrics::EngineMetrics;
 use kvferry_memory::MemoryAvailable;
-use kvferry_protocol::{StatusAnswer, TierStatus};
+use kvferry_protocol::StatusAnswer;
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{ByteSize, EngineId, Replica, SlotId, TierId};
 use kvferry_workload::scheduler::{Prompt, Served};
@@ -256,8 +257,10 @@ impl<'a> Replay<'a> {
     fn stopped(&mut self, status: &StatusAnswer, by: RestartKind) {
         self.count(status);
         self.stopped_at = Some(Instant::now());
-        let used = tier(status, TierId::Disk).map_or(0, |tier| tier.used_pages);
-        let digest = status.decisions_digest.clone();
+        let used = status
+            .tier(TierId::Disk.number())
+            .map_or(0, |tier| tier.used_pages);
+        let digest = digest_of(status);
         self.report.stopped(by, used, digest);
     }
 
@@ -270,7 +273,9 @@ impl<'a> Replay<'a> {
                 false => *sum + value,
             };
         }
-        self.evicted_below += tier(status, TierId::Disk).map_or(0, |tier| tier.evicted_pages);
+        self.evicted_below += status
+            .tier(TierId::Disk.number())
+            .map_or(0, |tier| tier.evicted_pages);
     }
 
     /// Adds what a leader that ends still holds, which is nothing unless something leaked.
@@ -281,7 +286,7 @@ impl<'a> Replay<'a> {
         left.copies_under_way += status.copies_under_way;
         left.unsettled_pages += unsettled_pages(status);
         if left.contradiction.is_empty() {
-            left.contradiction.clone_from(&status.contradiction);
+            left.contradiction = status.contradiction.clone().unwrap_or_default();
         }
     }
 
@@ -402,11 +407,6 @@ impl<'a> Replay<'a> {
 }
 
 /// A tier of a status.
-fn tier(status: &StatusAnswer, tier: TierId) -> Option<&TierStatus> {
-    let mut tiers = status.tiers.iter();
-    tiers.find(|known| known.tier == tier.number())
-}
-
 /// Starts the ranks of one engine, and the connection of its scheduler.
 fn start_engine(
     arguments: &Arguments,
@@ -455,6 +455,11 @@ async fn settled_status(
     }
 }
 
+fn digest_of(status: &StatusAnswer) -> String {
+    let digest = status.decisions_digest.clone();
+    digest.unwrap_or_else(|| NOT_RECORDED.to_owned())
+}
+
 fn unsettled_pages(status: &StatusAnswer) -> u64 {
     let states = ["reserved", "filling", "quarantined"];
     let tiers = status.tiers.iter();
@@ -474,11 +479,11 @@ fn fill(
     mut observed: EngineMetrics,
 ) {
     let counter = |name: &str| counters.get(name).copied().unwrap_or(0);
-    let pages = |state: &str| status.pages.get(state).copied().unwrap_or(0);
     report.count(counter);
-    report.arena.capacity_pages = Some(status.pages.values().sum());
-    report.arena.used_pages = pages("ready");
-    if let Some(disk) = tier(status, TierId::Disk) {
+    let host = status.tier(TierId::Host.number());
+    report.arena.capacity_pages = Some(host.map_or(0, |host| host.pages));
+    report.arena.used_pages = host.map_or(0, |host| host.used_pages);
+    if let Some(disk) = status.tier(TierId::Disk.number()) {
         report.setup.g3_pages = Some(disk.pages);
         report.moves.g3_pages = Some(disk.pages);
         report.moves.g3_used_pages = disk.used_pages;
@@ -509,5 +514,5 @@ fn fill(
     report.links.h2d.bytes = report.bytes.scattered;
     report.left.complaints = observed.complaints;
     report.left.complaints.append(&mut observed.refusals);
-    report.decisions_digest.clone_from(&status.decisions_digest);
+    report.decisions_digest = digest_of(status);
 }

@@ -64,12 +64,9 @@ impl Arguments {
         } else {
             print_line(&table::table(&answer));
         }
-        match answer.contradiction.is_empty() {
-            true => Ok(()),
-            false => Err(CommandError::Found(format!(
-                "second count: {}",
-                answer.contradiction
-            ))),
+        match answer.contradiction.as_deref() {
+            None | Some("") => Ok(()),
+            Some(found) => Err(CommandError::Found(format!("second count: {found}"))),
         }
     }
 }

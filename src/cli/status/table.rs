@@ -3,10 +3,12 @@
 use std::fmt::Write as _;
 
 use kvferry_protocol::{DiskStatus, MovesStatus, StatusAnswer, TierStatus};
-use kvferry_types::ByteSize;
+use kvferry_types::{ByteSize, TierId};
 
 use super::{name, printable, stage};
 
+/// Number of the tier in host memory.
+const HOST: u8 = TierId::Host.number();
 /// Width of the names of the rows.
 const NAME_WIDTH: usize = 13;
 
@@ -112,11 +114,9 @@ fn memory(status: &StatusAnswer) -> String {
         (_, true) => format!("{} of {} are ready", size(ready), ByteSize(bytes)),
         (_, false) => ByteSize(bytes).to_string(),
     };
-    let pages: u64 = status.pages.values().sum();
-    if pages > 0 {
-        let filled = status.pages.get("ready").copied().unwrap_or(0);
-        let percent = percent(filled, pages).unwrap_or_default();
-        let (filled, pages) = (grouped(filled), grouped(pages));
+    if let Some(host) = status.tier(HOST).filter(|host| host.pages > 0) {
+        let percent = percent(host.used_pages, host.pages).unwrap_or_default();
+        let (filled, pages) = (grouped(host.used_pages), grouped(host.pages));
         write!(text, ": {percent} filled, {filled} of {pages} pages").ok();
     }
     text
@@ -124,14 +124,15 @@ fn memory(status: &StatusAnswer) -> String {
 
 /// The blocks, and the pages that are neither free nor ready.
 fn blocks(status: &StatusAnswer) -> Option<String> {
-    let others = status.pages.iter();
+    let host = status.tier(HOST)?;
+    let others = host.page_states.iter();
     let others =
         others.filter(|(state, pages)| **pages > 0 && *state != "free" && *state != "ready");
     let others: String = others
         .map(|(state, pages)| format!(", {} pages {state}", grouped(*pages)))
         .collect();
-    (status.blocks > 0).then(|| {
-        let blocks = count(status.blocks, "block", "blocks");
+    (host.blocks > 0).then(|| {
+        let blocks = count(host.blocks, "block", "blocks");
         format!("{blocks} of up to {} pages{others}", status.ratio)
     })
 }
@@ -294,6 +295,14 @@ mod tests {
             ("late_copies", 12),
         ];
         let pages = [("free", 25), ("filling", 3), ("ready", 72)];
+        let host = TierStatus {
+            tier: HOST,
+            pages: 100,
+            used_pages: 72,
+            blocks: 1234,
+            page_states: pages.map(|(name, n)| (name.to_owned(), n)).into(),
+            ..TierStatus::default()
+        };
         StatusAnswer {
             version: "0.1.0".to_owned(),
             epoch: 9,
@@ -304,10 +313,8 @@ mod tests {
             slots: 1,
             pins: 0,
             copies_under_way: 2,
-            pages: pages.map(|(name, n)| (name.to_owned(), n)).into(),
-            blocks: 1234,
             counters: counters.map(|(name, n)| (name.to_owned(), n)).into(),
-            tiers: Vec::new(),
+            tiers: vec![host],
             moves: None,
             ..StatusAnswer::default()
         }
@@ -374,7 +381,13 @@ problems     12 late copies, 1 page without room";
         });
         let mut status = StatusAnswer {
             ranks: ranks.collect(),
-            tiers: vec![TierStatus::default(), disk],
+            tiers: vec![
+                TierStatus {
+                    tier: HOST,
+                    ..TierStatus::default()
+                },
+                disk,
+            ],
             moves: Some(Box::new(moves)),
             ..status()
         };
@@ -397,9 +410,8 @@ yet, 1,000 pages scrubbed, 3 bad, 2 quarantined
         let mut status = StatusAnswer {
             ready: false,
             ranks: vec![rank(false)],
-            pages: [].into(),
+            tiers: Vec::new(),
             counters: [].into(),
-            blocks: 0,
             slots: 0,
             copies_under_way: 1,
             ..status()

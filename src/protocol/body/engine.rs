@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ErrorBody, PageItemSchema};
 use crate::bounded::at_most;
+use crate::error::ErrorCode;
 use crate::limits::STORES_MAX;
 use crate::pairs::Pages;
 use kvferry_types::{GroupId, PRIORITY_DEFAULT, Part, StoreAnswer};
@@ -44,6 +45,11 @@ pub struct PartBody {
     /// Device pages, one for each page from there on.
     #[schemars(with = "Vec<PageItemSchema>")]
     pub pages: Pages,
+    /// Number of pages that `pages` names, runs counted out. Redundant, so that pages in the shape of a run, or the
+    /// reverse, are refused instead of copied: `[5, 2]` names two pages and `[[5, 2]]` names two others. Absent: not
+    /// checked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub count: Option<u32>,
     /// For a store, where host memory evicts by priority: how long the pages are kept, from 0, evicted first, to 7. Without
     /// it 4. A block has the priority of the last store that named pages of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -56,18 +62,29 @@ impl From<Part> for PartBody {
             group: part.group.0,
             first_page: part.first_page,
             pages: part.pages.into(),
+            count: None,
             priority: Some(part.priority).filter(|priority| *priority != PRIORITY_DEFAULT),
         }
     }
 }
 
-impl From<PartBody> for Part {
-    fn from(part: PartBody) -> Self {
+impl TryFrom<PartBody> for Part {
+    type Error = ErrorBody;
+
+    /// Fails if `count` is not the number of pages.
+    fn try_from(part: PartBody) -> Result<Self, ErrorBody> {
+        let pages = part.pages.list.pages();
+        if let Some(count) = part.count.filter(|count| u64::from(*count) != pages) {
+            let text = format!(
+                "count is {count}, and pages names {pages}: a page is a number, and a run of them a list [start, count]"
+            );
+            return Err(ErrorBody::new(ErrorCode::Invalid, text));
+        }
         let priority = part.priority.unwrap_or(PRIORITY_DEFAULT);
-        Self {
+        Ok(Self {
             priority,
             ..Self::new(GroupId(part.group), part.first_page, part.pages.list)
-        }
+        })
     }
 }
 

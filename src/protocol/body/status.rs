@@ -108,10 +108,10 @@ pub struct RankStatus {
     pub replica: u16,
     /// Stores that the worker has not ended.
     #[serde(default)]
-    pub gathers: u32,
+    pub stores: u32,
     /// Loads that the worker has not ended.
     #[serde(default)]
-    pub scatters: u32,
+    pub loads: u32,
     /// Bytes of the depot that are in memory.
     #[serde(default)]
     pub host_ready_bytes: u64,
@@ -216,10 +216,6 @@ pub struct StatusAnswer {
     pub copies_under_way: u64,
     /// Engines, their open requests, and the pages of running copies.
     pub requests: Box<RequestsStatus>,
-    /// Pages of the arena by state: free, reserved, filling, ready, quarantined, out_of_use.
-    pub pages: std::collections::BTreeMap<String, u64>,
-    /// Number of blocks.
-    pub blocks: u64,
     /// Counters by name.
     pub counters: std::collections::BTreeMap<String, u64>,
     /// The tiers below the device, fastest first.
@@ -231,8 +227,26 @@ pub struct StatusAnswer {
     /// Transfers between tiers; absent from a leader with one tier.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moves: Option<Box<MovesStatus>>,
-    /// Digest of the decisions about finished requests, or `not recorded` (setting `record_decisions`).
-    pub decisions_digest: String,
-    /// First contradiction of the second count; empty without one, or if no second count was requested.
-    pub contradiction: String,
+    /// Digest of the decisions about finished requests; absent without the setting `record_decisions`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decisions_digest: Option<String>,
+    /// First contradiction of the second count, empty without one; absent if no second count was requested.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub contradiction: Option<String>,
+}
+
+impl StatusAnswer {
+    /// The state of a tier, by its number; `None` if the leader has no such tier.
+    pub fn tier(&self, number: u8) -> Option<&TierStatus> {
+        self.tiers.iter().find(|tier| tier.tier == number)
+    }
+
+    /// Pages of a tier that are in a state, by its name.
+    pub fn pages_in(&self, tier: u8, state: &str) -> u64 {
+        let states = self.tier(tier).map(|tier| &tier.page_states);
+        states
+            .and_then(|states| states.get(state))
+            .copied()
+            .unwrap_or(0)
+    }
 }

@@ -32,6 +32,7 @@ pub(super) fn edges() -> Vec<(&'static str, Message)> {
     let part = |pages: PageList| PartBody {
         group: u8::MAX,
         first_page: u32::MAX,
+        count: u32::try_from(pages.pages()).ok(),
         pages: pages.into(),
         priority: Some(0),
     };
@@ -93,6 +94,7 @@ pub(super) fn edges() -> Vec<(&'static str, Message)> {
                     group: 0,
                     first_page: 0,
                     pages: [0_u32].into_iter().collect::<PageList>().into(),
+                    count: None,
                     priority: None,
                 }],
                 hash_bytes: 0,

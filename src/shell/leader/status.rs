@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use kvferry_core::{NOT_RECORDED, Pool};
+use kvferry_core::Pool;
 use kvferry_protocol::{
     ErrorBody, ErrorCode, GroupHits, MeasureAnswer, MovesStatus, RankStatus, Readiness,
     RequestsStatus, StatusAnswer, TierStatus,
@@ -61,8 +61,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
             rank: worker.rank.0,
             attached: self.core.is_attached(worker),
             pid: pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
-            gathers: self.awaited_from(worker, Edge::STORE),
-            scatters: self.awaited_from(worker, Edge::LOAD),
+            stores: self.awaited_from(worker, Edge::STORE),
+            loads: self.awaited_from(worker, Edge::LOAD),
             host_ready_bytes: readiness.ready_bytes,
             host_bytes: readiness.bytes,
             host_pinned_bytes: readiness.pinned_bytes,
@@ -144,19 +144,16 @@ impl<P: fmt::Debug> LeaderShell<P> {
         host: &impl LeaderHost<Process = P>,
         check: bool,
     ) -> Result<Box<StatusAnswer>, ErrorBody> {
-        let mut contradiction = String::new();
+        let mut contradiction = None;
         if check {
             self.may_check(host.now())?;
             let audit = self.core.check();
-            contradiction = audit
-                .err()
-                .map(|found| found.to_string())
-                .unwrap_or_default();
+            let found = audit.err().map(|found| found.to_string());
+            contradiction = Some(found.unwrap_or_default());
             // The pause starts at the end of the audit, so that a long audit leaves as much time to other requests as a
             // short one.
             self.checked = Some(host.now());
         }
-        let digest = self.core.decisions_digest();
         let mut answer = StatusAnswer {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             epoch: self.settings.epoch.0,
@@ -165,6 +162,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             engine_page_tokens: self.core.engine_page_tokens(),
             ranks: self.seats().map(|worker| self.rank(worker)).collect(),
             slots: self.core.slots() as u64,
+            pins: self.core.pool().map_or(0, |pool| pool.pins()),
             copies_under_way: self.core.copies_under_way() as u64,
             requests: Box::new(RequestsStatus {
                 storing_pages: self.core.pages_over(Edge::STORE),
@@ -175,7 +173,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 open_stores: self.core.open_stores() as u64,
                 parked_requests: self.core.parked_requests() as u64,
             }),
-            decisions_digest: digest.unwrap_or_else(|| NOT_RECORDED.to_owned()),
+            decisions_digest: self.core.decisions_digest(),
             counters: self
                 .core
                 .counters()
@@ -184,18 +182,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
             contradiction,
             tiers: self.tiers(),
             moves: self.moves().map(Box::new),
-            ..StatusAnswer::default()
         };
         let lookup_ns = u64::try_from(host.lookup_time().as_nanos()).unwrap_or(u64::MAX);
         answer.counters.insert(LOOKUP_NS.to_owned(), lookup_ns);
-        if let Some(pool) = self.core.pool() {
-            let states = pool.page_states().by_name();
-            answer.pages = states
-                .map(|(name, pages)| (name.to_owned(), u64::from(pages)))
-                .into();
-            answer.pins = pool.pins();
-            answer.blocks = u64::from(pool.live_blocks());
-        }
         Ok(Box::new(answer))
     }
 }

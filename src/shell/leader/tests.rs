@@ -251,6 +251,7 @@ impl World {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(2, 2).into(),
+                count: None,
                 priority: None,
             }],
             hash_bytes: 0,
@@ -578,8 +579,8 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         attached: true,
         pid: 50,
         replica: 0,
-        gathers: 1,
-        scatters: 0,
+        stores: 1,
+        loads: 0,
         host_ready_bytes: 4096,
         host_bytes: 8192,
         host_pinned_bytes: Some(16),
@@ -608,10 +609,11 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         ((1, 0, 1), 1, 0)
     );
     assert_eq!(answer.engine_page_tokens, 16);
-    assert_eq!(answer.decisions_digest, "not recorded");
+    assert_eq!(answer.decisions_digest, None);
     assert_eq!(answer.counters.get(LOOKUP_NS), Some(&70));
-    assert_eq!(answer.pages.get("filling"), Some(&2));
-    assert_eq!((answer.blocks, answer.pins), (1, 0));
+    assert_eq!(answer.pages_in(2, "filling"), 2);
+    let host = answer.tier(2).expect("host memory");
+    assert_eq!((host.blocks, answer.pins), (1, 0));
 
     let Some((_, Message::Transfer(transfer))) = world.process.orders.pop() else {
         panic!("a copy was ordered");
@@ -628,8 +630,8 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
     let copies = copies.collect();
     world.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));
     let answer = world.status();
-    assert_eq!(answer.ranks[0].gathers, 0);
-    assert_eq!(answer.pages.get("ready"), Some(&2));
+    assert_eq!(answer.ranks[0].stores, 0);
+    assert_eq!(answer.pages_in(2, "ready"), 2);
     world.close(WORKER.0);
     let answer = world.status();
     assert!(!answer.ranks[0].attached && !answer.ready);
@@ -668,7 +670,7 @@ fn audits_of_peers_have_a_pause_between_them() {
         world.process.now = Time(0) + Duration::from_millis(now);
         world.send(99, Message::Status(Status { check: true }));
         match world.process.replies.pop() {
-            Some((_, Message::StatusAnswer(answer))) => Ok(answer.contradiction),
+            Some((_, Message::StatusAnswer(answer))) => Ok(answer.contradiction.expect("counted")),
             Some((_, Message::Error(error))) => Err((error.code(), error.message)),
             other => panic!("no answer: {other:?}"),
         }

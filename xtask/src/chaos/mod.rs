@@ -242,7 +242,7 @@ impl Chaos {
                 let has_open = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
                 let caught = match key {
                     Some(key) => has_open(key),
-                    None => has_open("gathers") || has_open("scatters"),
+                    None => has_open("stores") || has_open("loads"),
                 };
                 if caught && number(&status, &format!("/ranks/{place}/pid")) == pid {
                     return Ok((place, pid, status));
@@ -255,15 +255,15 @@ impl Chaos {
 
     fn kill_worker(&mut self, kind: Kind) -> Result<(), String> {
         let key = match kind {
-            Kind::WorkerInGather => "gathers",
-            _ => "scatters",
+            Kind::WorkerInGather => "stores",
+            _ => "loads",
         };
         let (place, pid, before) = self.catch_worker(Some(key))?;
         let begun = Instant::now();
         signal(pid, Signal::KILL)?;
         let after = self.successor(place, pid)?;
         self.record.recovered(kind, begun.elapsed());
-        let ready = |status: &Value| number(status, "/pages/ready");
+        let ready = |status: &Value| number(status, "/tiers/0/page_states/ready");
         self.record.kept(kind, ready(&before), ready(&after));
         Ok(())
     }
@@ -309,7 +309,7 @@ impl Chaos {
         let after = self.once(RECOVERY_MAX, "the next leader serves", next)?;
         self.record.recovered(Kind::Leader, begun.elapsed());
         let (held, found) = (
-            number(&before, "/pages/ready"),
+            number(&before, "/tiers/0/page_states/ready"),
             number(&after, "/counters/recovered_pages"),
         );
         self.record.kept(Kind::Leader, held, found);
@@ -377,7 +377,16 @@ fn serves(status: &Value) -> bool {
 
 fn holds_nothing(status: &Value) -> bool {
     let held = ["/slots", "/pins", "/copies_under_way"];
-    let unsettled = ["/pages/reserved", "/pages/filling", "/pages/quarantined"];
-    let mut all = held.iter().chain(&unsettled);
-    all.all(|path| number(status, path) == 0) && status["contradiction"] == ""
+    let settled = |tier: &Value| {
+        let unsettled = ["reserved", "filling", "quarantined"];
+        unsettled
+            .iter()
+            .all(|state| tier["page_states"][state] == 0)
+    };
+    let tiers = status["tiers"].as_array();
+    let settled = tiers.is_some_and(|tiers| !tiers.is_empty() && tiers.iter().all(settled));
+    let released = held
+        .iter()
+        .all(|path| status.pointer(path) == Some(&Value::from(0)));
+    released && settled && status["contradiction"] == ""
 }
