@@ -46,6 +46,7 @@ pub async fn server(transport: &MemoryTransport, epoch: u64, limits: Limits) -> 
         heartbeat: HEARTBEAT,
         roles: vec![Role::Engine, Role::Worker, Role::Admin],
         features: 0,
+        worker_seats: None,
     };
     Server::new(listener.expect("it listens"), settings)
 }
@@ -138,6 +139,7 @@ impl Engine {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(0, pages).into(),
+                count: None,
                 priority: None,
             }],
             after: 0,
@@ -202,6 +204,7 @@ pub fn store(slot: u64, pages: u32) -> Store {
             group: 0,
             first_page: 0,
             pages: PageList::run(0, pages).into(),
+            count: None,
             priority: None,
         }],
         hash_bytes: 0,

@@ -515,7 +515,7 @@ fn an_admin_session_has_a_name_of_its_own() {
     }
     let names: Vec<EngineId> = world.shell.engines.keys().copied().collect();
     let counted = |number| admin(0, [0, 0, 0, 0, 0, 0, number]);
-    let identified = |identity| admin(1, [identity; 7]);
+    let identified = |identity: u8| admin(1, [identity ^ identity.rotate_left(3); 7]);
     let all = [
         EngineId(ENGINE),
         counted(1),
@@ -527,6 +527,23 @@ fn an_admin_session_has_a_name_of_its_own() {
     assert_eq!(world.shell.engines[&EngineId(ENGINE)].peer, PeerId(1));
     world.close(22);
     assert!(world.shell.engines.contains_key(&EngineId(ENGINE)));
+}
+
+/// Two tools with one identity: the second has the name of the first, whose connection is closed at once, whether it has
+/// sent a request or not. Neither the end of the first nor its reset takes the answer of the second.
+#[test]
+fn a_second_session_of_one_identity_closes_the_first_before_any_request() {
+    let mut world = World::serving();
+    world.connect((20, 5), &named(Role::Admin, [4; 16], 0));
+    world.connect((21, 5), &named(Role::Admin, [4; 16], 0));
+    assert_eq!(world.process.disconnected, [PeerId(20)]);
+    world.send(21, reset());
+    world.close(20);
+    let confirmed = kvferry_protocol::Invalidated { reset: 1 };
+    world.send(WORKER.0, Message::Invalidated(confirmed));
+    let (peer, answer) = world.process.replies.pop().expect("an answer");
+    assert_eq!(peer, 21);
+    assert!(matches!(answer, Message::ResetAnswer(_)), "{answer:?}");
 }
 
 #[test]
@@ -561,7 +578,7 @@ fn a_reset_that_is_repeated_over_another_connection_is_carried_out_once() {
         world.connect((22, 6), &named(Role::Admin, [4; 16], 0));
         world.send(22, reset());
         assert_eq!(resets(&world), 2);
-        assert_eq!(world.shell.engines[&admin(1, [4; 7])].peer, PeerId(21));
+        assert_eq!(world.shell.engines[&admin(1, [4 ^ 32; 7])].peer, PeerId(21));
     }
 }
 

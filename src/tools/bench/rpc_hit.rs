@@ -210,6 +210,7 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
             group: 0,
             first_page: 0,
             pages: PageList::run(0, pages).into(),
+            count: None,
             priority: None,
         }],
         hash_bytes: 0,
@@ -326,6 +327,7 @@ impl BusyArguments {
                 heartbeat: Duration::from_secs(1),
                 roles: vec![Role::Engine],
                 features: 0,
+                worker_seats: None,
             };
             let server = Server::new(listener, settings);
             // A task of its own, as in a leader.
