@@ -32,7 +32,7 @@ def load(slot: int, parts: Sequence[Part], after: int) -> Later:
     """Copies found pages to the engine's memory."""
 
     def message() -> wire.Load:
-        return wire.Load(slot, _parts(parts), after)
+        return wire.Load(slot, [_part(part) for part in parts], after)
 
     return Later(Kind.LOAD, message)
 
@@ -44,7 +44,7 @@ def store(slot: int, parts: Sequence[Part], more: Sequence[bytes], more_from: in
     def message() -> wire.Store:
         return wire.Store(
             slot=slot,
-            parts=_parts(parts),
+            parts=[_part(part, part.priority) for part in parts],
             hash_bytes=width,
             more_hashes=b"".join(more),
             more_from=more_from,
@@ -67,5 +67,5 @@ def reset(namespace: bytes, hashes: Sequence[bytes]) -> wire.Reset:
     return wire.Reset(namespace, hash_bytes=width, hashes=b"".join(hashes))
 
 
-def _parts(parts: Sequence[Part]) -> list[wire.Part]:
-    return [wire.Part(part.first_page, wire.runs(part.pages), part.group) for part in parts]
+def _part(part: Part, priority: int | None = None) -> wire.Part:
+    return wire.Part(part.first_page, wire.runs(part.pages), part.group, priority=priority)
