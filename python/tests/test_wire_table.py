@@ -13,9 +13,8 @@ import pytest
 import torch
 import wire_table
 
-from kvferry import aio, options, outbox, wire
+from kvferry import aio, limits, options, wire
 from kvferry.admin import AdminClient
-from kvferry.contract import bodies as contract_bodies
 from kvferry.engine_client import EngineRequests
 from kvferry.memory import Group, KvMemory, Place
 from kvferry.served import Part
@@ -27,29 +26,9 @@ BY_NAME = {kind["name"]: kind for kind in TABLE["kinds"]}
 ROLES = {"engine", "rank", "admin"}
 
 #: Limits of the table, where Python names them.
-LIMITS = {
-    "parts": wire.PARTS_MAX,
-    "body_bytes": wire.BODY_BYTES_MAX,
-    "page_hashes": wire.HASHES_MAX,
-    "page_items": wire.PAGE_ITEMS_MAX,
-    "stores": wire.STORES_MAX,
-    "abandoned_requests": outbox.ABANDONED_MAX,
-    "deadline_max_ms": options.DEADLINE_MS_MAX,
-    "pages": contract_bodies.PAGES_MAX,
-}
-#: Limits of the table that Python does not name: a leader refuses what exceeds them.
-NOT_NAMED = {
-    "byte_credits",  # in the welcome
-    "content_bytes",
-    "copies",
-    "depth",
-    "event_pages",
-    "namespace_bytes",
-    "pairs",
-    "request_credits",  # in the welcome
-    "small_body_bytes",
-    "text_bytes",
-}
+LIMITS = {**limits.TABLE, "deadline_max_ms": options.DEADLINE_MS_MAX}
+#: Limits of the table that Python does not name: `test_limits.py` has the reasons.
+NOT_NAMED = {"byte_credits", "copies", "depth", "event_pages", "pairs", "request_credits", "small_body_bytes"}
 
 
 def differences(table: dict[str, Any]) -> Iterator[str]:
