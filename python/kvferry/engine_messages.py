@@ -1,14 +1,25 @@
-"""The messages of an engine's scheduler, from the values of its calls.
+"""The messages of an engine's scheduler and of an operator, from the values of their calls.
 
 Long ones are built when they are sent. Sequences of hashes and pages must not change until then.
 """
 
+import os
 from collections.abc import Sequence
 
 from kvferry import wire
 from kvferry.requests import Later
 from kvferry.served import Part
 from kvferry.wire import Kind
+
+
+def engine_hello(engine: bytes, replica: int, name: str) -> wire.Hello:
+    """First message of an engine's scheduler."""
+    return wire.Hello(role="engine", engine=engine, replica=replica, name=name, features=wire.FEATURE_TAILS)
+
+
+def admin_hello(name: str) -> wire.Hello:
+    """First message of an operator. The leader recognises a request that is repeated over another connection by it."""
+    return wire.Hello(role="admin", engine=os.urandom(16), name=name)
 
 
 def lookup(slot: int, hashes: Sequence[bytes], namespace: bytes, device_pages: int, limit_pages: int | None) -> Later:

@@ -22,6 +22,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     ("requests", &["limits", "wire"], &[]),
     ("batches", &["limits", "requests", "wire"], &[]),
     ("session", &["batches", "limits", "requests", "wire"], &[]),
+    ("base_client", &["requests", "session"], &[]),
     ("sockets", &["wire"], &["zmq"]),
     ("pool", &["cuda"], &["torch"]),
     ("proofs", &["cuda"], &["torch"]),
@@ -29,10 +30,10 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     ("weights", &["files", "hub"], &[]),
     (
         "client",
-        &["requests", "session", "sockets", "wire"],
+        &["base_client", "requests", "session", "sockets", "wire"],
         &["zmq"],
     ),
-    ("admin", &["client", "wire"], &[]),
+    ("admin", &["client", "engine_messages", "wire"], &[]),
     ("present_namespace", &[], &[]),
     ("absence", &[], &[]),
     ("engine_messages", &["requests", "served", "wire"], &[]),
@@ -44,6 +45,7 @@ pub(crate) const PYTHON_ARROWS: &[Arrow] = &[
     (
         "aio",
         &[
+            "base_client",
             "engine_messages",
             "requests",
             "served",
