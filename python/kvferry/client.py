@@ -42,7 +42,8 @@ class Client(BaseClient):
 
     ``turn`` is called on the client's thread whenever something may have changed: after a welcome, a loss, an answer, a
     :meth:`poke`, and at the time that its last call returned (``None``: not before the next such event). ``turn`` may
-    call :meth:`request`. ``listening``: the peer's welcome has been received over the present connection.
+    call :meth:`request`. ``at_end`` is called on that thread once ``turn`` is not called any more, whether or not
+    :meth:`close` still waits. ``listening``: the peer's welcome has been received over the present connection.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Client(BaseClient):
         first_id: int,
         turn: Callable[[], float | None] | None = None,
         watch: Watch | None = None,
+        at_end: Callable[[], None] | None = None,
     ):
         super().__init__(directory, first_id=first_id)
         self._turn = turn
         self._watch = watch
+        self._at_end = at_end
         self._session = Session(
             directory,
             hello,
@@ -206,6 +209,8 @@ class Client(BaseClient):
             os.close(self._wake)
         self._take_new()
         self._session.closed()
+        if self._at_end is not None:
+            self._at_end()
 
     def _meanwhile(self, until: float) -> None:
         """Waits for a request, a poke or a deadline while there is no connection."""

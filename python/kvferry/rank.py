@@ -89,7 +89,7 @@ class RankSession:
         self._name = f"rank {rank}"
         shown = f"{name}, {self._name}" if name else self._name
         hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=shown, features=features)
-        self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn)
+        self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn, at_end=self._at_end)
         self._client.start()
 
     # The engine's threads.
@@ -191,12 +191,16 @@ class RankSession:
     def close(self) -> None:
         """Closes the connection; the worker then unmaps the memory.
 
-        A device's memory must not be freed before the worker has unmapped it: waits for that at most 3 s.
+        A device's memory must not be freed before the worker has unmapped it: waits for that at most 3 s, and then for
+        the session's thread at most 2 s.
         """
         self._closing = True
         if self._memory.on_device:
             self._let_go()
         self._client.close()
+
+    def _at_end(self) -> None:
+        # On the client's thread, which may still hand these descriptors over when `close` has returned.
         self._memory.close()
         self._forget_process()
 

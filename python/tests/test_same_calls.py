@@ -17,6 +17,7 @@ WITH_A_THREAD = {
 ARGUMENTS = {
     "until": "called on the client's thread; a task awaits the request",
     "wake": "an event loop sends when it continues, so that stores share a message anyway",
+    "at_end": "called on the client's thread; a task goes on after `async with`",
     "turn": "called on the client's thread; an event loop has tasks",
     "watch": "of recordings, which connectors make",
 }

@@ -248,6 +248,7 @@ ARGUMENTS: dict[str, Any] = {
     "parts": [Part(0, 0, [1])],
     "namespace": b"n",
     "filter_": "info",
+    "resume": True,
     "timeout_s": 1.0,
 }
 #: Methods that are no requests.
