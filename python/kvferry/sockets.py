@@ -46,6 +46,10 @@ class Connection:
             self.socket.setsockopt(zmq.SNDTIMEO, 0)
             self.socket.setsockopt(zmq.RCVHWM, 0)
             self.monitor = self.socket.get_monitor_socket(_GONE_EVENTS)
+        except BaseException:
+            self.socket.close(0)
+            raise
+        try:
             self.socket.connect(f"ipc://{path}")
         except BaseException:
             self.close()
@@ -86,6 +90,8 @@ class Connection:
     def close(self) -> None:
         """Closes the sockets; nothing is sent any more."""
         self.socket.disable_monitor()
+        # Otherwise it stays open until it is collected, and its context cannot end before.
+        self.monitor.close(0)
         self.socket.close(0)
 
 
