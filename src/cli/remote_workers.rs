@@ -17,7 +17,7 @@ use kvferry_types::{Rank, Replica, WorkerId};
 const STATEMENT_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, clap::Args)]
-pub(super) struct Arguments {
+pub(super) struct RemoteWorkersArguments {
     /// Start no leader, but the workers whose credentials are in --credentials, for the leader at this address of another
     /// machine (its --listen).
     #[arg(long, value_name = "HOST:PORT")]
@@ -33,7 +33,7 @@ pub(super) struct RemoteWorkers {
     files: BTreeMap<WorkerId, PathBuf>,
 }
 
-impl Arguments {
+impl RemoteWorkersArguments {
     /// Finds and checks the credentials; `None` where the leader is on this machine.
     pub(super) fn load(&self, config: &Config) -> Result<Option<RemoteWorkers>, CommandError> {
         let (at, directory) = match (&self.leader, &self.credentials) {

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::cli::preflight::preflight_memory;
-use crate::cli::remote_workers::{self, RemoteWorkers};
+use crate::cli::remote_workers::{RemoteWorkers, RemoteWorkersArguments};
 use crate::cli::shutdown::{END_IN_ORDER, EndedBy, Ending, FenceWorker};
 use crate::cli::{
     ConfigArguments, block_on, monitor, socket_paths::SocketPaths, status, worker::disks,
@@ -55,7 +55,7 @@ pub(super) struct Arguments {
     #[command(flatten)]
     config: ConfigArguments,
     #[command(flatten)]
-    remote: remote_workers::Arguments,
+    remote: RemoteWorkersArguments,
     /// End when standard input ends.
     #[arg(long, hide = true)]
     supervised: bool,
