@@ -125,7 +125,7 @@ def test_a_client_that_reads_no_replay_does_not_delay_the_stream(context: zmq.Co
         # More than the buffers between both sides have room for.
         for page in range(60):
             engine.publish({**stored(page, 1), "token_ids": [1 << 30] * 100_000, "block_size": 100_000})
-        eventually("all are published", lambda: len(router.read().held.get("GPU", ())) == 60)
+        eventually("all are published", lambda: router.read().held.get("GPU", set()) >= set(range(60)))
         mute = context.socket(zmq.DEALER)
         mute.setsockopt(zmq.RCVHWM, 1)
         mute.connect(f"tcp://127.0.0.1:{command.replay_port}")
