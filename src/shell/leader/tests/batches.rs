@@ -62,6 +62,7 @@ fn store(id: u64, slot: u64, page: u32) -> NumberedStore {
         group: 0,
         first_page: page,
         pages: PageList::run(2 + page, 1).into(),
+        count: None,
         priority: None,
     };
     NumberedStore {
