@@ -97,7 +97,7 @@ impl Arguments {
                 ServerSettings {
                     epoch,
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
-                    roles: vec![Role::Engine, Role::Worker, Role::Admin],
+                    roles: vec![Role::Engine, Role::Worker, Role::Admin, Role::Supervisor],
                     features: features(&config),
                     worker_seats: Some((config.replicas, config.ranks)),
                 },

@@ -9,7 +9,7 @@ use crate::body::{
     Measure, MeasureAnswer, Memory, MemoryAnswer, NumberedStore, PartBody, Probe, ProbeAnswer,
     ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, SetLog, SetLogAnswer,
     Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed, TransferOrder, Unregister,
-    Welcome, Written, cut,
+    Welcome, WorkerGone, WorkerGoneAnswer, Written, cut,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};

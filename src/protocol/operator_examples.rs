@@ -1,8 +1,8 @@
-//! Example messages of operators' requests.
+//! Example messages of the requests of operators and supervisors.
 
 use crate::body::{
     Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
-    Probe, ProbeAnswer, SetLog, SetLogAnswer,
+    Probe, ProbeAnswer, SetLog, SetLogAnswer, WorkerGone, WorkerGoneAnswer,
 };
 use crate::codec::Message;
 
@@ -44,6 +44,11 @@ pub(crate) fn examples() -> Vec<(&'static str, Message)> {
             Message::SetLogAnswer(SetLogAnswer {
                 before: "info".to_owned(),
             }),
+        ),
+        ("worker_gone", Message::WorkerGone(WorkerGone {})),
+        (
+            "worker_gone_answer",
+            Message::WorkerGoneAnswer(WorkerGoneAnswer { gone: true }),
         ),
     ]
 }

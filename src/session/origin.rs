@@ -58,16 +58,26 @@ impl Origin {
 
     /// Compares role, replica and rank of a hello with the certificate. The only place where that is decided.
     ///
+    /// A supervisor has the certificate of its worker: its word for the worker's end weighs as much as the worker's own
+    /// word for the ends of its copies. On the leader's machine the kernel reports the ends of processes.
+    ///
     /// # Errors
     /// The refusal of the hello.
     pub fn permits(&self, hello: &Hello) -> Result<(), ErrorBody> {
         let Self::Certificate(claims) = self else {
-            return Ok(());
+            return match hello.role {
+                Role::Supervisor => Err(ErrorBody::new(
+                    ErrorCode::Invalid,
+                    "role is 'supervisor', without a certificate: connect to the leader's address for other machines, with the credentials of the worker",
+                )),
+                _ => Ok(()),
+            };
         };
         let permitted = match claims.holder {
             CertificateHolder::Leader => false,
             CertificateHolder::Worker(WorkerId { replica, rank }) => {
-                (hello.role, hello.replica, hello.rank) == (Role::Worker, replica.0, rank.0)
+                matches!(hello.role, Role::Worker | Role::Supervisor)
+                    && (hello.replica, hello.rank) == (replica.0, rank.0)
             }
             CertificateHolder::Admin | CertificateHolder::Monitor => hello.role == Role::Admin,
         };
@@ -212,14 +222,22 @@ mod tests {
             rank,
             ..Hello::new(role, "test")
         };
-        let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+        let roles = [
+            Role::Engine,
+            Role::Rank,
+            Role::Worker,
+            Role::Admin,
+            Role::Supervisor,
+        ];
         for holder in ["leader", "worker/1/2", "admin", "monitor"] {
             let origin = Origin::Certificate(claims(&format!("kvferry://d/{holder}")));
             assert_eq!(origin.pid(), None);
             for role in roles {
                 for (replica, rank) in [(1, 2), (2, 1), (1, 1), (0, 0)] {
                     let own = match role {
-                        Role::Worker => holder == "worker/1/2" && (replica, rank) == (1, 2),
+                        Role::Worker | Role::Supervisor => {
+                            holder == "worker/1/2" && (replica, rank) == (1, 2)
+                        }
                         Role::Admin => holder == "admin" || holder == "monitor",
                         _ => false,
                     };
@@ -238,7 +256,8 @@ mod tests {
         };
         assert_eq!(local.pid(), Some(7));
         for role in roles {
-            assert!(local.permits(&hello(role, 1, 2)).is_ok());
+            let permitted = local.permits(&hello(role, 1, 2)).is_ok();
+            assert_eq!(permitted, role != Role::Supervisor, "{role:?}");
         }
     }
 

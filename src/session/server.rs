@@ -131,7 +131,7 @@ impl ServerSession {
                 Some(Role::Engine) => &mut connections.engines,
                 Some(Role::Rank) => &mut connections.ranks,
                 Some(Role::Worker) => &mut connections.workers,
-                Some(Role::Admin) => &mut connections.admins,
+                Some(Role::Admin | Role::Supervisor) => &mut connections.admins,
                 Some(Role::Unknown) | None => &mut connections.strangers,
             } += 1;
         }

@@ -132,6 +132,14 @@ pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, Trans
 pub struct DirectoryLock(#[expect(dead_code, reason = "held open, which is the lock")] File);
 
 impl DirectoryLock {
+    /// Takes the lock that the listener of a directory holds, so that no process listens there meanwhile.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn of_listener(directory: &Path) -> Result<Self, TransportError> {
+        Self::take(directory, &lock_name(SOCKET_NAME))
+    }
+
     /// Takes the lock on the file `name` in a directory, without waiting.
     ///
     /// # Errors
@@ -163,6 +171,12 @@ impl DirectoryLock {
     }
 }
 
+/// The name of the lock beside a socket.
+fn lock_name(socket: &str) -> String {
+    let stem = socket.strip_suffix(".sock").unwrap_or(socket);
+    format!("{stem}.lock")
+}
+
 /// Device and number of a file.
 type FileIdentity = (u64, u64);
 
@@ -183,10 +197,8 @@ impl Claim {
     /// Takes the lock; fails with the holder's process id.
     pub(super) fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
         let socket = socket_path(directory, name)?;
-        let lock = socket.with_extension("lock");
-        let lock = lock.file_name().and_then(|name| name.to_str());
         Ok(Self {
-            _lock: DirectoryLock::take(directory, lock.unwrap_or(name))?,
+            _lock: DirectoryLock::take(directory, &lock_name(name))?,
             socket,
             bound: None,
         })

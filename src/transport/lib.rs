@@ -9,6 +9,8 @@
 //! itself, within limits. [`TlsTransport`] is the same over TCP, for processes that have certificates. [`MemoryTransport`] works inside one process with the same events, limits and
 //! errors, for tests and for paused time.
 //!
+//! Beside them, a [`Publisher`] serves ZMQ subscribers of other programs, which have no sessions.
+//!
 //! The frame layer does not reconnect, does not retry frames and does not store them for later: the owner of a
 //! connection decides that.
 
@@ -26,6 +28,7 @@ mod listener;
 mod log_limit;
 mod memory;
 mod process;
+mod publish;
 mod queue;
 mod server;
 #[cfg(test)]
@@ -65,6 +68,7 @@ pub use fds::{
 pub use listener::{FrameSender, Listener};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
+pub use publish::{PublicAddress, Publisher, PublisherLimits};
 pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
 pub use tcp::TlsTransport;
 pub use tls::{Credentials, CredentialsError, KeygenError, LEAF_DAYS, ROOT_DAYS, Root, Written};

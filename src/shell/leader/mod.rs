@@ -21,7 +21,7 @@ use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
     Attach, AttachDepot, Attached as AttachedBody, Cancel, DiskHealth, DrainAnswer, Empty,
     Envelope, ErrorBody, ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message,
-    ProbeAnswer, ReadInventory, Readiness, TransferOrder,
+    ProbeAnswer, ReadInventory, Readiness, TransferOrder, WorkerGoneAnswer,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
@@ -241,6 +241,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 if let Some(left_out) = self.refused_orders.line(host.now()) {
                     tracing::warn!(%worker, message = error.message, left_out, "worker refuses an order");
                 }
+            }
+            (Some(PeerRole::Supervisor(worker)), Message::WorkerGone(_)) => {
+                let gone = self.worker_gone(host, peer, worker);
+                let answer = WorkerGoneAnswer { gone };
+                host.reply(peer, correlation, Message::WorkerGoneAnswer(answer));
             }
             (Some(PeerRole::Admin(..) | PeerRole::Engine(_)), Message::ReadEvents(read)) => {
                 self.read_events(host, (peer, correlation), deadline_ms, read)

@@ -3,6 +3,7 @@
 
 mod batches;
 mod readers;
+mod supervisors;
 
 use super::*;
 use crate::HolderPeers;

@@ -30,9 +30,7 @@ use super::stream::{FrameReader, FrameWriter, StreamEnd};
 use super::zmtp::Parser;
 use super::{Claims, Limits, Origin, PeerId, SendError, SharedLogLimit};
 use peer::OpenConnection;
-#[cfg(test)]
-pub(super) use tls::HANDSHAKES_OF_SOURCE_MAX;
-pub(super) use tls::{TlsSide, run_tls, set_up};
+pub(super) use tls::{HANDSHAKES_OF_SOURCE_MAX, TlsSide, run_tls, set_up};
 
 /// Most connections in the handshake. A further one closes the oldest. They do not count as open connections.
 pub(super) const HANDSHAKES_MAX: usize = 64;

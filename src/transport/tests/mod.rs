@@ -6,6 +6,7 @@ mod directories;
 mod hostile;
 mod parser;
 mod pressure;
+mod publish;
 mod semantics;
 mod tls;
 
