@@ -1,8 +1,11 @@
 //! The leader's shell on a host that records what is sent: seats, fencing and status. The core's own tests cover the
 //! decisions.
 
+mod access;
 mod batches;
 mod readers;
+
+use std::sync::Arc;
 
 use super::*;
 use crate::HolderPeers;
@@ -12,7 +15,8 @@ use kvferry_protocol::{
     Probe, RankStatus, Reset, Role, SetLog, StatedMemory, Status, Store, TierPages, VERSION,
 };
 use kvferry_types::{
-    EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, ResetScope, Sharding,
+    EndedCopy, GroupGeometry, GroupId, PageHashes, PageList, Rank, Ratio, Replica, ResetScope,
+    Sharding, SlotId,
 };
 
 const EPOCH: Epoch = Epoch(3);
