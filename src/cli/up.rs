@@ -16,13 +16,14 @@ use tokio::time::Instant;
 use crate::cli::preflight::preflight_memory;
 use crate::cli::shutdown::{END_IN_ORDER, EndedBy, Ending, FenceWorker};
 use crate::cli::{
-    ConfigArguments, block_on, monitor, socket_paths::SocketPaths, status, worker::disks,
+    ConfigArguments, block_on, monitor, namespaces, socket_paths::SocketPaths, status,
+    worker::disks,
 };
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
 use kvferry_protocol::StatusAnswer;
-use kvferry_transport::{DirectoryLock, TransportError, prepare_directory};
+use kvferry_transport::{DirectoryLock, TransportError, prepare_for};
 use kvferry_types::{Rank, Replica, WorkerId};
 
 /// Lock file, held while an `up` uses the socket directory.
@@ -118,7 +119,8 @@ impl Arguments {
                 false => EndedBy::Signals,
             })?;
             warn_of_sizes(&config);
-            let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
+            let _alone = claim(&config)?;
+            drop(namespaces::load(&config)?);
             // A directory that cannot be used is reported here once, and not by each process at each start.
             drop(disks(&config)?);
             if !no_tiers {
@@ -157,8 +159,10 @@ impl Arguments {
 
 /// Creates the socket directory and locks it. Refuses a directory in which another `up` runs, because its children
 /// would never become ready.
-fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
-    prepare_directory(root).map_err(CommandError::failed)?;
+fn claim(config: &Config) -> Result<DirectoryLock, CommandError> {
+    let socket_paths = SocketPaths::new(&config.socket_dir);
+    let root = socket_paths.root();
+    prepare_for(root, &config.users.others()).map_err(CommandError::failed)?;
     DirectoryLock::take(root, LOCK_NAME).map_err(|error| match error {
         TransportError::InUse { pid, .. } => CommandError::Failed(format!(
             "{} is in use by {}: end it, or name another --socket-dir",
@@ -304,6 +308,7 @@ impl Supervisor {
             .args(["--gpu-copy", &config.gpu_copy.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
             .args(["--wire-max", &config.wire_max.to_string()])
+            .args(["--users", &config.users.to_string()])
             .args(["--monitor", &config.monitor.to_string()])
             .args(["--page-index", &config.page_index.to_string()])
             .args(["--record-decisions", &config.record_decisions.to_string()])
@@ -320,6 +325,10 @@ impl Supervisor {
                 _ => Stdio::null(),
             })
             .kill_on_drop(true);
+        // The command line takes no empty path.
+        if !config.namespaces.as_os_str().is_empty() {
+            command.arg("--namespaces").arg(&config.namespaces);
+        }
         match part {
             ChildKind::Leader if self.no_tiers => {
                 command.arg("--no-tiers");
