@@ -2,6 +2,7 @@
 
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::task::Poll;
@@ -119,6 +120,7 @@ impl Arguments {
                 false => EndedBy::Signals,
             })?;
             warn_of_sizes(&config);
+            warn_of_closed_folders(&config);
             let _alone = claim(&config)?;
             drop(namespaces::load(&config)?);
             // A directory that cannot be used is reported here once, and not by each process at each start.
@@ -174,6 +176,20 @@ fn claim(config: &Config) -> Result<DirectoryLock, CommandError> {
         )),
         error => CommandError::failed(error),
     })
+}
+
+/// Says which folders keep the users of the setting from the sockets. An access list may let them pass all the same.
+fn warn_of_closed_folders(config: &Config) {
+    if config.users.others().is_empty() {
+        return;
+    }
+    for folder in config.socket_dir.ancestors().skip(1) {
+        let mode = std::fs::metadata(folder).map(|found| found.permissions().mode());
+        if mode.is_ok_and(|mode| mode & 0o001 == 0) {
+            let folder = folder.display();
+            tracing::warn!(%folder, users = %config.users, "others cannot pass this folder to the sockets: run chmod o+x");
+        }
+    }
 }
 
 /// A tier that is smaller than the one above it holds nothing that the other one does not hold.
