@@ -3,6 +3,7 @@
 Each tenant is a process that was forked from this one and has changed its user, which needs root.
 """
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="changing the user of 
 ALICE, BOB, MALLORY = 61_001, 61_002, 61_003
 PAGES = 16
 HASHES = [number.to_bytes(16, "big") for number in range(1, 4)]
+PR_SET_DUMPABLE = 4
 #: Number of the message ``measure``.
 MEASURE = 68
 #: All of them draw the same name.
@@ -139,6 +141,8 @@ def _live(uid: int, orders: Connection, socket_dir: Path, replica: int | None) -
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+    # As in a process that began as this user: what it has in /proc is its own.
+    assert ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1) == 0
     os.environ[SERVER_UID] = "0"
     logging.getLogger("kvferry").setLevel(logging.DEBUG)
     engine = Engine(socket_dir, replica) if replica is not None else None
@@ -332,6 +336,12 @@ def test_a_user_that_is_not_named_gets_no_byte(daemon: Daemon) -> None:
     assert refused_connections(daemon.socket_dir) == before + 1
 
 
+def on_disk(daemon: Daemon) -> int | None:
+    """Pages on the disk that the leader knows, whether anybody finds them or not; None until the disk is open."""
+    disks = [tier for tier in daemon.status()["tiers"] if tier["tier"] == 3 and tier["pages"]]
+    return disks[0]["used_pages"] if disks else None
+
+
 def test_without_the_secret_no_page_is_found_after_a_restart(rules: Path, tmp_path: Path) -> None:
     with running(
         ranks=1,
@@ -353,6 +363,7 @@ def test_without_the_secret_no_page_is_found_after_a_restart(rules: Path, tmp_pa
             try:
                 eventually("the memory is registered", lambda alice=alice: alice("registered"))
                 daemon.wait_ready()
+                eventually("the disk is read", lambda number=number: on_disk(daemon) == (3 if number else 0))
                 eventually(
                     f"{pages} pages of start {number}",
                     lambda alice=alice, pages=pages: alice("lookup", 1, OF_ALICE) == pages,
