@@ -110,6 +110,8 @@ class Code(IntEnum):
     INTERNAL = 17
     LEASED = 18
     RESET_UNCONFIRMED = 19
+    FORBIDDEN = 20
+    QUOTA = 21
     UNSUPPORTED = 24
 
 

@@ -11,6 +11,7 @@ mod keygen;
 mod leader;
 mod log;
 pub mod monitor;
+mod namespaces;
 mod preflight;
 mod remote;
 mod remote_workers;
@@ -115,10 +116,12 @@ struct ConfigArguments {
 impl ConfigArguments {
     /// Loads and checks the settings, and starts logging with them.
     fn load(mut self) -> Result<Config, CommandError> {
-        if let Some(dir) = &mut self.flags.socket_dir
-            && let Ok(absolute) = std::path::absolute(&*dir)
-        {
-            *dir = absolute;
+        let paths = [&mut self.flags.socket_dir, &mut self.flags.namespaces];
+        // `absolute` refuses an empty path, which means none.
+        for path in paths.into_iter().flatten() {
+            if let Ok(absolute) = std::path::absolute(&*path) {
+                *path = absolute;
+            }
         }
         let config = Config::load(self.config.as_deref(), &self.flags)?;
         crate::telemetry::start(&config.log)?;

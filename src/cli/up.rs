@@ -4,6 +4,7 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::task::Poll;
@@ -20,13 +21,14 @@ use crate::cli::preflight::preflight_memory;
 use crate::cli::remote_workers::{RemoteWorkers, RemoteWorkersArguments};
 use crate::cli::shutdown::{END_IN_ORDER, EndedBy, Ending, FenceWorker};
 use crate::cli::{
-    ConfigArguments, block_on, monitor, socket_paths::SocketPaths, status, worker::disks,
+    ConfigArguments, block_on, monitor, namespaces, socket_paths::SocketPaths, status,
+    worker::disks,
 };
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
 use kvferry_protocol::StatusAnswer;
-use kvferry_transport::{DirectoryLock, TransportError, prepare_directory};
+use kvferry_transport::{DirectoryLock, TransportError, prepare_for};
 use kvferry_types::{Rank, Replica, Shard, WorkerId};
 
 /// Lock file, held while an `up` uses the socket directory.
@@ -129,7 +131,9 @@ impl Arguments {
                 false => EndedBy::Signals,
             })?;
             warn_of_sizes(&config);
-            let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
+            warn_of_closed_folders(&config);
+            let _alone = claim(&config)?;
+            drop(namespaces::load(&config)?);
             // A directory that cannot be used is reported here once, and not by each process at each start.
             drop(disks(&config)?);
             let workers = workers(&config, remote.as_ref());
@@ -187,8 +191,10 @@ fn workers(config: &Config, remote: Option<&RemoteWorkers>) -> Vec<WorkerId> {
 
 /// Creates the socket directory and locks it. Refuses a directory in which another `up` runs, because its children
 /// would never become ready.
-fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
-    prepare_directory(root).map_err(CommandError::failed)?;
+fn claim(config: &Config) -> Result<DirectoryLock, CommandError> {
+    let socket_paths = SocketPaths::new(&config.socket_dir);
+    let root = socket_paths.root();
+    prepare_for(root, &config.users.others()).map_err(CommandError::failed)?;
     DirectoryLock::take(root, LOCK_NAME).map_err(|error| match error {
         TransportError::InUse { pid, .. } => CommandError::Failed(format!(
             "{} is in use by {}: end it, or name another --socket-dir",
@@ -200,6 +206,20 @@ fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
         )),
         error => CommandError::failed(error),
     })
+}
+
+/// Says which folders keep the users of the setting from the sockets. An access list may let them pass all the same.
+fn warn_of_closed_folders(config: &Config) {
+    if config.users.others().is_empty() {
+        return;
+    }
+    for folder in config.socket_dir.ancestors().skip(1) {
+        let mode = std::fs::metadata(folder).map(|found| found.permissions().mode());
+        if mode.is_ok_and(|mode| mode & 0o001 == 0) {
+            let folder = folder.display();
+            tracing::warn!(%folder, users = %config.users, "others cannot pass this folder to the sockets: run chmod o+x");
+        }
+    }
 }
 
 /// A tier that is smaller than the one above it holds nothing that the other one does not hold.
@@ -342,6 +362,7 @@ impl Supervisor {
             .args(["--gpu-copy", &config.gpu_copy.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
             .args(["--wire-max", &config.wire_max.to_string()])
+            .args(["--users", &config.users.to_string()])
             .args(["--monitor", &config.monitor.to_string()])
             .args(["--page-index", &config.page_index.to_string()])
             .args(["--record-decisions", &config.record_decisions.to_string()])
@@ -358,6 +379,10 @@ impl Supervisor {
                 _ => Stdio::null(),
             })
             .kill_on_drop(true);
+        // The command line takes no empty path.
+        if !config.namespaces.as_os_str().is_empty() {
+            command.arg("--namespaces").arg(&config.namespaces);
+        }
         match part {
             ChildKind::Leader if self.no_tiers => {
                 command.arg("--no-tiers");

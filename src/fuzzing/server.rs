@@ -12,7 +12,7 @@ use kvferry_session::{
     BAD_MAX, Encoded, Origin, STRANGERS_MAX, ServerEvent, ServerHost, ServerSession,
     ServerSettings, encode_reply,
 };
-use kvferry_types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Epoch, PeerId, RequestId, Time, User};
 
 use super::Input;
 
@@ -126,7 +126,7 @@ impl World {
         self.opened += 1;
         let peer = PeerId(self.opened);
         let origin = Origin::Local {
-            uid: 1,
+            user: User::Own,
             pid: Some(1),
         };
         self.session.opened(&mut self.host, peer, origin);

@@ -99,6 +99,12 @@ codes! {
     /// The pages are not served any longer, but not every worker has confirmed that they do not return after a restart:
     /// retry.
     ResetUnconfirmed = 19, "reset_unconfirmed", true;
+    /// The sender's user may not do this: the namespace is of another user, the request covers all namespaces, or the
+    /// user has no such role. The text names the field and the remedy.
+    Forbidden = 20, "forbidden", false;
+    /// Lookups hold as many pages as those of the namespace, or those of the engine, may hold together; the text names the
+    /// limit: compute, and retry when other lookups have ended.
+    Quota = 21, "quota", true;
     /// The header requires a feature (bytes 20 and 21) that the receiver does not know: send without it, or update the
     /// receiver.
     Unsupported = 24, "unsupported", false;

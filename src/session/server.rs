@@ -10,7 +10,7 @@ use kvferry_protocol::{
     Class, Connections, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES,
     HELLO_VERSION, Header, Hello, Message, Role, VERSION, VERSION_MIN, Welcome, encode, limits,
 };
-use kvferry_types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Caller, Epoch, PeerId, RequestId, Time, User};
 
 /// The header and the body of a message.
 pub type Encoded = ([u8; HEADER_BYTES], Vec<u8>);
@@ -40,8 +40,8 @@ pub enum ServerEvent {
         peer: PeerId,
         /// The peer's hello.
         hello: Hello,
-        /// Id of the peer's process, if the system shows it.
-        pid: Option<i32>,
+        /// The peer's process.
+        caller: Caller,
     },
     /// The peer sent a request or an answer.
     Message {
@@ -167,11 +167,13 @@ impl ServerSession {
 
     /// Handles a connection that was accepted.
     pub fn opened(&mut self, host: &mut impl ServerHost, peer: PeerId, origin: Origin) {
-        // Peers that never send a hello cannot keep others out.
+        // Peers that never send a hello cannot keep others out, and those of other users go first.
         let strangers = self.peers.iter().filter(|(_, peer)| peer.role.is_none());
         if strangers.clone().count() >= STRANGERS_MAX {
+            let is_own = |peer: &Peer| peer.origin.caller().user == User::Own;
             // Ids of connections grow, so the lowest is the oldest.
-            let oldest = strangers.map(|(id, _)| *id).min();
+            let oldest = strangers.map(|(id, peer)| (is_own(peer), *id)).min();
+            let oldest = oldest.map(|(_, id)| id);
             if let Some(oldest) = oldest {
                 tracing::debug!(peer = ?oldest, "closed: no hello, and new connections arrive");
                 self.remove_peer(host, oldest);
@@ -288,14 +290,14 @@ impl ServerSession {
         peer.role = Some(hello.role);
         peer.version = version;
         tracing::debug!(role = ?hello.role, version, name = hello.name, "welcomed");
-        let pid = peer.origin.pid();
+        let caller = peer.origin.caller();
         if hello.role == Role::Rank {
-            host.watch(id, pid);
+            host.watch(id, caller.pid);
         }
         Some(ServerEvent::Opened {
             peer: id,
             hello,
-            pid,
+            caller,
         })
     }
 

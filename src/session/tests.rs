@@ -10,7 +10,7 @@ use kvferry_protocol::{
     Connections, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message,
     MessageKind, Role, Status, VERSION, Welcome, decode, encode,
 };
-use kvferry_types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Epoch, PeerId, RequestId, Time, User};
 
 const HEARTBEAT: Duration = Duration::from_secs(1);
 const TIMES: ClientTimes = ClientTimes {
@@ -299,7 +299,10 @@ impl ServerHost for Sent {
 }
 
 fn local(pid: Option<i32>) -> Origin {
-    Origin::Local { uid: 0, pid }
+    Origin::Local {
+        user: User::Own,
+        pid,
+    }
 }
 
 fn server() -> (ServerSession, Sent) {
@@ -365,7 +368,9 @@ fn a_client_is_welcomed_and_its_request_is_answered() {
     let hello = client.sent.pop().expect("a hello");
     let (header, body) = encode(&hello).expect("encoded");
     match take(&mut server, &mut host, &header, &body) {
-        Some(ServerEvent::Opened { peer, pid, .. }) => assert_eq!((peer, pid), (PEER, Some(42))),
+        Some(ServerEvent::Opened { peer, caller, .. }) => {
+            assert_eq!((peer, caller.pid), (PEER, Some(42)));
+        }
         other => panic!("{other:?}"),
     }
     let (_, welcome) = host.sent.pop().expect("a welcome");

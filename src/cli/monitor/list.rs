@@ -280,6 +280,11 @@ pub const METRICS: &[Metric] = &[
         "Pages of stores that did not become ready, because their copy failed, was late or was cancelled",
     ),
     count(
+        "kvferry_withheld_pages_total",
+        "withheld_pages",
+        "Pages that lookups found and did not offer, because their engine would have held more than half of host memory",
+    ),
+    count(
         "kvferry_refused_pages_total",
         "refused_pages",
         "Pages of stores that found no room",

@@ -9,9 +9,11 @@ use std::fmt;
 
 use super::{LeaderHost, LeaderShell};
 use crate::{Holder, InUse};
-use kvferry_core::LeaderEvent;
+use kvferry_core::{LeaderEvent, engine_of};
 use kvferry_protocol::{ErrorBody, Hello, Role};
-use kvferry_types::{AttachId, EngineId, MemoryId, PeerId, Rank, Replica, RequestId, WorkerId};
+use kvferry_types::{
+    AttachId, Caller, EngineId, MemoryId, PeerId, Rank, Replica, RequestId, User, WorkerId,
+};
 
 /// Peers that wait for one seat, at most.
 const WAITING_MAX: usize = 4;
@@ -60,20 +62,24 @@ pub(super) struct WorkerPeer<P> {
 }
 
 impl<P: fmt::Debug> LeaderShell<P> {
-    /// Handles the hello of a peer. `pid` is the id of its process, if the system shows it.
+    /// Handles the hello of a peer.
     pub fn opened<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
         peer: PeerId,
         hello: &Hello,
-        pid: Option<i32>,
+        caller: impl Into<Caller>,
     ) {
+        let Caller { user, pid } = caller.into();
+        if user != User::Own {
+            self.other_users.insert(peer, user);
+        }
         let worker = WorkerId {
             replica: Replica(hello.replica),
             rank: Rank(hello.rank),
         };
         let seat = match hello.role {
-            Role::Engine => SeatId::Engine(EngineId(hello.engine)),
+            Role::Engine => SeatId::Engine(engine_of(user, hello.engine)),
             Role::Worker => SeatId::Worker(worker),
             Role::Supervisor => {
                 self.roles.insert(peer, PeerRole::Supervisor(worker));
@@ -310,6 +316,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     /// role any longer, so its close has no effect on the seat.
     pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
         self.readers.forget(peer);
+        self.other_users.remove(&peer);
         match self.roles.remove(&peer) {
             Some(PeerRole::Engine(engine) | PeerRole::Admin(engine, _)) => {
                 let holds = |holder: &Holder<P>| holder.peer == peer;

@@ -3,6 +3,7 @@
 mod operators;
 mod orders;
 mod ranks;
+mod users;
 
 use std::time::Duration;
 
@@ -45,6 +46,8 @@ struct Process {
     closed: Vec<Mapping>,
     disconnected: Vec<PeerId>,
     problem: String,
+    /// Nothing is received from the peers any longer.
+    silent: bool,
     /// Processes that have ended.
     ended: Vec<i32>,
     /// Calls of [`WorkerShell::continue_invalidations`] that were requested and have not come.
@@ -64,7 +67,7 @@ impl HolderPeers for Process {
     type Process = i32;
 
     fn is_live(&self, _: PeerId) -> bool {
-        true
+        !self.silent
     }
 
     fn open_process(&mut self, pid: i32) -> Option<i32> {

@@ -14,8 +14,8 @@ pub(super) struct OpenConnection<R, W> {
     pub(super) writer: FrameWriter<W>,
     pub(super) link: OpenPeer,
     pub(super) permit: OwnedSemaphorePermit,
-    /// The place of its certificate.
-    pub(super) certificate: Option<OwnedSemaphorePermit>,
+    /// The place of its certificate, or of its user.
+    pub(super) place: Option<OwnedSemaphorePermit>,
 }
 
 impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
@@ -38,7 +38,7 @@ impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
         drop(self.reader);
         drop(self.writer);
         drop(self.link);
-        drop((self.permit, self.certificate));
+        drop((self.permit, self.place));
         tracing::debug!(%peer, %reason, "closed a connection");
         gate.intake
             .push(QueuedEvent::Closed { peer, reason })
