@@ -230,8 +230,8 @@ impl WorkerHost for Host {
         self.close_memory(engine, memory);
     }
 
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engines: [EngineId; 2]) {
-        self.answer_when_closed(peer, request, engines);
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engine: EngineId) {
+        self.answer_when_closed(peer, request, engine);
     }
 
     fn watch_timeline(

@@ -82,9 +82,8 @@ pub trait WorkerHost: HolderPeers {
     /// Closes the memory of an engine, without waiting for copies that still hold it.
     fn close(&mut self, engine: EngineId, memory: Self::Memory);
 
-    /// Answers a request of a rank once all memory of these engines is closed, or with an error when that takes too
-    /// long.
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engines: [EngineId; 2]);
+    /// Answers a request of a rank once all memory of this engine is closed, or with an error when that takes too long.
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engine: EngineId);
 
     /// Watches a device's timeline and reports when it reaches `through`. Returns false for memory without a timeline:
     /// its rank reports what it has written.
