@@ -24,7 +24,10 @@ pub(crate) fn frame(bytes: &[u8]) {
     let header = match Header::from_bytes(head) {
         Ok(header) => header,
         Err(error) => {
-            let expected = matches!(error, DecodeError::HeaderLength(_) | DecodeError::Magic);
+            let expected = matches!(
+                error,
+                DecodeError::HeaderLength(_) | DecodeError::Magic | DecodeError::MagicReversed
+            );
             assert!(expected, "{error}");
             return;
         }

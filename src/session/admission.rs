@@ -106,8 +106,13 @@ impl Peer {
             Some(MessageKind::Hello | MessageKind::Ping | MessageKind::Pong)
         );
         let Some(role) = self.role.or_else(|| first_words.then_some(Role::Unknown)) else {
-            let name = known.map_or("something", MessageKind::name);
-            let text = format!("{name} before hello: send hello first");
+            let text = match header.byte_order() {
+                Some(order) => order.to_string(),
+                None => {
+                    let name = known.map_or("something", MessageKind::name);
+                    format!("{name} before hello: send hello first")
+                }
+            };
             return (refuse(ErrorBody::new(ErrorCode::HelloFirst, text)), true);
         };
         let kind = match check_header(header, bytes) {

@@ -543,7 +543,10 @@ impl<R> ClientSession<R> {
                 }
                 Err(error) => refusal(&error),
             },
-            None => refusal(&DecodeError::UnknownKind(header.kind)),
+            None => {
+                let unknown = DecodeError::UnknownKind(header.kind);
+                refusal(&header.byte_order().unwrap_or(unknown))
+            }
         };
         let encoded = self.encode(header.correlation, answer, 0)?;
         self.send(now, encoded);
