@@ -162,3 +162,22 @@ fn a_place_beyond_the_pages_of_a_write_is_of_no_page() {
         assert_eq!(tiered.leader.check(), Ok(()));
     }
 }
+
+#[test]
+fn a_bad_source_beyond_the_pages_of_a_move_is_of_no_page() {
+    for index in [RATIO, u32::MAX] {
+        let mut tiered = Tiered::new(16, &[DOWN]);
+        tiered.on_disk_only(0);
+        assert_eq!(tiered.lookup(0), RATIO);
+        tiered.load(0);
+        let moves = tiered.take(UP);
+        tiered.report_faulty(0, &moves[0], (index, true), Some(index));
+        assert_eq!(tiered.lookup(0), RATIO, "while other ranks read it");
+        for rank in 1..RANKS {
+            tiered.report_faulty(rank, &moves[0], (RATIO, false), None);
+        }
+        assert_eq!(tiered.lookup(0), RATIO, "after the end");
+        assert_eq!(tiered.out_of_use(), 0);
+        assert_eq!(tiered.leader.check(), Ok(()));
+    }
+}
