@@ -1,5 +1,6 @@
 //! The live process of a worker: connections, the depot, engine memory, a GPU, and copies on threads of their own.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ use kvferry_protocol::{
 use kvferry_shell::{
     Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerHost,
 };
-use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
+use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier, by_name};
 use kvferry_types::{
     DepotId, EndedCopy, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
@@ -199,6 +200,10 @@ impl WorkerHost for Host {
 
     fn request_leader(&mut self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
         self.leader.request_in_order(link, message, timeout)
+    }
+
+    fn refused_orders(&self) -> BTreeMap<String, u64> {
+        by_name(&self.leader.refused())
     }
 
     fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message) {

@@ -1,5 +1,6 @@
 //! The interface between a [`WorkerShell`](super::WorkerShell) and its process.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::time::Duration;
 
@@ -62,6 +63,12 @@ pub trait WorkerHost: HolderPeers {
 
     /// Answers a request of a rank. Never waits for a peer that is gone or does not read.
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message);
+
+    /// Orders that were refused, and errors that were answered to them, by code. A host without a connection to its leader
+    /// has refused none.
+    fn refused_orders(&self) -> BTreeMap<String, u64> {
+        BTreeMap::new()
+    }
 
     /// Starts to map an engine's memory, or only to check it where [`Registering::not_served`] is set. Ends with a call
     /// of [`super::WorkerShell::mapped`] or [`super::WorkerShell::checked`]. An error refuses the registration at once.
