@@ -63,6 +63,7 @@ fn store(id: u64, slot: u64, page: u32) -> NumberedStore {
         first_page: page,
         pages: PageList::run(2 + page, 1).into(),
         priority: None,
+        count: None,
     };
     NumberedStore {
         id,
