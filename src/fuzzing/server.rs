@@ -74,7 +74,7 @@ struct Sent {
 }
 
 /// Operations: connections open and close, messages arrive, requests are answered, time passes.
-pub(crate) fn server(bytes: &[u8]) {
+pub fn server(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let settings = ServerSettings {
         epoch: EPOCH,

@@ -27,7 +27,7 @@ fn limits() -> Limits {
 
 /// A list of cuts, and the stream that is cut there: any split gives the same items and the same refusal, the parser
 /// holds little, and payload is passed on whole.
-pub(crate) fn zmtp(bytes: &[u8]) {
+pub fn zmtp(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let server = input.flag();
     let count = input.below(16);

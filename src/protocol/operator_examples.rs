@@ -1,5 +1,7 @@
 //! Example messages of the requests of operators and supervisors.
 
+use std::collections::BTreeMap;
+
 use crate::body::{
     Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
     Probe, ProbeAnswer, SetLog, SetLogAnswer, WorkerGone, WorkerGoneAnswer,
@@ -66,6 +68,8 @@ fn of_leader() -> MeasureAnswer {
             malformed_messages: 7,
             refused_handshakes: 8,
             refused_hellos: 9,
+            repeated_requests: 12,
+            refused_messages: [("malformed".to_owned(), 11)].into(),
             errors: [("busy".to_owned(), 10)].into(),
         },
         hits: vec![GroupHits {
@@ -74,6 +78,7 @@ fn of_leader() -> MeasureAnswer {
             tokens: 320,
         }],
         edges: Vec::new(),
+        refused_orders: BTreeMap::new(),
         draining: true,
     }
 }
@@ -98,6 +103,7 @@ fn of_worker() -> MeasureAnswer {
                 sum_us: 500,
             },
         }],
+        refused_orders: [("stale_epoch".to_owned(), 13)].into(),
         ..MeasureAnswer::default()
     }
 }

@@ -87,6 +87,10 @@ pub struct ServerSession {
     swept: Time,
     malformed_messages: u64,
     refused_hellos: u64,
+    repeated_requests: u64,
+    /// Messages that were not carried out, by the code of the reason.
+    refused: BTreeMap<ErrorCode, u64>,
+    /// Errors that were sent.
     errors: BTreeMap<ErrorCode, u64>,
 }
 
@@ -100,6 +104,8 @@ impl ServerSession {
             swept: now,
             malformed_messages: 0,
             refused_hellos: 0,
+            repeated_requests: 0,
+            refused: BTreeMap::new(),
             errors: BTreeMap::new(),
         }
     }
@@ -114,13 +120,9 @@ impl ServerSession {
         let mut connections = Connections {
             malformed_messages: self.malformed_messages,
             refused_hellos: self.refused_hellos,
-            errors: ErrorCode::ALL
-                .iter()
-                .map(|code| {
-                    let sent = self.errors.get(code).copied();
-                    (code.name().to_owned(), sent.unwrap_or(0))
-                })
-                .collect(),
+            repeated_requests: self.repeated_requests,
+            refused_messages: by_name(&self.refused),
+            errors: by_name(&self.errors),
             ..Connections::default()
         };
         for peer in self.peers.values() {
@@ -141,6 +143,11 @@ impl ServerSession {
     /// Counts an error that is sent to a peer.
     pub fn note_error(&mut self, code: ErrorCode) {
         *self.errors.entry(code).or_default() += 1;
+    }
+
+    /// Counts a message that is not carried out, whether or not an error is sent.
+    fn note_refused(&mut self, code: ErrorCode) {
+        *self.refused.entry(code).or_default() += 1;
     }
 
     /// Interval at which [`Self::tick`] is due.
@@ -206,6 +213,7 @@ impl ServerSession {
         let header = match Header::from_bytes(header) {
             Ok(header) => header,
             Err(error) => {
+                self.note_refused(error.code());
                 self.misbehaves(host, peer, &error.to_string());
                 return None;
             }
@@ -213,8 +221,14 @@ impl ServerSession {
         let known = self.peers.get_mut(&peer)?;
         let (verdict, bad) = known.admit(&header, bytes, host.now());
         let read = verdict == Verdict::Read;
-        if let Verdict::Refuse(error) = verdict {
-            self.send(host, peer, header.correlation, Message::Error(error));
+        match verdict {
+            Verdict::Read => {}
+            Verdict::Refuse(error) => {
+                self.note_refused(error.code());
+                self.send(host, peer, header.correlation, Message::Error(error));
+            }
+            Verdict::Drop(code) => self.note_refused(code),
+            Verdict::Repeated => self.repeated_requests += 1,
         }
         if bad {
             self.misbehaves(host, peer, "it should not have come");
@@ -234,6 +248,7 @@ impl ServerSession {
         let mut envelope = match decoded {
             Ok(envelope) => envelope,
             Err(error) => {
+                self.note_refused(error.code());
                 if Class::of(header.kind) == Class::Request {
                     let error = ErrorBody::for_good(error.code(), error.to_string());
                     self.send(host, peer, header.correlation, Message::Error(error));
@@ -275,6 +290,7 @@ impl ServerSession {
         let refusal = self.refusal(host, &hello, version);
         if let Some(refusal) = refusal.or_else(|| origin.permits(&hello).err()) {
             self.refused_hellos += 1;
+            self.note_refused(refusal.code());
             self.send(host, id, correlation, Message::Error(refusal));
             return None;
         }
@@ -433,6 +449,15 @@ impl ServerSession {
             host.send(peer, encoded);
         }
     }
+}
+
+/// Counts of every code, by its name.
+pub fn by_name(counts: &BTreeMap<ErrorCode, u64>) -> BTreeMap<String, u64> {
+    let counts = ErrorCode::ALL.iter().map(|code| {
+        let count = counts.get(code).copied();
+        (code.name().to_owned(), count.unwrap_or(0))
+    });
+    counts.collect()
 }
 
 /// Encodes an answer, or an error in its place if the answer cannot be encoded.

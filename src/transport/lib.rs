@@ -81,7 +81,7 @@ pub use zmtp::Violation;
 
 pub use kvferry_session::{
     CLIENT_OPEN_MAX, CertificateHolder, Claims, Failure, Origin, STRANGERS_MAX, ServerEvent,
-    ServerSettings,
+    ServerSettings, by_name,
 };
 pub use kvferry_types::{LinkId, PeerId};
 

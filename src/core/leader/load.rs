@@ -20,7 +20,7 @@ use kvferry_types::{
 };
 
 use super::moves::{MoveSource, MoveTerms};
-use super::parts::{check_parts, end_of};
+use super::parts::{check_destinations, check_parts, end_of};
 use super::plan::{PlanWalk, plan};
 use super::stretch::{Below, OpenLoad, Promotion, Stage, Stretch, StretchId, Waited};
 use super::timers::{LoadKey, Timer};
@@ -105,6 +105,7 @@ impl Leader {
         }
         let (replica, model) = self.served(reply_to.engine)?;
         check_parts(model, parts)?;
+        check_destinations(parts)?;
         let layout = *model.layout_fingerprint();
         self.check_current(reply_to, id)?;
         if self.tiers.serving(TierId::Host).is_none() {

@@ -20,8 +20,12 @@ use kvferry_types::{
 /// A connected rank.
 #[derive(Debug)]
 struct RankPeer<P> {
-    /// The engine that the rank named in its hello.
+    /// The engine of its hello and its user.
     engine: EngineId,
+    /// The bytes that its hello named as the engine.
+    hello_engine: [u8; 16],
+    /// The rank that its hello named.
+    rank: Rank,
     user: User,
     holder: Holder<P>,
 }
@@ -207,6 +211,11 @@ fn not_served(registration: &Registration, check_only: bool) -> Option<String> {
     check_only.then(|| "the engine asked for a check of its memory only".to_owned())
 }
 
+/// All bytes of an engine's id. Its `Display` has the first four.
+fn hex(id: &[u8; 16]) -> String {
+    format!("{:032x}", u128::from_be_bytes(*id))
+}
+
 fn refuse<H: WorkerHost>(
     host: &mut H,
     peer: PeerId,
@@ -247,6 +256,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let Caller { user, pid } = caller.into();
         let rank = RankPeer {
             engine: engine_of(user, hello.engine),
+            hello_engine: hello.engine,
+            rank: Rank(hello.rank),
             user,
             holder: Holder::new(host, peer, pid),
         };
@@ -351,9 +362,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         abandon: &Abandon,
     ) -> Result<(), Fatal> {
         let ranks = &mut self.ranks;
-        let mapped = ranks.mapped.as_ref().filter(|mapped| mapped.peer == peer);
-        let named = ranks.connected.get(&peer).map(|rank| rank.engine);
-        let Some(engine) = mapped.map(|mapped| mapped.engine).or(named) else {
+        let Some(engine) = ranks.connected.get(&peer).map(|rank| rank.engine) else {
             return Ok(());
         };
         if let Some(error) = ranks.registered_by_another(host, peer, engine) {
@@ -397,6 +406,26 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         })
     }
 
+    /// Returns why a registration is not that of the rank whose hello came over the connection: `abandon` and `unregister`
+    /// act for the engine of the hello.
+    fn not_of_hello(&self, peer: PeerId, register: &Register) -> Option<String> {
+        let named = self.ranks.connected.get(&peer)?;
+        if named.hello_engine != register.engine {
+            return Some(format!(
+                "register.engine is {}, and the engine in the hello of this connection {}: name the same engine in both",
+                hex(&register.engine),
+                hex(&named.hello_engine)
+            ));
+        }
+        let rank = register.registration.rank;
+        (named.rank != rank).then(|| {
+            format!(
+                "registration.rank is {}, and the rank in the hello of this connection {}: name the same rank in both",
+                rank.0, named.rank.0
+            )
+        })
+    }
+
     /// Checks what is known without the memory; the host then opens and maps the memory.
     fn register<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
@@ -405,6 +434,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         request: RequestId,
         register: Register,
     ) {
+        let not_of_hello = self.not_of_hello(peer, &register);
         let registration = register.registration;
         if let Some(error) = self.ranks.seat_taken(host, peer) {
             host.discard(registration);
@@ -415,7 +445,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.discard(registration);
             return refuse(host, peer, request, ErrorCode::Forbidden, text);
         }
-        if let Some(text) = self.wrong_rank(&registration) {
+        if let Some(text) = self.wrong_rank(&registration).or(not_of_hello) {
             host.discard(registration);
             self.rank_refused(host, &text);
             return refuse(host, peer, request, ErrorCode::Invalid, text);
@@ -648,24 +678,20 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         });
         ranks.left = None;
         let mut stepped = Ok(());
-        // The registration may have named another engine than the hello.
-        let mut named = engine;
-        let its = |mapped: &mut Mapped<M>| mapped.peer == peer || mapped.engine == engine;
-        if let Some(mapped) = ranks.mapped.take_if(its) {
-            named = mapped.engine;
+        if let Some(mapped) = ranks.mapped.take_if(|mapped| mapped.engine == engine) {
             if let Some(request) = mapped.request {
                 let text = "unregistered meanwhile";
                 refuse(host, mapped.peer, request, ErrorCode::Invalid, text);
             }
-            stepped = self.step(host, WorkerEvent::MemoryGone(named));
-            host.close(named, mapped.memory);
+            stepped = self.step(host, WorkerEvent::MemoryGone(engine));
+            host.close(engine, mapped.memory);
         }
         if being_opened {
             let text = "the memory is being opened: retry";
             refuse(host, peer, request, ErrorCode::NotReady, text);
             return stepped;
         }
-        host.reply_when_closed(peer, request, [engine, named]);
+        host.reply_when_closed(peer, request, engine);
         stepped
     }
 }

@@ -142,7 +142,7 @@ impl WorkerHost for Process {
         self.closed.push(memory);
     }
 
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: [EngineId; 2]) {
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: EngineId) {
         self.reply(peer, request, Message::Unregistered(Empty {}));
     }
 
@@ -313,9 +313,13 @@ impl World {
     }
 
     fn connect(&mut self, peer: u64, engine: u8, pid: i32) {
+        self.connect_as(peer, engine, WORKER.rank.0, pid);
+    }
+
+    fn connect_as(&mut self, peer: u64, engine: u8, rank: u16, pid: i32) {
         let hello = Hello {
             engine: [engine; 16],
-            rank: WORKER.rank.0,
+            rank,
             ..Hello::new(Role::Rank, String::new())
         };
         self.run(|shell, process| {

@@ -32,8 +32,8 @@ impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
             reason = downward(&mut self.writer, &mut link.outbox, &ping) => reason,
             () = async { closing.await; tokio::time::sleep(slow_after).await } => CloseReason::ByUs,
         };
-        if matches!(reason, CloseReason::Violation(_)) {
-            gate.intake.peers.note_violation();
+        if let CloseReason::Violation(violation) = reason {
+            gate.intake.peers.note_violation(violation);
         }
         drop(self.reader);
         drop(self.writer);

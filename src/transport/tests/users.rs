@@ -103,7 +103,7 @@ async fn a_named_user_connects_and_another_one_is_refused_and_counted() {
     let at = socket.clone();
     let refused = as_user(BOB, move || connect(&at).err()).await;
     assert!(refused.is_some(), "nothing is sent to him");
-    assert_eq!(listener.sender().refused().0, 1);
+    assert_eq!(listener.sender().refused().handshakes, 1);
     let at = socket.clone();
     let connected = as_user(ALICE, move || connect(&at)).await;
     let _connected = connected.expect("she is named");
