@@ -205,7 +205,7 @@ async fn an_invalidation_gives_the_deadline_of_its_reset() {
     engine.until_ready().await;
     let reset = Reset {
         tier: 0,
-        namespace: None,
+        namespace: Some(b"tenant".to_vec().into()),
         hash_bytes: 0,
         hashes: Vec::new(),
     };

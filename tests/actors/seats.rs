@@ -13,7 +13,7 @@ use kvferry_transport::{Client, Failure, Limits, MemoryTransport};
 use kvferry_types::{Epoch, Ratio, RequestId, WorkerId};
 
 use super::unregister::{Memory, register, registered};
-use super::workers::{accept_all, rank, worker};
+use super::workers::{accept_all, rank, rank_of, worker};
 use super::world::{
     Answered, Engine, HEARTBEAT, Puppet, Received, TEST_TIMEOUT, client, hello, leader, lookup,
     puppets, server, soon,
@@ -259,10 +259,11 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
         rank(&transport.of_process(first.pid())),
         rank(&transport.of_process(second.pid())),
     );
+    let next = rank_of(&transport.of_process(second.pid()), 2);
     let (memory, other) = (Memory::new(), Memory::new());
     registered(&mut leader, &holder, &memory, 1).await;
 
-    let requested = stranger.request(other.registration(2), TEST_TIMEOUT).await;
+    let requested = next.request(other.registration(2), TEST_TIMEOUT).await;
     assert_in_use(requested, first.pid());
     let requested = stranger
         .request(Message::Unregister(Unregister {}), TEST_TIMEOUT)
@@ -279,7 +280,7 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
     first.end();
     let agreeing = accept_all(&mut leader);
     let answer = tokio::select! {
-        answer = register(&stranger, &other, 2) => answer,
+        answer = register(&next, &other, 2) => answer,
         () = agreeing => unreachable!("it goes on"),
     };
     assert!(matches!(answer, Ok(Message::Registered(_))), "{answer:?}");

@@ -154,14 +154,19 @@ async fn unregistered_memory_is_closed_and_may_be_registered_again() {
     worker.stop().await;
 }
 
-/// The rank may name another engine than its connection did, and another connection may unregister its memory.
+/// Another connection of the engine may unregister its memory. A registration in the name of another engine than that of
+/// the hello is refused.
 #[tokio::test(start_paused = true)]
 async fn memory_is_found_by_its_connection_or_by_its_engine() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
     let (first, memory) = (rank(&transport), Memory::new());
-    registered(&mut leader, &first, &memory, 2).await;
+    let failure = first.request(memory.registration(2), TEST_TIMEOUT).await;
+    let failure = failure.expect_err("its hello names engine 1");
+    assert_eq!(failure.code, ErrorCode::Invalid);
+    assert!(!memory.is_open());
+    registered(&mut leader, &first, &memory, 1).await;
     assert_taken_back(unregister(&first).await, &memory);
     registered(&mut leader, &first, &memory, 1).await;
     let second = rank(&transport);

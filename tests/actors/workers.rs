@@ -95,9 +95,14 @@ pub async fn worker_with_room(
 
 /// A client as a rank of engine 1.
 pub fn rank(transport: &MemoryTransport) -> Client {
+    rank_of(transport, 1)
+}
+
+/// A rank of another engine.
+pub fn rank_of(transport: &MemoryTransport, engine: u8) -> Client {
     let settings = ClientSettings {
         address: ranks(),
-        hello: hello(Role::Rank, 1, 0),
+        hello: hello(Role::Rank, engine, 0),
         limits: Limits::default(),
     };
     let (rank, mut incoming) = Client::start(Arc::new(transport.clone()), settings);
