@@ -106,7 +106,7 @@ class PlayedEngine:
             {"layer": torch.zeros(PAGES, 2, PAGE_TOKENS, 8)}, engine_page_tokens=PAGE_TOKENS, device_pages=PAGES
         )
         memory = KvMemory([group], Place(rank=rank, tp_size=2, shard=rank, content=b"test"))
-        return RankSession(directory / f"worker-0-{rank}", ENGINE, 0, rank, memory)
+        return RankSession(directory / f"worker-0-{rank}", ENGINE, rank, 0, memory)
 
     def lookup(self, page: int) -> bool:
         self.slot += 1
