@@ -21,7 +21,7 @@ use kvferry_types::User;
 
 /// Users of one entry, at most.
 const USERS_OF_ENTRY_MAX: usize = 64;
-/// Fewest bytes of a secret: as many as nobody can try out.
+/// Fewest bytes of a secret: too many to find it by trying all values.
 const SECRET_BYTES_MIN: usize = 16;
 /// Most bytes of a secret.
 const SECRET_BYTES_MAX: usize = 1024;

@@ -145,8 +145,8 @@ mod tests {
             assert_eq!(found, permitted, "{}", namespace.escape_ascii());
         }
         // No rule at all is not the same as an empty list of rules.
-        let nobody = Namespaces::new(Vec::new());
-        assert!(nobody.permits(User::Own, b"a") && !nobody.permits(ALICE, b"a"));
+        let none = Namespaces::new(Vec::new());
+        assert!(none.permits(User::Own, b"a") && !none.permits(ALICE, b"a"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use kvferry_types::{EngineId, GroupId, TierId};
 use super::Leader;
 
 impl Leader {
-    /// Recounts the pages that count for rules and engines. Those of engines that are forgotten count for nobody.
+    /// Recounts the pages that count for rules and engines. Pages of engines that are forgotten count for no engine.
     pub(super) fn check_held(&self) -> Result<(), Contradiction> {
         let (held, of_engines) = self.sessions.held_pages();
         let all = held + self.loads.held_pages();
