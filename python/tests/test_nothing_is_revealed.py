@@ -24,7 +24,7 @@ import zmq
 from daemon import TIMEOUT_S, Daemon, eventually
 from raw_peer import Closed, RawPeer
 from test_every_message import KINDS, fields
-from test_merged_events import FakeEngine, Merged, Router, port
+from test_merged_events import FakeEngine, Merged, Router, joined, port
 from test_typed_clients import answer_of
 
 from kvferry import wire
@@ -286,6 +286,8 @@ def publishes(context: zmq.Context, source: FakeEngine, router: Router) -> None:
         "medium": "GPU",
         "lora_name": None,
     }
+    # A page in kvferry is announced once: an announcement before the router's subscription would be lost.
+    joined(router, source)
     source.publish(event)
     seen: set[str | None] = set()
 
