@@ -254,8 +254,8 @@ fn limits_hold_on_both_sides() {
                 parts: vec![PartBody {
                     group: 0,
                     first_page: 0,
+                    count: list.pages(),
                     pages: list.into(),
-                    count: None,
                     priority: None,
                 }],
                 after: 0,

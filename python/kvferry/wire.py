@@ -184,8 +184,8 @@ class Part(msgspec.Struct, omit_defaults=True):
 
     first_page: int
     pages: list[int | list[int]]
+    count: int
     group: int = 0
-    count: int | None = None
     priority: int | None = None
 
 
@@ -480,8 +480,9 @@ class Drain(msgspec.Struct):
 
 
 class DrainAnswer(msgspec.Struct):
-    """What still runs. The leader is drained when all of it is 0."""
+    """Whether the leader is drained, and what still runs."""
 
+    drained: bool
     loads: int = 0
     stores: int = 0
     transfers: int = 0

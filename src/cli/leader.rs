@@ -99,6 +99,7 @@ impl Arguments {
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
                     roles: vec![Role::Engine, Role::Worker, Role::Admin],
                     features: features(&config),
+                    worker_seats: Some((config.replicas, config.ranks)),
                 },
             )
             .with_version_max(config.wire_max);

@@ -97,6 +97,7 @@ impl Arguments {
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
                     roles: vec![Role::Rank, Role::Admin],
                     features: FEATURE_TIMELINE,
+                    worker_seats: None,
                 },
             )
             .with_version_max(config.wire_max);

@@ -106,6 +106,19 @@ pub enum Refusal {
         /// The epoch of this leader.
         epoch: Epoch,
     },
+    /// The depot names an epoch that no leader of this deployment can have had.
+    #[error(
+        "the depot of {worker} was read by a leader of {depot_epoch}, which is impossible beside the {epoch} of this \
+         leader: epochs begin with the time in milliseconds; check the worker's disk, or give it an empty directory"
+    )]
+    EpochUnknown {
+        /// The worker that is refused.
+        worker: WorkerId,
+        /// The epoch that its depot names.
+        depot_epoch: Epoch,
+        /// The epoch of this leader.
+        epoch: Epoch,
+    },
     /// Two workers of one shard have different depots.
     #[error(
         "{worker} has another depot than {other}: workers on a host that hold one shard of the KV share its depot"
@@ -341,6 +354,7 @@ impl Refusal {
             Self::Groups { .. }
             | Self::NoSuchWorker { .. }
             | Self::SettingDiffers { .. }
+            | Self::EpochUnknown { .. }
             | Self::DepotNotShared { .. }
             | Self::DepotMissing { .. }
             | Self::DepotOfTwoShards { .. }

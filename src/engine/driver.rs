@@ -548,6 +548,7 @@ mod tests {
         let listener = transport.listen(&address, Limits::default()).await;
         let settings = ServerSettings {
             features: 0,
+            worker_seats: None,
             epoch: Epoch(1),
             heartbeat: Duration::from_secs(1),
             roles: vec![Role::Engine],

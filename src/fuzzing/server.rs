@@ -81,6 +81,7 @@ pub(crate) fn server(bytes: &[u8]) {
         heartbeat: HEARTBEAT,
         roles: vec![Role::Engine, Role::Rank, Role::Worker, Role::Admin],
         features: 1,
+        worker_seats: None,
     };
     let mut world = World {
         session: ServerSession::new(settings, Time(0)),

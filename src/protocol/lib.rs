@@ -31,9 +31,9 @@ pub use body::{
     GroupHits, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
     Memory, MemoryAnswer, MovesStatus, NumberedStore, PartBody, Probe, ProbeAnswer, RankStatus,
     ReadEvents, ReadInventory, Readiness, RecordBody, Register, Registered, RequestsStatus, Reset,
-    SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult, Stores,
-    StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister,
-    Welcome, Written,
+    ResetPages, SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult,
+    Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
+    Unregister, Welcome, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -26,6 +26,9 @@ pub struct ServerSettings {
     pub roles: Vec<Role>,
     /// Features beyond the version, as in [`Hello::features`].
     pub features: u64,
+    /// Numbers of replicas and ranks: workers with other ones are refused, because the places for connections of workers
+    /// are as many as their seats. `None` accepts all.
+    pub worker_seats: Option<(u16, u16)>,
 }
 
 /// An event of a peer.
@@ -322,7 +325,14 @@ impl ServerSession {
             return Some(ErrorBody::new(ErrorCode::Invalid, text));
         }
         if hello.role == Role::Worker {
-            return None;
+            let (replicas, ranks) = self.settings.worker_seats?;
+            let (replica, rank) = (hello.replica, hello.rank);
+            let text = format!(
+                "replica {replica} or rank {rank} is too high: the leader has {replicas} replicas of {ranks} ranks; start \
+                 leader and workers with the same ranks and replicas"
+            );
+            return (replica >= replicas || rank >= ranks)
+                .then(|| ErrorBody::new(ErrorCode::Invalid, text));
         }
         let guest = |peer: &&Peer| peer.role.is_some_and(|role| role != Role::Worker);
         let guests = self.peers.values().filter(guest).count();

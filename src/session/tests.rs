@@ -308,6 +308,7 @@ fn server() -> (ServerSession, Sent) {
         heartbeat: HEARTBEAT,
         roles: vec![Role::Engine],
         features: 0,
+        worker_seats: None,
     };
     (ServerSession::new(settings, at(0)), Sent::default())
 }
@@ -321,6 +322,36 @@ fn take(
 ) -> Option<ServerEvent> {
     let header = server.admit(host, PEER, header, body.len())?;
     server.receive(host, PEER, &header, decode(header, body), body.len())
+}
+
+/// The places for connections of workers are as many as their seats.
+#[test]
+fn a_worker_is_welcomed_for_a_seat_that_the_leader_has() {
+    for (replica, rank, welcomed) in [(0, 0, true), (1, 3, true), (2, 0, false), (0, 4, false)] {
+        let settings = ServerSettings {
+            epoch: Epoch(7),
+            heartbeat: HEARTBEAT,
+            roles: vec![Role::Worker],
+            features: 0,
+            worker_seats: Some((2, 4)),
+        };
+        let (mut server, mut host) = (ServerSession::new(settings, at(0)), Sent::default());
+        server.opened(&mut host, PEER, local(Some(5)));
+        let hello = Hello {
+            replica,
+            rank,
+            ..Hello::new(Role::Worker, "worker")
+        };
+        let (header, body) = from_server(HELLO_VERSION, 0, Message::Hello(hello));
+        let opened = take(&mut server, &mut host, &header, &body);
+        assert_eq!(opened.is_some(), welcomed, "{replica} {rank}");
+        let (_, answer) = host.sent.pop().expect("an answer");
+        let code = match answer.message {
+            Message::Error(error) => Some(error.code()),
+            _ => None,
+        };
+        assert_eq!(code, (!welcomed).then_some(ErrorCode::Invalid));
+    }
 }
 
 #[test]

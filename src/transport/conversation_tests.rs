@@ -51,6 +51,7 @@ pub(super) async fn server_within(
         listener,
         ServerSettings {
             features: 0,
+            worker_seats: None,
             epoch: Epoch(epoch),
             heartbeat: HEARTBEAT,
             roles,

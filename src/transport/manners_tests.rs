@@ -1,5 +1,8 @@
 //! Messages that a server accepts from each kind of peer: over the in-memory transport, in virtual time.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use crate::conversation_tests::{HEARTBEAT, Raw, answer, hello, listen_on, server_within, status};
@@ -173,6 +176,46 @@ async fn a_peer_that_pings_and_never_sends_a_hello_is_closed() {
         .await
         .expect("it is closed");
     assert!(begun.elapsed() >= Duration::from_secs(5));
+}
+
+/// Messages without an event are handled between those of others, also when new ones arrive all the time.
+#[tokio::test(start_paused = true)]
+async fn messages_that_need_no_answer_delay_a_request_by_a_few_of_their_kind() {
+    const PEERS: u64 = 8;
+    const MOST: u64 = 1_000_000;
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport).await;
+    let sent = Arc::new(AtomicU64::new(0));
+    for _ in 0..PEERS {
+        let (transport, sent) = (transport.clone(), Arc::clone(&sent));
+        tokio::spawn(async move {
+            let mut raw = Raw::welcomed(&transport, Role::Admin).await;
+            // An answer of an unknown kind is dropped.
+            while raw.send(header(999, 1), vec![0x80]).await && sent.load(Relaxed) < MOST {
+                sent.fetch_add(1, Relaxed);
+            }
+            raw.closed().await;
+        });
+    }
+    let (before, flood) = (Arc::new(AtomicU64::new(0)), Arc::clone(&sent));
+    let requested = Arc::clone(&before);
+    tokio::spawn(async move {
+        let mut engine = Raw::welcomed(&transport, Role::Engine).await;
+        while flood.load(Relaxed) < 10_000 {
+            tokio::task::yield_now().await;
+        }
+        requested.store(flood.load(Relaxed), Relaxed);
+        engine.send_message(1, status()).await;
+        engine.closed().await;
+    });
+    loop {
+        let mut events = server.next().await.expect("events");
+        if events.any(|event| matches!(event, ServerEvent::Message { .. })) {
+            break;
+        }
+    }
+    let waited_for = sent.load(Relaxed) - before.load(Relaxed);
+    assert!(waited_for < 20_000, "{waited_for} messages came first");
 }
 
 #[tokio::test(start_paused = true)]

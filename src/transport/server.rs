@@ -204,6 +204,9 @@ impl Server {
     }
 
     /// Returns the next events, at most [`SERVER_BATCH_MAX`]; `None` when the listener has ended. Cancel safe.
+    ///
+    /// As many frames are taken at a time, whether they are events or the session answers them itself: a peer that sends
+    /// pings or refused requests without a pause keeps neither the events of others waiting nor the session's timers.
     pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {
             let mut events = ServerEvents::default();
@@ -215,7 +218,7 @@ impl Server {
             }
             // The result is not needed: the listener reports the closed peers.
             lock(&self.session).tick(&mut self.host);
-            while events.events.len() < SERVER_BATCH_MAX {
+            for _ in 1..SERVER_BATCH_MAX {
                 let more = tokio::select! {
                     biased;
                     event = self.listener.next_charged() => event,

@@ -2,7 +2,7 @@
 //! is guessed from shapes.
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Rank;
 
@@ -25,6 +25,10 @@ pub enum TensorRole {
     Latent,
     /// The state of a recurrent layer (SSM).
     State,
+    /// A role that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 impl TensorRole {
@@ -36,6 +40,7 @@ impl TensorRole {
             Self::Kv => "kv",
             Self::Latent => "latent",
             Self::State => "state",
+            Self::Other => "other",
         }
     }
 }
@@ -55,6 +60,7 @@ pub enum Attention {
     State,
     /// A kind that this version does not support.
     #[serde(other)]
+    #[schemars(skip)]
     Other,
 }
 
@@ -79,6 +85,10 @@ pub enum AllocationKind {
     SharedMemory,
     /// Memory of the GPU that [`Registration::device_uuid`] names.
     Device,
+    /// A kind that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 /// How the worker opens an allocation.
@@ -109,6 +119,10 @@ pub enum AllocationHandle {
     /// Device memory in chunks, each shared on its own. The chunks lie one after another: offsets count over all of
     /// them.
     Chunks(Vec<Chunk>),
+    /// A handle that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 /// A part of an allocation of device memory.
@@ -136,6 +150,10 @@ pub enum ChunkHandle {
         #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
         [u8; 64],
     ),
+    /// A handle that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 /// One piece of memory that the engine allocated.
@@ -182,8 +200,13 @@ pub struct TensorView {
     pub page_bytes: u64,
     /// Distance from one page to the next, in bytes.
     pub page_stride_bytes: u64,
-    /// Which part of the model's KV the rank's pages hold. `None`: pages are usable by ranks of equal engines only.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Which part of the model's KV the rank's pages hold. `None`: pages are usable by ranks of equal engines only. Slices
+    /// that this version does not know are read as `None`.
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "known_slices"
+    )]
     pub slices: Option<Slices>,
 }
 
@@ -212,6 +235,41 @@ pub enum Slices {
         /// The parts in their order in memory, which fill the page.
         parts: Vec<StatePart>,
     },
+}
+
+fn known_slices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Slices>, D::Error> {
+    /// [`Slices`], or those of a later version.
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Word {
+        Heads {
+            kv_heads: u32,
+            head_axis: u32,
+            token_axis: u32,
+        },
+        Whole {
+            token_axis: u32,
+        },
+        Parts {
+            parts: Vec<StatePart>,
+        },
+        #[serde(other)]
+        Other,
+    }
+    Ok(match Option::<Word>::deserialize(deserializer)? {
+        Some(Word::Heads {
+            kv_heads,
+            head_axis,
+            token_axis,
+        }) => Some(Slices::Heads {
+            kv_heads,
+            head_axis,
+            token_axis,
+        }),
+        Some(Word::Whole { token_axis }) => Some(Slices::Whole { token_axis }),
+        Some(Word::Parts { parts }) => Some(Slices::Parts { parts }),
+        Some(Word::Other) | None => None,
+    })
 }
 
 impl Slices {

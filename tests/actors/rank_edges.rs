@@ -50,6 +50,7 @@ async fn no_registration_is_sent_after_the_memory_was_unregistered() {
         heartbeat: HEARTBEAT,
         roles: vec![Role::Rank],
         features: 0,
+        worker_seats: None,
     };
     let mut server = Server::new(listener.expect("it listens"), settings);
     let memory = Arc::new(SlowMemory {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvferry_actors::{LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
-use kvferry_protocol::{Abandon, ErrorCode, Message, Reset, Role, Status, Unregister};
+use kvferry_protocol::{Abandon, ErrorCode, Message, Reset, ResetPages, Role, Status, Unregister};
 use kvferry_transport::{Client, Failure, Limits, MemoryTransport};
 use kvferry_types::{Epoch, Ratio, RequestId, WorkerId};
 
@@ -157,6 +157,7 @@ async fn a_command_gets_its_own_answers_whatever_its_name() {
     }
     engine.until_ready().await;
     let reset = |namespace: &[u8]| Reset {
+        which: ResetPages::Namespace,
         tier: 0,
         namespace: Some(namespace.to_vec().into()),
         hash_bytes: 0,

@@ -44,6 +44,7 @@ async fn worker_of(
         heartbeat: HEARTBEAT,
         roles: vec![Role::Rank],
         features: 0,
+        worker_seats: None,
     };
     let server = Server::new(listener.expect("it listens"), settings);
     let owner_only = std::fs::Permissions::from_mode(0o700);

@@ -46,6 +46,7 @@ pub async fn server(transport: &MemoryTransport, epoch: u64, limits: Limits) -> 
         heartbeat: HEARTBEAT,
         roles: vec![Role::Engine, Role::Worker, Role::Admin],
         features: 0,
+        worker_seats: None,
     };
     Server::new(listener.expect("it listens"), settings)
 }
@@ -138,6 +139,7 @@ impl Engine {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(0, pages).into(),
+                count: u64::from(pages),
                 priority: None,
             }],
             after: 0,
@@ -190,7 +192,7 @@ pub fn lookup(slot: u64, pages: u8) -> Lookup {
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: (0..pages).flat_map(|page| [page + 1; 16]).collect(),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }
@@ -202,6 +204,7 @@ pub fn store(slot: u64, pages: u32) -> Store {
             group: 0,
             first_page: 0,
             pages: PageList::run(0, pages).into(),
+            count: u64::from(pages),
             priority: None,
         }],
         hash_bytes: 0,

@@ -6,6 +6,9 @@ use kvferry_types::Sharding;
 
 use super::*;
 
+/// How far an epoch may be ahead of that of a leader.
+const CENTURY_MS: u64 = 100 * 366 * 24 * 3600 * 1000;
+
 /// A leader for this number of ranks and shards, with one engine, which is known.
 fn leader(ranks: u16, shards: u16) -> Leader {
     let mut settings = settings();
@@ -34,7 +37,7 @@ fn attach_depot(
             worker: worker(0, rank),
             ranks,
             shards,
-            attach: AttachId(depot_epoch.0 + 1),
+            attach: AttachId(depot_epoch.0.saturating_add(1)),
             depots: PerTier::host(AttachedDepot {
                 depot: DepotId(rank.into()),
                 epoch: depot_epoch,
@@ -129,11 +132,28 @@ fn a_worker_with_other_settings_is_refused_and_one_with_the_same_is_admitted() {
     }
 }
 
+/// A later epoch ends the leader, so that only a worker that it would take may report one.
+#[test]
+fn a_later_epoch_is_not_looked_at_before_seat_and_settings() {
+    let later = Epoch(EPOCH.0 + 1);
+    let mut leader = leader(1, 1);
+    let refused = admission(&attach_depot(&mut leader, 7, (1, 1), later));
+    assert!(
+        matches!(refused, Err(Refusal::NoSuchWorker { .. })),
+        "{refused:?}"
+    );
+    let refused = admission(&attach_depot(&mut leader, 0, (2, 1), later));
+    assert!(
+        matches!(refused, Err(Refusal::SettingDiffers { .. })),
+        "{refused:?}"
+    );
+}
+
 /// The epoch of this leader was used before: its readings would be refused, and its invalidations would spare the pages
 /// that were stored then.
 #[test]
 fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_refused() {
-    for seen in [EPOCH, Epoch(EPOCH.0 + 1), Epoch(u64::MAX - 1)] {
+    for seen in [EPOCH, Epoch(EPOCH.0 + 1), Epoch(EPOCH.0 + CENTURY_MS)] {
         let mut leader = leader(1, 1);
         let effects = attach_depot(&mut leader, 0, (1, 1), seen);
         let reads = |effect: &LeaderEffect| matches!(effect, LeaderEffect::ReadInventory { .. });
@@ -144,6 +164,16 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_refused(
             epoch: EPOCH,
         };
         assert_eq!(admission(&effects), Err(used));
+    }
+    for seen in [EPOCH.0 + CENTURY_MS + 1, u64::MAX - 1, u64::MAX].map(Epoch) {
+        let mut leader = leader(1, 1);
+        let effects = attach_depot(&mut leader, 0, (1, 1), seen);
+        let unknown = Refusal::EpochUnknown {
+            worker: worker(0, 0),
+            depot_epoch: seen,
+            epoch: EPOCH,
+        };
+        assert_eq!(admission(&effects), Err(unknown), "{seen:?}");
     }
     let mut leader = leader(1, 1);
     let effects = attach_depot(&mut leader, 0, (1, 1), Epoch(EPOCH.0 - 1));

@@ -333,7 +333,7 @@ class Leader:
             if part.group != 0:
                 raise wire.Malformed(f"group is {part.group}: the registration has group 0 alone")
             named = bodies.pages_of(part.pages)
-            if part.count not in (None, len(named)):
+            if part.count != len(named):
                 raise wire.Malformed(f"count is {part.count}, and pages names {len(named)}")
             pages += enumerate(named, part.first_page)
         if not pages or len({at for at, _ in pages}) < len(pages):

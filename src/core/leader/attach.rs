@@ -12,6 +12,11 @@ use crate::refusal::Refusal;
 use super::Leader;
 use super::memory::SeatMemory;
 
+/// How far the epoch that a depot names may be above that of the leader: 100 years. Epochs begin with the time in
+/// milliseconds since 1970 and grow by one a start, so that a larger difference is a damaged or invented number. It would
+/// become the successor's epoch, and one near the largest number leaves no epoch for the leaders after it.
+const EPOCH_AHEAD_MAX: u64 = 100 * 366 * 24 * 3600 * 1000;
+
 impl Leader {
     /// Handles an attach request: all earlier orders of the worker have ended. A repeated request gets the same answer.
     pub(super) fn attached(
@@ -96,9 +101,18 @@ impl Leader {
 
     /// Checks a worker against the settings, and then against the other workers.
     fn validate(&self, attached: &AttachRequest) -> Result<(), Refusal> {
+        // A later epoch ends this leader: only the depot of a worker that it would take otherwise may do that.
+        self.roster.validate(attached)?;
         let epoch = self.settings.epoch;
         for (_, named) in attached.depots.iter() {
             let depot_epoch = named.epoch;
+            if depot_epoch.0.saturating_sub(epoch.0) > EPOCH_AHEAD_MAX {
+                return Err(Refusal::EpochUnknown {
+                    worker: attached.worker,
+                    depot_epoch,
+                    epoch,
+                });
+            }
             // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch
             // of this leader.
             if depot_epoch > epoch || (depot_epoch == epoch && self.next_id == 0) {
@@ -109,7 +123,7 @@ impl Leader {
                 });
             }
         }
-        self.roster.validate(attached)
+        Ok(())
     }
 
     /// Checks the memory of a worker against the settings and the pool in use, and then against the other workers.

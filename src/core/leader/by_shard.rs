@@ -48,9 +48,10 @@ impl Confirmations {
             .retain(|_, requested| *requested != worker);
     }
 
-    /// A shard has confirmed. Returns false if none was requested of it.
-    pub(super) fn confirmed(&mut self, shard: Shard) -> bool {
-        let counts = self.requested_from.contains_key(&shard);
+    /// A worker has confirmed for its shard. Returns false if the request was not sent to it: it may be one of another
+    /// replica, and knows nothing of what the worker that was asked has done.
+    pub(super) fn confirmed(&mut self, shard: Shard, worker: WorkerId) -> bool {
+        let counts = self.requested_from.get(&shard) == Some(&worker);
         if counts {
             self.missing.remove(&shard);
         }

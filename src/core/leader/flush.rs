@@ -143,7 +143,7 @@ impl Leader {
         let Some(flush) = self.flushes.open.get_mut(&id) else {
             return;
         };
-        if !flush.confirmations.confirmed(shard) || flush.confirmations.missing() > 0 {
+        if !flush.confirmations.confirmed(shard, worker) || flush.confirmations.missing() > 0 {
             return;
         }
         if let Some(flush) = self.flushes.take(id, &mut self.timers) {

@@ -315,13 +315,13 @@ impl Resets {
         ResetId(self.last)
     }
 
-    /// A shard has confirmed a reset. Returns false if none was requested of it, or if stores of the reset are in
-    /// flight.
-    fn confirmed(&mut self, id: ResetId, shard: Shard) -> bool {
+    /// A worker has confirmed a reset for its shard. Returns false if it was not requested of that worker, or if stores of
+    /// the reset are in flight.
+    fn confirmed(&mut self, id: ResetId, shard: Shard, worker: WorkerId) -> bool {
         let Some(reset) = self.open.get_mut(&id) else {
             return false;
         };
-        reset.ending.is_empty() && reset.confirmations.confirmed(shard)
+        reset.ending.is_empty() && reset.confirmations.confirmed(shard, worker)
     }
 
     /// Takes a reset out, with its timer; no page is hidden for it any longer.
@@ -498,7 +498,8 @@ impl Leader {
         id: ResetId,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        if self.resets.confirmed(id, self.roster.shard_of(worker)) {
+        let shard = self.roster.shard_of(worker);
+        if self.resets.confirmed(id, shard, worker) {
             self.answer_if_over(now, id, effects);
         }
     }
@@ -603,7 +604,12 @@ mod tests {
             if in_flight {
                 reset.ending.insert(TransferId(9));
             }
-            let counted = leader.resets.confirmed(id, shard);
+            let of_another_replica = WorkerId {
+                replica: kvferry_types::Replica(worker.replica.0 + 1),
+                ..worker
+            };
+            assert!(!leader.resets.confirmed(id, shard, of_another_replica));
+            let counted = leader.resets.confirmed(id, shard, worker);
             let missing = leader.resets.open[&id].confirmations.missing();
             assert_eq!(
                 (counted, missing),

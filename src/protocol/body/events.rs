@@ -58,9 +58,10 @@ pub enum EventKind {
     Gone,
     /// No page is found in the tier any longer: it closed.
     Cleared,
-    /// A later kind: a reader that does not know it begins again.
+    /// A later kind, which changes no page's place: readers skip it.
     #[default]
     #[serde(other)]
+    #[schemars(skip)]
     Unknown,
 }
 
@@ -76,6 +77,7 @@ pub enum EventReason {
     Reset,
     /// A later reason.
     #[serde(other)]
+    #[schemars(skip)]
     Unknown,
 }
 

@@ -11,7 +11,7 @@ use kvferry_types::Registration;
 pub struct Register {
     /// Requests up to this one are over: no copy for them starts.
     #[serde(default)]
-    pub after: u64,
+    pub abandoned_through: u64,
     /// Identity of the engine, 16 bytes: that of its scheduler's hello.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]

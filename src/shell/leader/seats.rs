@@ -114,14 +114,26 @@ impl<P: fmt::Debug> LeaderShell<P> {
         if identity != [0; 16] {
             // The first byte of this half is 0 in a counted name.
             name[8] = 1;
-            name[9..].copy_from_slice(&identity[..7]);
+            // All 16 bytes count: those that are drawn from a clock differ in their second half alone.
+            let folded = identity[..7].iter().zip(&identity[9..]);
+            let folded = folded.map(|(first, last)| first ^ last.rotate_left(3));
+            for (byte, folded) in name[9..].iter_mut().zip(folded) {
+                *byte = folded;
+            }
             let name = EngineId(name);
-            let Some(before) = self.engines.get(&name) else {
+            // The roles and not the names in use: a session has its name from its hello on, before its first request.
+            let known = self.roles.iter().find_map(|(peer, role)| match role {
+                PeerRole::Admin(known, pid) if *known == name => Some((*peer, *pid)),
+                _ => None,
+            });
+            let Some((before, its_pid)) = known else {
                 return name;
             };
-            if before.in_use(host, pid).is_none() {
-                let before = before.peer;
-                self.roles.remove(&before);
+            if Holder::new(host, before, its_pid)
+                .in_use(host, pid)
+                .is_none()
+            {
+                self.closed(host, before);
                 host.disconnect(before);
                 return name;
             }
@@ -293,6 +305,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.readers.forget(peer);
         match self.roles.remove(&peer) {
             Some(PeerRole::Engine(engine) | PeerRole::Admin(engine, _)) => {
+                let holds = |holder: &Holder<P>| holder.peer == peer;
+                if !self.engines.get(&engine).is_some_and(holds) {
+                    return;
+                }
                 self.engines.remove(&engine);
                 self.batches.forget(engine);
                 self.step(host, LeaderEvent::EngineClosed(engine));

@@ -9,7 +9,8 @@ use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
     AttachDepot, Drain, Ended, Hello, Inventory, Lookup, Measure, MeasureAnswer, Memory, PartBody,
-    Probe, RankStatus, Reset, Role, SetLog, StatedMemory, Status, Store, TierPages, VERSION,
+    Probe, RankStatus, Reset, ResetPages, Role, SetLog, StatedMemory, Status, Store, TierPages,
+    VERSION,
 };
 use kvferry_types::{
     EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, ResetScope, Sharding,
@@ -137,7 +138,7 @@ fn lookup() -> Message {
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: (0..32).collect(),
-        device_pages: 0,
+        have_pages: 0,
     })
 }
 
@@ -251,7 +252,7 @@ impl World {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(2, 2).into(),
-                count: None,
+                count: 2,
                 priority: None,
             }],
             hash_bytes: 0,
@@ -378,7 +379,7 @@ fn another_process_with_the_name_of_an_engine_gets_none_of_the_answers_of_the_ea
             namespace: Vec::new(),
             hash_bytes: 16,
             hashes: (0..32).collect(),
-            device_pages: 0,
+            have_pages: 0,
         })
     };
     let answer = |world: &mut World, peer, id, slot| {
@@ -499,6 +500,7 @@ fn admin(kind: u8, rest: [u8; 7]) -> EngineId {
 
 fn reset() -> Message {
     Message::Reset(Reset {
+        which: ResetPages::All,
         tier: 0,
         namespace: None,
         hash_bytes: 0,
@@ -515,7 +517,7 @@ fn an_admin_session_has_a_name_of_its_own() {
     }
     let names: Vec<EngineId> = world.shell.engines.keys().copied().collect();
     let counted = |number| admin(0, [0, 0, 0, 0, 0, 0, number]);
-    let identified = |identity| admin(1, [identity; 7]);
+    let identified = |identity: u8| admin(1, [identity ^ identity.rotate_left(3); 7]);
     let all = [
         EngineId(ENGINE),
         counted(1),
@@ -527,6 +529,23 @@ fn an_admin_session_has_a_name_of_its_own() {
     assert_eq!(world.shell.engines[&EngineId(ENGINE)].peer, PeerId(1));
     world.close(22);
     assert!(world.shell.engines.contains_key(&EngineId(ENGINE)));
+}
+
+/// Two tools with one identity: the second has the name of the first, whose connection is closed at once, whether it has
+/// sent a request or not. Neither the end of the first nor its reset takes the answer of the second.
+#[test]
+fn a_second_session_of_one_identity_closes_the_first_before_any_request() {
+    let mut world = World::serving();
+    world.connect((20, 5), &named(Role::Admin, [4; 16], 0));
+    world.connect((21, 5), &named(Role::Admin, [4; 16], 0));
+    assert_eq!(world.process.disconnected, [PeerId(20)]);
+    world.send(21, reset());
+    world.close(20);
+    let confirmed = kvferry_protocol::Invalidated { reset: 1 };
+    world.send(WORKER.0, Message::Invalidated(confirmed));
+    let (peer, answer) = world.process.replies.pop().expect("an answer");
+    assert_eq!(peer, 21);
+    assert!(matches!(answer, Message::ResetAnswer(_)), "{answer:?}");
 }
 
 #[test]
@@ -561,7 +580,7 @@ fn a_reset_that_is_repeated_over_another_connection_is_carried_out_once() {
         world.connect((22, 6), &named(Role::Admin, [4; 16], 0));
         world.send(22, reset());
         assert_eq!(resets(&world), 2);
-        assert_eq!(world.shell.engines[&admin(1, [4; 7])].peer, PeerId(21));
+        assert_eq!(world.shell.engines[&admin(1, [4 ^ 32; 7])].peer, PeerId(21));
     }
 }
 
@@ -608,7 +627,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         ),
         ((1, 0, 1), 1, 0)
     );
-    assert_eq!(answer.engine_page_tokens, 16);
+    assert_eq!(answer.hash_tokens, 16);
     assert_eq!(answer.decisions_digest, None);
     assert_eq!(answer.counters.get(LOOKUP_NS), Some(&70));
     assert_eq!(answer.pages_in(2, "filling"), 2);
@@ -715,7 +734,11 @@ fn a_drained_leader_refuses_lookups_and_stores_until_it_resumes_and_says_what_ru
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(drain(&mut world, false), DrainAnswer::default());
+    let nothing = |drained| DrainAnswer {
+        drained,
+        ..DrainAnswer::default()
+    };
+    assert_eq!(drain(&mut world, false), nothing(true));
     world.process.replies.clear();
     world.request(1, 5, lookup());
     world.send(20, Message::Probe(Probe {}));

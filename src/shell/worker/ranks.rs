@@ -382,7 +382,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             peer,
             request,
             engine,
-            after: RequestId(register.after),
+            after: RequestId(register.abandoned_through),
             not_served: not_served(&registration, register.check_only),
         };
         let serves = self.ranks.mapped.is_some();

@@ -35,6 +35,7 @@ impl SimServer {
             heartbeat: HEARTBEAT,
             roles: roles.to_vec(),
             features: 0,
+            worker_seats: None,
         };
         Self {
             session: ServerSession::new(settings, now),

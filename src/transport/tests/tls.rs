@@ -431,6 +431,7 @@ async fn greeted(keys: &Keys, name: &str, hello: Hello) -> Result<Role, ErrorCod
             heartbeat: Duration::from_secs(1),
             roles: vec![Role::Engine, Role::Worker, Role::Admin],
             features: 0,
+            worker_seats: None,
         },
     );
     let settings = ClientSettings {
