@@ -163,7 +163,6 @@ def main(directory: str) -> None:
     print(f"{count} pages, {count * PAGE_BYTES} bytes are right, and the other pages untouched")
     scheduler.ask(FINISH, {"slot": 2})
     print("unregistered", rank.ask(UNREGISTER, {}))
-    zmq.Context.instance().destroy(0)
 
 
 if __name__ == "__main__":
@@ -171,3 +170,5 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except (Refused, OSError) as error:
         sys.exit(f"error: {error}")
+    finally:
+        zmq.Context.instance().destroy(0)

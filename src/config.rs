@@ -6,6 +6,7 @@ mod monitor_address;
 mod reference;
 mod sources;
 mod tier_size;
+mod user_list;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -24,6 +25,7 @@ pub use monitor_address::MonitorAddress;
 pub use reference::{SettingReference, settings};
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
 pub use tier_size::TierSize;
+pub use user_list::{UNKNOWN_UID, UserList};
 
 /// Largest number of ranks of an engine.
 pub const RANKS_MAX: u16 = 64;
@@ -78,6 +80,9 @@ pub struct Config {
     pub gpu_copy: GpuCopy,
     pub heartbeat_ms: u64,
     pub wire_max: u16,
+    #[serde(serialize_with = "as_text")]
+    pub users: UserList,
+    pub namespaces: PathBuf,
     #[serde(serialize_with = "as_text")]
     pub monitor: MonitorAddress,
     pub page_index: bool,
@@ -234,6 +239,21 @@ pub struct Flags {
     #[arg(long, value_name = "VERSION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wire_max: Option<u16>,
+    /// Users beside kvferry's own whose engines may connect to leader and workers.
+    ///
+    /// User ids separated by commas, such as 1001,1002: at most 16, not 65534, which stands for all users of other user
+    /// namespaces. Directories of sockets then have mode 0711 and sockets 0666, and the kernel's id of each peer decides.
+    /// These users have the roles engine and rank. Set namespaces as well: without it, all engines share all pages.
+    #[arg(long, value_name = "UID[,UID...]")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub users: Option<String>,
+    /// File with rules about namespaces: whose engines may name them, how many pages they hold, and their secrets.
+    ///
+    /// An absolute path; a flag may be relative to the current folder. A TOML file that only its owner can write, with at
+    /// most 256 entries. Without it, every engine may name every namespace.
+    #[arg(long, value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub namespaces: Option<PathBuf>,
     /// Where metrics and health are served over HTTP, for leader and workers together: /metrics, /livez, /readyz.
     ///
     /// off; a port such as 9464, of the loopback address; or an address such as 0.0.0.0:9464, which other hosts reach.
@@ -428,6 +448,16 @@ impl Config {
                         .contains(&version)
                         .then_some(version)
                 },
+            )?,
+            users: settings.get(
+                "users",
+                "at most 16 user ids such as \"1001,1002\", without 65534",
+                |users: String| users.parse().ok(),
+            )?,
+            namespaces: settings.get(
+                "namespaces",
+                "an absolute path of a file, or \"\"",
+                |path: PathBuf| (path.as_os_str().is_empty() || path.is_absolute()).then_some(path),
             )?,
             monitor: settings.get(
                 "monitor",

@@ -6,4 +6,4 @@ mod counting_allocator;
 #[global_allocator]
 static ALLOCATOR: counting_allocator::CountingAllocator = counting_allocator::CountingAllocator;
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_fuzzing::run("transfer_twin", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_fuzzing::transfer_twin(bytes));

@@ -10,9 +10,7 @@ A rank has :class:`kvferry.rank.RankSession`, which has a thread: it must answer
 """
 
 import asyncio
-import itertools
 import logging
-import os
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -22,7 +20,8 @@ import msgspec
 import zmq
 
 from kvferry import engine_messages, session, wire
-from kvferry.requests import Failure, Later, PendingRequest, refuse
+from kvferry.base_client import BaseClient
+from kvferry.requests import Failure, Later, PendingRequest
 from kvferry.served import Part
 from kvferry.session import OPEN_MAX, Session
 from kvferry.sockets import Connection
@@ -76,7 +75,7 @@ class Request(PendingRequest, Generic[Answer]):
                 waiter.set_result(None)
 
 
-class Client:
+class Client(BaseClient):
     """A client of the process that listens in ``directory``, while it is entered by ``async with``.
 
     For one event loop: its methods are called by tasks and callbacks of that loop, and do not wait; what they return is
@@ -84,17 +83,13 @@ class Client:
     """
 
     def __init__(self, directory: Path, hello: Hello, *, first_id: int):
-        self.directory = directory
-        self._ids = itertools.count(first_id)
+        super().__init__(directory, first_id=first_id)
         self._session = Session(directory, hello, self.draw, now=time.monotonic())
         self._name = f"kvferry {hello.role}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         #: Something has changed: a request was made, a message received, or a time has come.
         self._changed = asyncio.Event()
-        self._closing = False
-        #: Why the last attempt to connect failed, for logs.
-        self.problem = ""
 
     async def __aenter__(self) -> Self:
         if self._loop is not None:
@@ -114,37 +109,6 @@ class Client:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-
-    @property
-    def link(self) -> int:
-        """Number of the present connection; 0 without one."""
-        return self._session.link
-
-    @property
-    def listening(self) -> bool:
-        """Whether there is a connection over which the peer has sent its welcome."""
-        return self.link != 0
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the peer's leader, from the last welcome."""
-        return self._session.epoch
-
-    @property
-    def features(self) -> int:
-        """Features that both sides support beyond the version, from the last welcome."""
-        return self._session.features
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Limits of the peer, by their names in ``schema/messages.json``, from the last welcome."""
-        return self._session.limits
-
-    @property
-    def open_requests(self) -> tuple[int, int]:
-        """Numbers of requests without an answer that wait to be sent, and that were sent."""
-        sent = self._session.sent_requests
-        return max(len(self._session.open) - sent, 0), sent
 
     def draw(self) -> int:
         """Draws a request id, above those of all earlier requests and below those of all later ones."""
@@ -170,14 +134,9 @@ class Client:
         """
         if self._loop is not asyncio.get_running_loop():
             raise RuntimeError("the client belongs to no or another event loop: enter it by `async with` in this one")
-        now = time.monotonic()
-        number = next(self._ids) if identity is None else identity
-        pending: Request[Any] = Request(number, message, now + timeout_s, now + timeout_s + grace_s, link)
-        pending.urgent = urgent
-        pending.repeated = identity is not None
+        pending = self._made(Request, message, timeout_s, grace_s, link, urgent, identity)
         if self._closing or len(self._session.open) >= OPEN_MAX:
-            text = "the client closes" if self._closing else f"{OPEN_MAX} requests wait for an answer"
-            refuse(pending, text)
+            self._refuse(pending)
         else:
             self._session.add(pending)
             self._changed.set()
@@ -210,11 +169,6 @@ class Client:
         self._closing = True
         self._session.lost(time.monotonic())
         self._session.closed()
-
-    def _set_problem(self, problem: str) -> None:
-        if problem != self.problem:
-            logger.debug("kvferry: %s: %s", self.directory, problem)
-        self.problem = problem
 
     async def _connect_and_converse(self, context: zmq.Context) -> bool:
         """Runs one connection until it ends; returns True. Raises if no welcome is received."""
@@ -290,8 +244,7 @@ class EngineClient(Client):
     """
 
     def __init__(self, directory: Path, engine: bytes, *, first_id: int, replica: int = 0, name: str = ""):
-        hello = wire.Hello(role="engine", engine=engine, replica=replica, name=name, features=wire.FEATURE_TAILS)
-        super().__init__(directory, hello, first_id=first_id)
+        super().__init__(directory, engine_messages.engine_hello(engine, replica, name), first_id=first_id)
 
     @property
     def finds_tails(self) -> bool:
@@ -377,11 +330,13 @@ class EngineClient(Client):
 
 
 class AdminClient(Client):
-    """The connection of an operator, or of a probe, to the leader whose socket is in ``directory``."""
+    """The connection of an operator, or of a probe, to the leader whose socket is in ``directory``.
+
+    The calls are those of :class:`kvferry.admin.AdminClient`. Cancelling one ends its wait, not its request.
+    """
 
     def __init__(self, directory: Path, *, name: str = ""):
-        # The leader recognises a request that is repeated over another connection by this identity.
-        super().__init__(directory, wire.Hello(role="admin", engine=os.urandom(16), name=name), first_id=1)
+        super().__init__(directory, engine_messages.admin_hello(name), first_id=1)
 
     async def status(self, *, check: bool = False, timeout_s: float = 5.0) -> wire.StatusAnswer:
         """Returns the state of the leader: see :meth:`kvferry.admin.AdminClient.status`."""
@@ -396,3 +351,27 @@ class AdminClient(Client):
         """Makes what is stored durable on the disk: see :meth:`kvferry.admin.AdminClient.flush`."""
         answer: wire.FlushAnswer = await self.request(wire.Flush(), timeout_s)
         return answer.pages
+
+    async def read_events(
+        self,
+        epoch: int = 0,
+        from_: int = 0,
+        *,
+        cursor: int | None = None,
+        namespace: bytes | None = None,
+        most: int = 4096,
+        wait_s: float = 0.0,
+        timeout_s: float = 5.0,
+    ) -> wire.Events:
+        """Reads which pages the tiers gained and lost: see :meth:`kvferry.admin.AdminClient.read_events`."""
+        message = engine_messages.read_events(epoch, from_, cursor, namespace, most, wait_s)
+        return await self.request(message, wait_s + timeout_s)
+
+    async def drain(self, *, resume: bool = False, timeout_s: float = 5.0) -> wire.DrainAnswer:
+        """Begins or ends a drain, and returns what still runs: see :meth:`kvferry.admin.AdminClient.drain`."""
+        return await self.request(wire.Drain(resume), timeout_s)
+
+    async def set_log(self, filter_: str, *, timeout_s: float = 5.0) -> str:
+        """Changes the filter of the leader's log: see :meth:`kvferry.admin.AdminClient.set_log`."""
+        answer: wire.SetLogAnswer = await self.request(wire.SetLog(filter_), timeout_s)
+        return answer.before

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvferry import wire
+from kvferry import limits, wire
 from kvferry.requests import PendingRequest
 from kvferry.wire import Code, Kind
 
 #: Longest body of a store that shares a message, and most bytes of all of them. Longer ones have little to gain.
 STORE_BYTES_MAX = 4 << 10
 BATCH_BYTES_MAX = 64 << 10
+#: Most bytes that a message has for each store beside the store's body: names of fields, id and deadline.
+_AROUND_BYTES = 48
 
 
 class StoreBatches:
@@ -39,20 +41,31 @@ class StoreBatches:
         self.more = 0
         self._known = True
 
-    def take(self, queue: collections.deque[PendingRequest], bytes_max: int, stores_max: int) -> list[PendingRequest]:
-        """Takes the stores at the start of a queue that fit into one message; a single one is left in the queue."""
+    def take(
+        self, queue: collections.deque[PendingRequest], bytes_max: int, peer: dict[str, int]
+    ) -> list[PendingRequest]:
+        """Takes the stores at the start of a queue that fit into one message; a single one is left in the queue.
+
+        ``peer`` has its limits: :func:`kvferry.limits.of_peer`.
+        """
         taken: list[PendingRequest] = []
-        room = min(bytes_max, BATCH_BYTES_MAX)
-        while self._known and not self._alone() and queue and len(taken) < stores_max:
+        room = min(bytes_max, BATCH_BYTES_MAX, peer["body_bytes"])
+        left = {name: peer[name] for name in limits.OF_ALL_STORES}
+        while self._known and not self._alone() and queue and len(taken) < peer["stores"]:
             store = queue[0]
-            size = len(store.body)
+            if store.done:
+                # Its caller no longer waits.
+                queue.popleft()
+                continue
+            size, sizes = len(store.body) + _AROUND_BYTES, store.sizes
             if store.kind != Kind.STORE or store.alone or size > min(STORE_BYTES_MAX, room):
                 break
+            if sizes["page_items"] > peer["page_items"] or any(sizes[name] > most for name, most in left.items()):
+                break
             queue.popleft()
-            # The caller of an ended one no longer waits.
-            if not store.done:
-                room -= size
-                taken.append(store)
+            room -= size
+            left = {name: most - sizes[name] for name, most in left.items()}
+            taken.append(store)
         if len(taken) == 1:
             queue.appendleft(taken.pop())
         return taken

@@ -8,7 +8,6 @@ answer, or with a :class:`Failure` that states whether any part of the request m
 import collections
 import contextlib
 import ctypes
-import itertools
 import logging
 import os
 import select
@@ -16,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import zmq
 
 from kvferry import session, wire
-from kvferry.requests import Failure, Later, PendingRequest, Watch, refuse
+from kvferry.base_client import BaseClient
+from kvferry.requests import Failure, Later, PendingRequest, Watch
 from kvferry.session import OPEN_MAX, Session
 from kvferry.sockets import SOCKET_NAME, Connection
 from kvferry.wire import Hello
@@ -36,12 +37,13 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 _CLOSE_LIMIT_S = 2.0
 
 
-class Client:
+class Client(BaseClient):
     """A client of the process that listens in ``directory``, from :meth:`start` to :meth:`close`.
 
     ``turn`` is called on the client's thread whenever something may have changed: after a welcome, a loss, an answer, a
     :meth:`poke`, and at the time that its last call returned (``None``: not before the next such event). ``turn`` may
-    call :meth:`request`. ``listening``: the peer's welcome has been received over the present connection.
+    call :meth:`request`. ``at_end`` is called on that thread once ``turn`` is not called any more, whether or not
+    :meth:`close` still waits. ``listening``: the peer's welcome has been received over the present connection.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class Client:
         first_id: int,
         turn: Callable[[], float | None] | None = None,
         watch: Watch | None = None,
+        at_end: Callable[[], None] | None = None,
     ):
-        self.directory = directory
+        super().__init__(directory, first_id=first_id)
         self._turn = turn
         self._watch = watch
-        self._ids = itertools.count(first_id)
+        self._at_end = at_end
         self._session = Session(
             directory,
             hello,
@@ -69,13 +72,11 @@ class Client:
         self._new: collections.deque[PendingRequest] = collections.deque()
         self._lock = threading.Lock()
         self._count = 0
-        self._closing = False
+        self._started = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         #: For the descriptor alone: whoever wakes the thread must not wait for what the thread does.
         self._wake_lock = threading.Lock()
         self._wakes = True
-        #: Why the last attempt to connect failed, for logs.
-        self.problem = ""
         self._next_turn: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
 
@@ -83,37 +84,19 @@ class Client:
 
     def start(self) -> None:
         """Starts the client's thread, which connects; ``turn`` is called from now on."""
-        self._thread.start()
+        with self._lock:
+            if self._closing or self._started:
+                raise RuntimeError("a client is started once: make another one")
+            self._thread.start()
+            self._started = True
 
-    @property
-    def link(self) -> int:
-        """Number of the present connection; 0 without one."""
-        return self._session.link
+    def __enter__(self) -> Self:
+        if not self._started:
+            self.start()
+        return self
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the peer's leader, from the last welcome."""
-        return self._session.epoch
-
-    @property
-    def features(self) -> int:
-        """Features that both sides support beyond the version, from the last welcome."""
-        return self._session.features
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Limits of the peer, by their names in ``schema/messages.json``, from the last welcome."""
-        return self._session.limits
-
-    @property
-    def lost_at(self) -> float | None:
-        """When the connection was lost, on the monotonic clock; None while there is one."""
-        return self._session.lost_at
-
-    @property
-    def listening(self) -> bool:
-        """Whether there is a connection over which the peer has sent its welcome."""
-        return self.link != 0
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def request(
         self,
@@ -139,14 +122,15 @@ class Client:
         in their order. By default the id is a new and the highest one.
         Without ``wake`` the request is sent when the thread wakes next, at the latest by :meth:`poke`: stores that are
         sent at one time share a message.
+
+        Raises:
+            RuntimeError: before :meth:`start`.
         """
-        now = time.monotonic()
         with self._lock:
-            number = next(self._ids) if identity is None else identity
-            pending = PendingRequest(number, message, now + timeout_s, now + timeout_s + grace_s, link)
+            if not self._started:
+                raise RuntimeError("the client was not started: call `start`, or enter it by `with`")
+            pending = self._made(PendingRequest, message, timeout_s, grace_s, link, urgent, identity)
             pending.until = until
-            pending.urgent = urgent
-            pending.repeated = identity is not None
             pending.watch = self._watch
             if self._watch is not None:
                 self._watch.requested(pending)
@@ -155,18 +139,15 @@ class Client:
                 self._count += 1
                 self._new.append(pending)
         if full:
-            text = "the client closes" if self._closing else f"{OPEN_MAX} requests wait for an answer"
-            refuse(pending, text)
+            self._refuse(pending)
         elif wake and threading.get_ident() != self._thread.ident:
             # The client's own thread sends what ``turn`` has requested before it waits again.
             self.poke()
         return pending
 
     @property
-    def open_requests(self) -> tuple[int, int]:
-        """Numbers of requests without an answer that wait to be sent, and that were sent. May lag behind."""
-        sent = self._session.sent_requests
-        return max(self._count - sent, 0), sent
+    def _open_count(self) -> int:
+        return self._count
 
     def draw(self) -> int:
         """Draws a request id, above those of all earlier requests and below those of all later ones."""
@@ -180,13 +161,20 @@ class Client:
                 _eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Closes the connection. Requests without an answer fail."""
+        """Closes the connection. Requests without an answer fail.
+
+        Waits at most 2 s for the client's thread, which ends then, or when a call of ``turn`` or ``until`` returns.
+        """
         with self._lock:
             if self._closing:
                 return
             self._closing = True
+            started = self._started
+        if not started:
+            self._end()
+            return
         self.poke()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_LIMIT_S)
 
     # The client's own thread.
@@ -212,17 +200,17 @@ class Client:
         finally:
             with self._lock:
                 self._closing = True
-            with self._wake_lock:
-                self._wakes = False
-                os.close(self._wake)
-            self._take_new()
-            self._session.closed()
+            self._end()
             context.destroy(linger=0)
 
-    def _set_problem(self, problem: str) -> None:
-        if problem != self.problem:
-            logger.debug("kvferry: %s: %s", self.directory, problem)
-        self.problem = problem
+    def _end(self) -> None:
+        with self._wake_lock:
+            self._wakes = False
+            os.close(self._wake)
+        self._take_new()
+        self._session.closed()
+        if self._at_end is not None:
+            self._at_end()
 
     def _meanwhile(self, until: float) -> None:
         """Waits for a request, a poke or a deadline while there is no connection."""

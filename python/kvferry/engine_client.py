@@ -159,7 +159,7 @@ class EngineClient(EngineRequests, Client):
         turn: Callable[[], float | None] | None = None,
         watch: Watch | None = None,
     ):
-        hello = wire.Hello(role="engine", engine=engine, replica=replica, name=name, features=wire.FEATURE_TAILS)
+        hello = engine_messages.engine_hello(engine, replica, name)
         super().__init__(directory, hello, first_id=first_id, turn=turn, watch=watch)
 
     @property

@@ -1,14 +1,25 @@
-"""The messages of an engine's scheduler, from the values of its calls.
+"""The messages of an engine's scheduler and of an operator, from the values of their calls.
 
 Long ones are built when they are sent. Sequences of hashes and pages must not change until then.
 """
 
+import os
 from collections.abc import Sequence
 
 from kvferry import wire
 from kvferry.requests import Later
 from kvferry.served import Part
 from kvferry.wire import Kind
+
+
+def engine_hello(engine: bytes, replica: int, name: str) -> wire.Hello:
+    """First message of an engine's scheduler."""
+    return wire.Hello(role="engine", engine=engine, replica=replica, name=name, features=wire.FEATURE_TAILS)
+
+
+def admin_hello(name: str) -> wire.Hello:
+    """First message of an operator. The leader recognises a request that is repeated over another connection by it."""
+    return wire.Hello(role="admin", engine=os.urandom(16), name=name)
 
 
 def lookup(slot: int, hashes: Sequence[bytes], namespace: bytes, device_pages: int, limit_pages: int | None) -> Later:
@@ -32,7 +43,7 @@ def load(slot: int, parts: Sequence[Part], after: int) -> Later:
     """Copies found pages to the engine's memory."""
 
     def message() -> wire.Load:
-        return wire.Load(slot, _parts(parts), after)
+        return wire.Load(slot, [_part(part) for part in parts], after)
 
     return Later(Kind.LOAD, message)
 
@@ -44,7 +55,7 @@ def store(slot: int, parts: Sequence[Part], more: Sequence[bytes], more_from: in
     def message() -> wire.Store:
         return wire.Store(
             slot=slot,
-            parts=_parts(parts),
+            parts=[_part(part, part.priority) for part in parts],
             hash_bytes=width,
             more_hashes=b"".join(more),
             more_from=more_from,
@@ -67,5 +78,5 @@ def reset(namespace: bytes, hashes: Sequence[bytes]) -> wire.Reset:
     return wire.Reset(namespace, hash_bytes=width, hashes=b"".join(hashes))
 
 
-def _parts(parts: Sequence[Part]) -> list[wire.Part]:
-    return [wire.Part(part.first_page, wire.runs(part.pages), part.group) for part in parts]
+def _part(part: Part, priority: int | None = None) -> wire.Part:
+    return wire.Part(part.first_page, wire.runs(part.pages), part.group, priority=priority)

@@ -22,7 +22,7 @@ import torch
 
 from kvferry import cuda
 from kvferry.proofs import Proofs
-from kvferry.sockets import SOCKET_PATH_BYTES_MAX, check_directory
+from kvferry.sockets import SERVER_UID, SOCKET_PATH_BYTES_MAX, check_directory, serves
 
 FD_SOCKET_NAME = "fds.sock"
 _HAND_OVER_LIMIT_S = 2.0
@@ -567,8 +567,11 @@ def _connected(path: Path) -> Iterator[socket.socket]:
 def _process_of(worker: socket.socket, path: Path) -> int:
     peer = worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, _group = struct.unpack("3i", peer)
-    if user != os.geteuid():
-        raise OSError(f"{path} is served by uid {user}: run the engine and kvferry as one user")
+    if not serves(user):
+        raise OSError(
+            f"{path} is served by uid {user}: run the engine and kvferry as one user, or set {SERVER_UID} to the "
+            "uid of kvferry"
+        )
     return process
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 #: Longest ``socket_dir``, in bytes: leaves room for the names of the sockets below it.
 SOCKET_DIR_BYTES_MAX = 80
+#: Longest start of namespaces, in bytes: a namespace has at most 1,024.
+PREFIX_BYTES_MAX = 256
 #: Longest deadline of a request; the leader cuts longer ones to this.
 DEADLINE_MS_MAX = 120_000
 
@@ -54,6 +56,12 @@ class Options:
         for name in names:
             if not isinstance(self.values.get(name, ""), str):
                 raise self._refuse(name, "give a text")
+
+    def short_text(self, name: str) -> None:
+        """Checks a text that is part of each namespace."""
+        value = self.values.get(name, "")
+        if not isinstance(value, str) or not value.isascii() or len(value) > PREFIX_BYTES_MAX:
+            raise self._refuse(name, f"give a text of at most {PREFIX_BYTES_MAX} ASCII characters")
 
     def flags(self, *names: str) -> None:
         """Checks values that are true or false."""

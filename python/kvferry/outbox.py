@@ -7,12 +7,11 @@ and its successor, which has received no orders yet, confirms so at once.
 import math
 from dataclasses import dataclass, field
 
+from kvferry import wire
+
 #: Shortest time between two reports of written work if no store and no load waits for the second one: the reports of
 #: several steps are one message.
 UNNEEDED_S = 0.1
-
-#: Most requests in one ``abandon``, by the limits of the wire; further ones follow in the next.
-ABANDONED_MAX = 4096
 
 
 @dataclass
@@ -55,6 +54,8 @@ class Outbox:
     #: The highest request that was ever abandoned: a worker must not copy for it after a later registration.
     abandoned_through: int = 0
     abandoned: set[int] = field(default_factory=set)
+    #: Most requests in one ``abandon`` to the present worker, at least 1; further ones follow in the next.
+    abandoned_max: int = wire.ABANDONED_MAX
 
     def lost(self) -> None:
         """Handles a broken connection: the worker drops the memory."""
@@ -96,13 +97,13 @@ class Outbox:
 
     def next(self, now: float = math.inf) -> RankRequest | None:
         """Returns the next request to send at this time; at most one of a kind is open at a time."""
+        # Before the registration, which may fail before it is sent, and take as long as a leader is away.
+        if self.abandoned and Abandon not in self.sent:
+            self.sent.add(Abandon)
+            return Abandon(sorted(self.abandoned)[: self.abandoned_max])
         if not self.registered and Register not in self.sent:
             self.sent.add(Register)
             return Register(self.abandoned_through)
-        # Does not wait for the registration, which may take as long as a leader is away.
-        if self.abandoned and Abandon not in self.sent:
-            self.sent.add(Abandon)
-            return Abandon(sorted(self.abandoned)[:ABANDONED_MAX])
         due = self.reports_at_once or (self.written > self.confirmed and self.report_at(now) is None)
         if self.registered and due and Written not in self.sent:
             self.sent.add(Written)

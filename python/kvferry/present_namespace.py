@@ -32,6 +32,8 @@ def write(socket_dir: Path, replica: int, namespace: bytes | None, groups: Seque
     """
     path = path_of(socket_dir, replica)
     new = path.with_name(f"{path.name}.{os.getpid()}")
+    # Other users may pass through the directory.
+    new.touch(mode=0o600)
     new.write_text(_text(namespace, groups))
     new.replace(path)
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -88,7 +89,7 @@ class RankSession:
         self._name = f"rank {rank}"
         shown = f"{name}, {self._name}" if name else self._name
         hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=shown, features=features)
-        self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn)
+        self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn, at_end=self._at_end)
         self._client.start()
 
     # The engine's threads.
@@ -176,6 +177,12 @@ class RankSession:
         self._any_over.wait(timeout_s)
         return self.over()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def registered(self) -> bool:
         """Whether a worker has mapped all of this rank's memory."""
@@ -184,12 +191,16 @@ class RankSession:
     def close(self) -> None:
         """Closes the connection; the worker then unmaps the memory.
 
-        A device's memory must not be freed before the worker has unmapped it: waits for that at most 3 s.
+        A device's memory must not be freed before the worker has unmapped it: waits for that at most 3 s, and then for
+        the session's thread at most 2 s.
         """
         self._closing = True
         if self._memory.on_device:
             self._let_go()
         self._client.close()
+
+    def _at_end(self) -> None:
+        # On the client's thread, which may still hand these descriptors over when `close` has returned.
         self._memory.close()
         self._forget_process()
 
@@ -214,6 +225,8 @@ class RankSession:
         with self._lock:
             if self._client.link != self._link:
                 self._outbox.lost()
+                most = self._client.limits.get("abandoned_requests", wire.ABANDONED_MAX)
+                self._outbox.abandoned_max = max(min(most, wire.ABANDONED_MAX), 1)
                 self._link = self._client.link
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
             self._fence(now)
@@ -361,7 +374,7 @@ class RankSession:
             if self._complaint != "fine":
                 logger.info("kvferry: %s: its worker has the KV memory", self._name)
             self._complaint = "fine"
-        elif failure.reported and not failure.retry and failure.message != self._complaint:
+        elif _is_final(failure) and failure.message != self._complaint:
             self._complaint = failure.message
             logger.warning("kvferry: %s is refused, requests run without the cache: %s", self._name, failure.message)
 
@@ -407,3 +420,8 @@ class RankSession:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)
             self._process_killed = True
+
+
+def _is_final(failure: Failure) -> bool:
+    """Whether a request that is made again ends in the same way: its peer has refused it, or would refuse it."""
+    return not failure.retry and (failure.reported or failure.code == Code.LIMIT)

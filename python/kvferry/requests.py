@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry import wire
+from kvferry import limits, wire
 from kvferry.wire import Code, Kind
 
 
@@ -62,6 +62,7 @@ class PendingRequest:
         "repeated",
         "requested_at",
         "sent_at",
+        "sizes",
         "until",
         "urgent",
         "watch",
@@ -74,6 +75,8 @@ class PendingRequest:
         self.kind = message.kind if isinstance(message, Later) else wire.KINDS[type(message)]
         self._message: msgspec.Struct | Later | None = message
         self._body = b""
+        #: What the message has of that which limits bound, once it is encoded: see :func:`kvferry.limits.sizes`.
+        self.sizes: dict[str, int] = {}
         #: Deadlines of the request, on the monotonic clock: the one that the peer receives, and our own.
         self.deadline = deadline
         self.expires = expires
@@ -99,11 +102,19 @@ class PendingRequest:
     @property
     def body(self) -> bytes:
         """The encoded message; empty when the request has ended. For one thread at a time."""
-        message = self._message
-        if message is not None:
-            self._body = wire.body_of(message.build() if isinstance(message, Later) else message)
-            self._message = None
+        self.encode()
         return self._body
+
+    def encode(self) -> None:
+        """Builds and encodes the message, once. For one thread at a time."""
+        message = self._message
+        if message is None:
+            return
+        if isinstance(message, Later):
+            message = message.build()
+        self._body = wire.body_of(message)
+        self.sizes = {"body_bytes": len(self._body), **limits.sizes(message)}
+        self._message = None
 
     @property
     def pages_in_use(self) -> bool:

@@ -10,15 +10,26 @@ from dataclasses import dataclass, field
 
 #: A block table's entry without a page. vLLM reserves the first page of its pool for it.
 NO_PAGE = 0
+#: Priorities of pages that are stored; those of 0 are evicted first.
+PRIORITIES = range(8)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Pages of one group, from position ``first_page`` of the sequence on, and the engine's pages that hold them."""
+    """Pages of one group, from position ``first_page`` of the sequence on, and the engine's pages that hold them.
+
+    ``priority`` is of stores, where the setting ``g2_policy`` has ``eviction=priority``: 0, evicted first, to 7. None
+    counts as 4. Loads leave the priority of a page as it is.
+    """
 
     group: int
     first_page: int
     pages: list[int]
+    priority: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.priority is not None and self.priority not in PRIORITIES:
+            raise ValueError(f"priority is {self.priority!r}: give a number from 0 to {PRIORITIES[-1]}, or None")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry import wire
+from kvferry import limits, wire
 from kvferry.batches import StoreBatches
 from kvferry.requests import Failure, PendingRequest
 from kvferry.wire import Code, Hello, Kind
@@ -24,6 +24,8 @@ logger = logging.getLogger("kvferry")
 #: Most requests without an answer; one more is refused at once. With the hashes of 4,096 pages each, their bodies take
 #: 512 MiB. A body has at most 8 MiB.
 OPEN_MAX = 4096
+#: Bytes of the name of an engine.
+ENGINE_BYTES = 16
 #: Longest wait for a connection and its welcome.
 CONNECT_LIMIT_S = 2.0
 #: Pause before the next attempt to connect: doubled by each failed one, up to the second.
@@ -44,6 +46,9 @@ class Session:
 
     ``draw`` returns the next id of a request. ``ended`` is called for each request that ends, before its caller knows.
     While ``alone`` returns true each store has a message of its own. ``directory`` is named in errors.
+
+    Raises:
+        ValueError: the peer would refuse each hello; names the field, its value and the remedy.
     """
 
     def __init__(
@@ -56,6 +61,10 @@ class Session:
         ended: Callable[[], None] | None = None,
         alone: Callable[[], bool] | None = None,
     ):
+        if len(hello.engine) != ENGINE_BYTES:
+            raise ValueError(f"engine has {len(hello.engine)} bytes: give {ENGINE_BYTES}")
+        if (size := len(hello.name.encode())) > wire.TEXT_BYTES_MAX:
+            raise ValueError(f"name has {size} bytes: give at most {wire.TEXT_BYTES_MAX}")
         self.directory = directory
         self._hello = hello
         self._draw = draw
@@ -75,6 +84,8 @@ class Session:
         self.lost_at: float | None = now
         #: Limits of the peer, by their names in ``schema/messages.json``, from the last welcome.
         self.limits: dict[str, int] = {}
+        #: Those of them that requests can exceed.
+        self._limits = limits.of_peer({})
         self._version = wire.VERSION
         self._links = itertools.count(1)
         self._credits = (1, 1)
@@ -116,6 +127,7 @@ class Session:
         self._version = welcome.version
         self.features = welcome.features
         self.limits = welcome.limits
+        self._limits = limits.of_peer(welcome.limits)
         self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
         self._beat_s = max(welcome.heartbeat_ms, 10) / 1000
         self._sent_at = self._received_at = now
@@ -207,8 +219,7 @@ class Session:
             too_much = self._in_flight_bytes + len(body) > byte_credits - kept * _URGENT_BYTES
             if self._in_flight and (len(self._in_flight) >= requests - kept or too_much):
                 return None
-            stores_max = min(self.limits.get("stores", wire.STORES_MAX), wire.STORES_MAX)
-            if stores := self._batches.take(queue, byte_credits - self._in_flight_bytes, stores_max):
+            if stores := self._batches.take(queue, byte_credits - self._in_flight_bytes, self._limits):
                 identity, kind = self._draw(), Kind.STORES
                 left_ms, body = self._batches.message(identity, stores, now)
             else:
@@ -225,21 +236,20 @@ class Session:
 
     def _body(self, pending: PendingRequest) -> bytes | None:
         """The body of a request in the version of the connection; None if it is too long for the peer and has ended."""
-        body = pending.body
+        body, sizes = pending.body, pending.sizes
         try:
             if self._version < 2 and pending.kind in (Kind.LOAD, Kind.STORE):
-                body = wire.one_by_one(body)
-            limit = min(self.limits.get("body_bytes", wire.BODY_BYTES_MAX), wire.BODY_BYTES_MAX)
-            if len(body) > limit:
-                raise wire.TooLong(
-                    f"the request has {len(body)} bytes, more than the {limit} of a message to this peer"
-                )
-        except wire.TooLong as why:
-            # The request may have been sent to an earlier peer.
-            over = pending.sent_at is None and not pending.repeated
-            self._settle(pending, None, Failure(Code.LIMIT, str(why), reported=False, over=over))
-            return None
-        return body
+                body = wire.one_by_one(body, self._limits["page_items"])
+                sizes = {**sizes, "body_bytes": len(body)}
+            why = limits.exceeded(pending.kind, sizes, self._limits)
+        except wire.TooLong as error:
+            why = str(error)
+        if why is None:
+            return body
+        # The request may have been sent to an earlier peer.
+        over = pending.sent_at is None and not pending.repeated
+        self._settle(pending, None, Failure(Code.LIMIT, why, reported=False, over=over))
+        return None
 
     # Messages of the peer.
 
@@ -330,13 +340,12 @@ class Session:
 def _not_encoded(pending: PendingRequest) -> Failure | None:
     """Encodes a request; returns why it could not be encoded."""
     try:
-        size = len(pending.body)
+        pending.encode()
     except Exception as error:
         logger.exception("kvferry: a request of kind %d could not be encoded", pending.kind)
         text = f"the request could not be encoded: {error}"
         # To be retried at intervals, not at once.
         return Failure(Code.INTERNAL, text, reported=False, retry=True, over=not pending.repeated)
-    if size > wire.BODY_BYTES_MAX:
-        text = f"the request has {size} bytes, more than the {wire.BODY_BYTES_MAX} of a message"
-        return Failure(Code.INTERNAL, text, reported=False, retry=True, over=not pending.repeated)
+    if (why := limits.exceeded(pending.kind, pending.sizes, limits.TABLE)) is not None:
+        return Failure(Code.LIMIT, why, reported=False, over=not pending.repeated)
     return None

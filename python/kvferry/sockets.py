@@ -12,6 +12,8 @@ from kvferry import wire
 #: Longest path of a Unix socket, in bytes.
 SOCKET_PATH_BYTES_MAX = 107
 SOCKET_NAME = "kvferry.sock"
+#: Environment variable with the uid that kvferry runs as, where that is not the engine's.
+SERVER_UID = "KVFERRY_SERVER_UID"
 
 _GONE_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -46,6 +48,10 @@ class Connection:
             self.socket.setsockopt(zmq.SNDTIMEO, 0)
             self.socket.setsockopt(zmq.RCVHWM, 0)
             self.monitor = self.socket.get_monitor_socket(_GONE_EVENTS)
+        except BaseException:
+            self.socket.close(0)
+            raise
+        try:
             self.socket.connect(f"ipc://{path}")
         except BaseException:
             self.close()
@@ -86,6 +92,8 @@ class Connection:
     def close(self) -> None:
         """Closes the sockets; nothing is sent any more."""
         self.socket.disable_monitor()
+        # Otherwise it stays open until it is collected, and its context cannot end before.
+        self.monitor.close(0)
         self.socket.close(0)
 
 
@@ -104,8 +112,16 @@ def socket_path(directory: Path) -> Path:
     return path
 
 
+def serves(uid: int) -> bool:
+    """Whether kvferry runs as this user: that of this process, or the one that :data:`SERVER_UID` names."""
+    return uid == os.geteuid() or str(uid) == os.environ.get(SERVER_UID)
+
+
 def check_directory(directory: Path) -> None:
-    """Refuses a socket directory that another user could access or replace.
+    """Refuses a socket directory in which another user could put a socket.
+
+    It belongs to this process's user, or to the one that :data:`SERVER_UID` names. Others may pass through it (0711)
+    where kvferry has its setting ``users``.
 
     Raises:
         OSError: naming the directory, what is wrong with it, and the remedy.
@@ -116,7 +132,10 @@ def check_directory(directory: Path) -> None:
         raise OSError(f"{directory} does not exist: is kvferry running with this socket_dir?") from None
     if not stat.S_ISDIR(found.st_mode):
         raise OSError(f"{directory} is a link or no directory: name a directory itself")
-    if found.st_uid != os.geteuid():
-        raise OSError(f"{directory} belongs to uid {found.st_uid}: run the engine and kvferry as one user")
-    if stat.S_IMODE(found.st_mode) & 0o777 != 0o700:
+    if not serves(found.st_uid):
+        raise OSError(
+            f"{directory} belongs to uid {found.st_uid}: run the engine and kvferry as one user, or set {SERVER_UID} "
+            "to the uid of kvferry, whose setting users must have this one"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o777 not in (0o700, 0o711):
         raise OSError(f"{directory} must be open to its owner alone; run chmod 700 {directory}")

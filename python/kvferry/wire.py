@@ -22,10 +22,17 @@ BODY_BYTES_MAX = 8 << 20
 PARTS_MAX = 4096
 #: Most items in a list of pages.
 PAGE_ITEMS_MAX = 131_072
+#: Most pages that one message names, runs counted out.
+PAGES_MAX = 1_048_576
 #: Most page hashes in one message.
 HASHES_MAX = 131_072
 #: Most stores in one message.
 STORES_MAX = 256
+#: Most requests in one abandon.
+ABANDONED_MAX = 4096
+#: Longest namespace, content of a registration, and text, in bytes.
+NAMESPACE_BYTES_MAX = CONTENT_BYTES_MAX = 1024
+TEXT_BYTES_MAX = 4096
 #: Bytes of one page hash.
 HASH_BYTES = range(16, 65)
 
@@ -103,6 +110,8 @@ class Code(IntEnum):
     INTERNAL = 17
     LEASED = 18
     RESET_UNCONFIRMED = 19
+    FORBIDDEN = 20
+    QUOTA = 21
     UNSUPPORTED = 24
 
 
@@ -608,18 +617,18 @@ def read(parts: list[bytes]) -> Envelope:
     return Envelope(kind, correlation, epoch, body, required)
 
 
-def one_by_one(body: bytes) -> bytes:
+def one_by_one(body: bytes, items_max: int = PAGE_ITEMS_MAX) -> bytes:
     """Returns the body of a load or a store for a peer of version 1, which knows no runs: every page by its index.
 
     Raises:
-        TooLong: version 1 cannot name so many pages in one message.
+        TooLong: a part has more pages than the ``items_max`` that a list to this peer may have.
     """
     message = msgspec.msgpack.decode(body)
     for part in message["parts"]:
         items = part["pages"]
         count = sum(1 if isinstance(item, int) else item[1] for item in items)
-        if count > PAGE_ITEMS_MAX:
-            raise TooLong(f"{count} pages of one part: version 1 of the protocol names at most {PAGE_ITEMS_MAX}")
+        if count > items_max:
+            raise TooLong(f"{count} pages of one part: version 1 of the protocol names at most {items_max}")
         part["pages"] = [
             page for item in items for page in ((item,) if isinstance(item, int) else range(item[0], item[0] + item[1]))
         ]

@@ -1,4 +1,7 @@
-"""Sends changed messages and raw bytes to a leader and a worker: ``live_fuzz.py SOCKET_DIR SEED MESSAGES``.
+"""Sends changed messages and raw bytes to a leader and a worker: ``live_fuzz.py SOCKET_DIR SEED MESSAGES [PORT KEYS]``.
+
+With the port of a leader on this machine, and the directory of the keys of its deployment, everything goes to this port
+instead: inside TLS, with the certificates of an operator, a monitor and a worker, and bytes that are no TLS.
 
 A process of its own, which is no engine: what it sends is refused or has no effect on others. It ends when it has sent
 all of it, whatever the other side does, and prints how many messages and connections these were.
@@ -8,10 +11,13 @@ import contextlib
 import json
 import random
 import select
+import socket
+import ssl
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from raw_peer import COMMAND, GREETING, MORE, Closed, RawPeer, frame, open_socket, ready
@@ -19,7 +25,8 @@ from raw_peer import COMMAND, GREETING, MORE, Closed, RawPeer, frame, open_socke
 from kvferry.wire import Kind
 
 SCHEMA = Path(__file__).parents[2] / "schema"
-ROLES = {"leader": ("engine", "admin", "worker"), "worker-0-0": ("rank",)}
+#: Seconds that the other side of a connection may take to answer.
+TIMEOUT_S = 60.0
 #: Numbers at the borders of the types.
 NUMBERS = (0, 1, 2, 255, 256, 65535, 65536, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63))
 #: Messages of an operator that change what others get from this kvferry: as an admin they are not sent.
@@ -107,19 +114,74 @@ def changed_message(draw: random.Random, head: bytes, body: bytes) -> tuple[byte
 
 def discard(peer: RawPeer) -> None:
     """Reads what was answered, without waiting."""
-    while select.select([peer.socket], [], [], 0)[0]:
+    # Bytes that TLS has decrypted are not shown by the socket.
+    while getattr(peer.socket, "pending", int)() or select.select([peer.socket], [], [], 0)[0]:
         if not peer.socket.recv(1 << 18):
             raise Closed
 
 
-def talk(draw: random.Random, directory: Path, known: list[tuple[bytes, bytes]], messages: int) -> int:
+class Way(NamedTuple):
+    """A way to a process."""
+
+    #: The roles that a process may have over it, most of the time.
+    roles: tuple[str, ...]
+    #: Opens a connection.
+    open: Callable[[], socket.socket]
+    #: Sends bytes that begin no connection.
+    babble: Callable[[random.Random], None]
+
+
+def local(directory: Path, *roles: str) -> Way:
+    def open_() -> socket.socket:
+        return open_socket(directory)
+
+    return Way(roles, open_, lambda draw: babble(draw, open_))
+
+
+def tls_context(pem: Path | None, protocol: str = "kvferry/1") -> ssl.SSLContext:
+    """The client's side of TLS with the certificates of a file of ``kvferry keygen``, or with none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols([protocol])
+    if pem is None:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_verify_locations(pem)
+        context.load_cert_chain(pem)
+    return context
+
+
+def remote(port: int, pem: Path, role: str) -> Way:
+    """The leader's port, with the certificate of one holder."""
+    context = tls_context(pem)
+
+    def open_() -> socket.socket:
+        connected = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
+        try:
+            return context.wrap_socket(connected, server_hostname="leader.kvferry")
+        except BaseException:
+            connected.close()
+            raise
+
+    def babble_(draw: random.Random) -> None:
+        if draw.random() < 0.5:
+            babble(draw, open_)
+        else:
+            babble_outside(draw, port, pem)
+
+    # A hello that differs from the certificate is refused.
+    return Way((role,) * 12 + ("engine", "worker", "admin"), open_, babble_)
+
+
+def talk(draw: random.Random, way: Way, known: list[tuple[bytes, bytes]], messages: int) -> int:
     """One connection with changed messages. Returns how many were sent."""
     sent = 0
     peer, role = None, ""
     try:
-        peer = RawPeer.connect(directory)
+        peer = RawPeer(way.open())
         if draw.random() < 0.95:
-            role = draw.choice(ROLES[directory.name])
+            role = draw.choice(way.roles)
             peer.hello(role, draw.randbytes(16), rank=draw.choice([0, 0, 1, 65535]))
         for _ in range(min(messages, draw.randrange(1, PER_CONNECTION))):
             head, body = changed_message(draw, *draw.choice(known))
@@ -139,7 +201,7 @@ def talk(draw: random.Random, directory: Path, known: list[tuple[bytes, bytes]],
     return sent
 
 
-def babble(draw: random.Random, directory: Path) -> None:
+def babble(draw: random.Random, open_: Callable[[], socket.socket]) -> None:
     """One connection whose bytes are not ZMTP, or end in the middle of it."""
     dealer = GREETING + ready(b"DEALER")
     command = frame(COMMAND, b"\x04PING\0\0" + draw.randbytes(draw.randrange(20)))
@@ -154,27 +216,76 @@ def babble(draw: random.Random, directory: Path) -> None:
         changed_bytes(draw, dealer + frame(MORE, bytes(32)) + frame(0, b"\x80")),
     ]
     try:
-        with contextlib.closing(open_socket(directory)) as stream:
+        with contextlib.closing(open_()) as stream:
             stream.sendall(draw.choice(streams))
     except OSError:
         # The other side may close any connection.
         pass
 
 
-def main(socket_dir: Path, seed: int, messages: int) -> None:
+def client_hello(context: ssl.SSLContext) -> bytes:
+    """The first bytes of a client of TLS."""
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(received, sent, server_hostname="leader.kvferry").do_handshake()
+    return sent.read()
+
+
+def babble_outside(draw: random.Random, port: int, pem: Path) -> None:
+    """One connection to the port of TLS that comes to no session of TLS: other bytes, or a client that is refused."""
+    hello = client_hello(tls_context(pem))
+    dealer = GREETING + ready(b"DEALER")
+    streams = [
+        b"",
+        draw.randbytes(draw.randrange(1, 300)),
+        dealer + frame(MORE, bytes(32)) + frame(0, b"\x80"),
+        b"GET / HTTP/1.1\r\n\r\n",
+        hello[: draw.randrange(len(hello))],
+        changed_bytes(draw, hello),
+        hello + draw.randbytes(draw.randrange(1, 300)),
+        # A record of the largest length, of which the beginning comes.
+        b"\x16\x03\x03\xff\xff" + draw.randbytes(100),
+    ]
+    refused = [tls_context(None), tls_context(pem, "h2"), None, None, None, None]
+    context = draw.choice(refused)
+    try:
+        with contextlib.closing(socket.create_connection(("127.0.0.1", port), TIMEOUT_S)) as stream:
+            if context is None:
+                stream.sendall(draw.choice(streams))
+            else:
+                with context.wrap_socket(stream, server_hostname="leader.kvferry") as session:
+                    session.sendall(dealer)
+                    session.recv(100)
+    except OSError:
+        # An error of TLS is one, too.
+        pass
+
+
+def ways(socket_dir: Path, port: int | None, keys: Path | None) -> list[Way]:
+    if port is None or keys is None:
+        leader = local(socket_dir / "leader", "engine", "admin", "worker")
+        return [leader, local(socket_dir / "worker-0-0", "rank")]
+    holders = (("admin", "admin"), ("monitor", "admin"), ("worker-0-0", "worker"))
+    return [remote(port, keys / f"{holder}.pem", role) for holder, role in holders]
+
+
+def main(socket_dir: Path, seed: int, messages: int, port: int | None = None, keys: Path | None = None) -> None:
     draw = random.Random(seed)
     known = examples()
+    choices = ways(socket_dir, port, keys)
     sent = connections = 0
     while sent < messages:
-        directory = socket_dir / draw.choice(list(ROLES))
+        way = draw.choice(choices)
         connections += 1
         if draw.random() < 0.2:
-            babble(draw, directory)
+            way.babble(draw)
             sent += 1
         else:
-            sent += talk(draw, directory, known, messages - sent)
+            sent += talk(draw, way, known, messages - sent)
     print(json.dumps({"messages": sent, "connections": connections}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    arguments = sys.argv[1:]
+    remote_leader = (int(arguments[3]), Path(arguments[4])) if len(arguments) > 3 else ()
+    main(Path(arguments[0]), int(arguments[1]), int(arguments[2]), *remote_leader)

@@ -97,6 +97,12 @@ class RawPeer:
         Raises:
             Closed: there is none.
         """
+        head, body = self.receive_parts()
+        _, _, kind, id_, _, _, _, epoch = _HEADER.unpack(head)
+        return Received(kind, id_, epoch, msgspec.msgpack.decode(body))
+
+    def receive_parts(self) -> list[bytes]:
+        """Returns the parts of the next message, whatever they are; raises as :meth:`receive`."""
         parts: list[bytes] = []
         while True:
             flags = self._take(1)[0]
@@ -106,10 +112,7 @@ class RawPeer:
                 continue
             parts.append(payload)
             if not flags & MORE:
-                break
-        head, body = parts
-        _, _, kind, id_, _, _, _, epoch = _HEADER.unpack(head)
-        return Received(kind, id_, epoch, msgspec.msgpack.decode(body))
+                return parts
 
     def _take(self, count: int) -> bytes:
         while len(self._bytes) < count:

@@ -12,7 +12,7 @@ from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually
 from router import Subscriber
 from sglang_engine import PAGE_TOKENS, SglangEngine
 
-from kvferry import present_namespace, wire
+from kvferry import present_namespace
 from kvferry.admin import AdminClient
 
 MEDIA = {2: "CPU", 3: "STORAGE"}
@@ -136,8 +136,9 @@ class Streams:
         epoch, at, cursor = 0, 0, 0
         with AdminClient(self._daemon.socket_dir / "leader", name="reader") as admin:
             while cursor is not None:
-                read = wire.ReadEvents(epoch, at, READ_PAGES, 0, bytes.fromhex(shown), cursor)
-                answer = admin._answer(admin._client.request(read, TIMEOUT_S))
+                answer = admin.read_events(
+                    epoch, at, cursor=cursor, namespace=bytes.fromhex(shown), most=READ_PAGES, timeout_s=TIMEOUT_S
+                )
                 if answer.lost:
                     places.clear()
                 for record in answer.records:

@@ -1,6 +1,9 @@
 """Tests of the client's side of a session."""
 
 import contextlib
+import os
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 import zmq
 from daemon import TIMEOUT_S, eventually, running
 from in_loop import InLoop
+from raw_peer import LONG, MORE, Closed, RawPeer
 
 from kvferry import aio, wire
 from kvferry.client import Client, Failure, Later, PendingRequest
@@ -268,6 +272,32 @@ def test_garbage_breaks_only_the_connection(directory: Path, garbage: bytes) -> 
         assert envelope.correlation == pending.id
         server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
         assert ended(pending).answer == FOUND
+
+
+@pytest.mark.parametrize("length", [1 << 62, wire.BODY_BYTES_MAX + 1])
+def test_a_frame_that_claims_to_be_too_long_breaks_only_the_connection(directory: Path, length: int) -> None:
+    """Before memory is allocated for it."""
+    path = directory / SOCKET_NAME
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as hostile:
+        hostile.bind(os.fspath(path))
+        hostile.listen(8)
+        hostile.settimeout(TIMEOUT_S)
+        with talking(directory) as client:
+            pending = client.request(LOOKUP, TIMEOUT_S)
+            for _ in range(3):
+                with RawPeer(hostile.accept()[0], b"ROUTER") as peer:
+                    peer.receive_parts()
+                    peer.write(struct.pack(">BQ", LONG | MORE, length) + bytes(100))
+                    sent_at = time.monotonic()
+                    with pytest.raises(Closed):
+                        peer.receive_parts()
+                    assert time.monotonic() - sent_at < 1.5, "a client without a welcome closes after 2 s"
+            hostile.close()
+            path.unlink()
+            server = Fake(directory)
+            peer, envelope = server.receive()
+            server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
+            assert ended(pending).answer == FOUND
 
 
 def test_an_answer_that_comes_late_or_twice_ends_nothing_else(directory: Path) -> None:

@@ -344,6 +344,8 @@ def test_a_page_has_bytes_of_all_layers() -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
+        ({"namespace_prefix": "ä/"}, "namespace_prefix is 'ä/': give a text of at most 256 ASCII characters"),
+        ({"namespace_prefix": "x" * 257}, "give a text of at most 256 ASCII characters"),
         ({"socketdir": "/a"}, "unknown key 'socketdir': did you mean 'socket_dir'"),
         ({"socket_dir": "relative"}, "give an absolute path"),
         ({"socket_dir": "/" + "x" * 80}, "give a path of at most 80"),

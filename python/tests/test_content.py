@@ -352,6 +352,20 @@ def test_adapters_are_separated_by_the_options_that_apply_them(tmp_path: Path) -
     )
 
 
+def test_namespaces_begin_with_the_prefix_of_the_tenant(tmp_path: Path) -> None:
+    plain, made = (Namespaces("base", "one", prefix=prefix) for prefix in ("", "tenant-a/"))
+    for own in ("", "request"):
+        without, found = plain.of(None, own), made.of(None, own)
+        assert without is not None
+        assert found == b"tenant-a/" + without
+    before = made.of(None)
+    made.leave()
+    found = made.of(None)
+    assert found != before
+    assert found is not None
+    assert found.startswith(b"tenant-a/")
+
+
 def test_a_folder_without_adapter_files_is_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("one")
     assert Namespaces("base", "one", declared=True).of(adapter(str(tmp_path))) is None

@@ -11,7 +11,6 @@ import torch
 from daemon import TIMEOUT_S, Daemon, eventually
 from router import Page, Subscriber
 
-from kvferry import wire
 from kvferry.admin import AdminClient
 from kvferry.client import PendingRequest
 from kvferry.engine_client import EngineClient
@@ -91,8 +90,7 @@ class SmallEngine:
                 places: dict[tuple[int, int], Page] = {}
                 epoch, at, cursor = 0, 0, 0
                 while cursor is not None:
-                    message = wire.ReadEvents(epoch, at, 100, 0, namespace, cursor)
-                    answer: Any = answer_of(admin._client.request(message, TIMEOUT_S))
+                    answer = admin.read_events(epoch, at, cursor=cursor, namespace=namespace, most=100)
                     if answer.lost:
                         places.clear()
                     for record in answer.records:

@@ -1,5 +1,6 @@
 """Tests of the examples for authors of connectors: the program in `examples`, and the bytes in `docs/wire.md`."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ NAMES = {kind.name.lower(): kind for kind in wire.Kind}
 
 
 def connector(socket_dir: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(CONNECTOR), str(socket_dir)]
+    # A warning, such as one of a socket that is left open or of a name that will go, is an error.
+    command = [sys.executable, "-W", "error", str(CONNECTOR), str(socket_dir)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
@@ -24,7 +26,7 @@ def test_a_connector_that_was_written_from_the_documents_stores_and_loads(versio
     with running(ranks=1, g2="64MiB", wire_max=version) as daemon:
         for hits, stored, present in ((0, 20, 0), (20, 0, 20)):
             ended = connector(daemon.socket_dir)
-            assert ended.returncode == 0, ended.stderr
+            assert (ended.returncode, ended.stderr) == (0, "")
             assert f"'hit_pages': {hits}," in ended.stdout.splitlines()[1]
             assert f"store {{'stored_pages': {stored}, 'present_pages': {present}," in ended.stdout
             assert "load {'pages': 20}" in ended.stdout
@@ -35,7 +37,22 @@ def test_a_connector_that_was_written_from_the_documents_stores_and_loads(versio
 def test_a_connector_without_a_daemon_ends_in_time_with_the_reason(tmp_path: Path) -> None:
     ended = connector(tmp_path)
     assert ended.returncode == 1
-    assert "request of kind 1: no answer within 7.0 s" in ended.stderr
+    assert ended.stderr == "error: request of kind 1: no answer within 7.0 s\n"
+
+
+def test_the_example_of_the_clients_causes_no_warning(tmp_path: Path) -> None:
+    """Also of asyncio's debugger, which sees tasks that are left behind and a loop that stands still."""
+    text = (ROOT / "docs" / "clients.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program = tmp_path / "example.py"
+    program.write_text(example + "\n\nimport sys\n\nprint(asyncio.run(main(Path(sys.argv[1])), debug=True))\n")
+    with running(ranks=1, g2="64MiB") as daemon:
+        command = [sys.executable, "-W", "error", str(program), str(daemon.socket_dir)]
+        # With the variables that torch needs.
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.stderr == ""
+    assert ended.returncode == 0
+    assert ended.stdout == "96 tokens were loaded\n[0, 4, 2]\n"
 
 
 def test_the_bytes_in_the_documents_are_the_messages_that_they_name() -> None:

@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import random
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import live_fuzz
 import torch
 from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from raw_peer import RawPeer
-from test_every_message import PlayedLeader
+from test_every_message import BY_NAME, PlayedLeader, measured
 from test_typed_clients import answer_of
 
 from kvferry import wire
@@ -36,6 +38,8 @@ SECONDS_PER_THOUSAND = 10
 ENGINE = b"f" * 16
 PAGES = 8
 HASHES = [number.to_bytes(16, "big") for number in range(7, 10)]
+#: The number of `probe`: a worker keeps the memory of its first probe.
+PROBE = BY_NAME["probe"]["number"]
 #: Growth of a process's memory over the messages, after as many messages before.
 GROWTH = 1.1
 
@@ -51,10 +55,53 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+class Remote:
+    """A leader that listens at a port with TLS, and its worker, on this machine."""
+
+    def __init__(self, folder: Path):
+        self.socket_dir, self.keys = folder / "s", folder / "keys"
+        self._run("keygen", str(self.keys), "--deployment", "test")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        common = ["--socket-dir", str(self.socket_dir), "--g2", "64MiB"]
+        credentials = ["--credentials", str(self.keys / "leader.pem")]
+        self._leader = self._started("leader", "--listen", f"127.0.0.1:{self.port}", *credentials, *common)
+        try:
+            self._worker = self._started("worker", "--rank", "0", *common)
+        except BaseException:
+            self._leader.kill()
+            raise
+
+    @staticmethod
+    def _run(*arguments: str) -> None:
+        done = subprocess.run([PROGRAM, *arguments], env=environment(), capture_output=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stderr
+
+    @staticmethod
+    def _started(*arguments: str) -> subprocess.Popen:
+        quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([PROGRAM, *arguments], env=environment(), **quiet)
+
+    @property
+    def leader(self) -> int:
+        assert self._leader.poll() is None, "the leader has ended"
+        return self._leader.pid
+
+    @property
+    def workers(self) -> list[int]:
+        assert self._worker.poll() is None, "the worker has ended"
+        return [self._worker.pid]
+
+    def close(self) -> None:
+        for process in (self._worker, self._leader):
+            process.send_signal(signal.SIGKILL)
+            process.wait(TIMEOUT_S)
+
+
 class Engine:
     """An engine that stores, loads and compares."""
 
-    def __init__(self, daemon: Daemon):
+    def __init__(self, daemon: Daemon | Remote):
         self.tensor = torch.arange(PAGES * 8 * 4, dtype=torch.float32).reshape(PAGES, 1, 8, 4)
         group = Group({"layer": self.tensor}, engine_page_tokens=8, device_pages=PAGES)
         memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
@@ -100,10 +147,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def attackers(daemon: Daemon, seeds: range) -> Iterator[list[subprocess.Popen]]:
+def attackers(daemon: Daemon | Remote, seeds: range) -> Iterator[list[subprocess.Popen]]:
     command = [sys.executable, live_fuzz.__file__, str(daemon.socket_dir)]
     each = str(MESSAGES // len(seeds))
-    processes = [subprocess.Popen([*command, str(seed), each], stdout=subprocess.PIPE) for seed in seeds]
+    port = [str(daemon.port), str(daemon.keys)] if isinstance(daemon, Remote) else []
+    processes = [subprocess.Popen([*command, str(seed), each, *port], stdout=subprocess.PIPE) for seed in seeds]
     try:
         yield processes
     finally:
@@ -119,7 +167,7 @@ def shown(name: str, times: list[float]) -> None:
     print(f"{name}: {len(times)} lookups, {figures}")
 
 
-def attacked(daemon: Daemon, engine: Engine, seeds: range) -> list[float]:
+def attacked(daemon: Daemon | Remote, engine: Engine, seeds: range) -> list[float]:
     """Round trips of the engine while others send their messages."""
     until = time.monotonic() + TIMEOUT_S + MESSAGES / 1000 * SECONDS_PER_THOUSAND
     with attackers(daemon, seeds) as processes:
@@ -138,19 +186,26 @@ def attacked(daemon: Daemon, engine: Engine, seeds: range) -> list[float]:
     return times
 
 
-def test_a_leader_and_a_worker_serve_after_any_messages() -> None:
-    with (
-        running(ranks=1, log=Path(os.devnull)) as daemon,
-        AdminClient(daemon.socket_dir / "leader", name="test") as admin,
-    ):
+def check_served(daemon: Daemon | Remote) -> None:
+    """Sends the messages while an engine looks pages up, and compares what the processes hold before and after them."""
+    with AdminClient(daemon.socket_dir / "leader", name="test") as admin:
         engine = Engine(daemon)
         try:
-            eventually("lookups are served", lambda: engine.rank.registered and admin.status().ready)
+
+            def served() -> bool:
+                with contextlib.suppress(Failure):
+                    return engine.rank.registered and admin.status().ready
+                return False
+
+            eventually("lookups are served", served)
             engine.stores_and_loads()
             # The first messages fill caches, which later ones use again.
             attacked(daemon, engine, range(2))
-            # Everything is open again that a message may have closed.
+            # Everything is open that a message may have closed, or that the first message of a kind opens.
             engine.stores_and_loads()
+            with RawPeer.connect(daemon.socket_dir / "worker-0-0") as peer:
+                peer.hello("admin")
+                assert peer.ask(PROBE, b"\x80").kind == PROBE + 1
             processes = {"leader": daemon.leader, "worker": daemon.workers[0]}
             before = {name: (resident(pid), descriptors(pid)) for name, pid in processes.items()}
             shown("alone", engine.round_trips(lambda: True))
@@ -174,8 +229,29 @@ def test_a_leader_and_a_worker_serve_after_any_messages() -> None:
             status = eventually("the leader counts a second time", counted)
             assert status.contradiction == ""
             assert status.ranks[0].attached
+            # The messages came to the leader's sessions, and the other bytes to its gate.
+            counted = measured(daemon.socket_dir / "leader")["connections"]
+            refused = {code: count for code, count in counted["refused_messages"].items() if count}
+            print(refused, counted["refused_handshakes"])
+            assert {"malformed", "unknown_kind"} <= refused.keys()
+            assert counted["refused_handshakes"] > 0
         finally:
             engine.close()
+
+
+def test_a_leader_and_a_worker_serve_after_any_messages() -> None:
+    with running(ranks=1, log=Path(os.devnull)) as daemon:
+        check_served(daemon)
+
+
+def test_a_leader_serves_after_any_messages_and_bytes_at_its_port() -> None:
+    """The same inside TLS, with certificates, and bytes that are no TLS."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+        remote = Remote(Path(folder))
+        try:
+            check_served(remote)
+        finally:
+            remote.close()
 
 
 def test_a_worker_takes_any_orders() -> None:

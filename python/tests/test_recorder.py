@@ -156,8 +156,8 @@ def test_an_answer_is_recorded_before_its_caller_knows_it(tmp_path: Path) -> Non
             order.append("ended")
 
     client = Client(tmp_path, wire.Hello(role="engine", engine=b"e" * 16), first_id=1, watch=Watch())
-    handle = client.request(wire.Finish(1), 0.05, until=lambda pending: order.append("until"))
     client.start()
+    handle = client.request(wire.Finish(1), 0.05, until=lambda pending: order.append("until"))
     assert handle.wait(TIMEOUT_S)
     eventually("the caller knows", lambda: len(order) == 3)
     assert order == ["requested", "ended", "until"]

@@ -133,8 +133,8 @@ def test_another_answer_to_hello_makes_no_connection(body: Any, kind: Kind, text
 
 
 def test_a_request_beyond_the_limits_of_the_peer_fails_alone() -> None:
-    talk = Talk(limits={"body_bytes": 100, "stores": 2, "of_a_later_version": 1})
-    long = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 160)
+    talk = Talk(limits={"body_bytes": 300, "stores": 2, "of_a_later_version": 1})
+    long = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 320)
     stores = [talk.request(5, body=wire.Store(1, [wire.Part(0, [3])])) for _ in range(3)]
     first, again = talk.request(5, body=long), talk.request(5, body=long)
     again.repeated = True
@@ -144,7 +144,7 @@ def test_a_request_beyond_the_limits_of_the_peer_fails_alone() -> None:
         assert pending.failure is not None
         assert pending.failure.code == Code.LIMIT
         assert pending.failure.over is over, "an earlier request with this id may have been sent"
-        assert "more than the 100 of a message" in pending.failure.message
+        assert "more than the 300 of a message" in pending.failure.message
     assert not any(store.done for store in stores)
     assert talk.session.limits["of_a_later_version"] == 1
 

@@ -339,6 +339,11 @@ def test_private_namespaces_differ_each_time() -> None:
     one, same = Namespaces("base", private=False), Namespaces("base", private=False)
     assert one.present == same.present
     assert Namespaces("base", private=True).present != Namespaces("base", private=True).present
+    prefixed = Namespaces("base", private=False, prefix="tenant-a/")
+    assert prefixed.present == b"tenant-a/" + one.present
+    prefixed.begin_private()
+    assert prefixed.present.startswith(b"tenant-a/")
+    assert prefixed.present != b"tenant-a/" + one.present
     shared = one.present
     assert one.begin_private() == [], "other engines may use the shared one"
     private = one.present

@@ -245,7 +245,10 @@ def test_changed_weights_leave_the_pages_whatever_the_settings_keep() -> None:
         engine.transfers.reset()
         assert engine.find("u", hashes("c", 2)) == 0
         # Private pages that were left are removed.
-        eventually("they are removed", lambda: (engine.transfers.ended_offloads(), daemon.status()["tiers"][0]["blocks"])[1] == 2)
+        eventually(
+            "they are removed",
+            lambda: (engine.transfers.ended_offloads(), daemon.status()["tiers"][0]["blocks"])[1] == 2,
+        )
         engine.close()
         other = OneRank(daemon, keep_on_flush=True)
         try:

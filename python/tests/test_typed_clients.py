@@ -123,6 +123,35 @@ def test_an_engine_stores_and_loads_and_an_operator_resets(clients: Clients, ver
             rank.close()
 
 
+def test_an_operator_reads_changes_drains_and_changes_the_log(clients: Clients) -> None:
+    with running(ranks=1) as daemon, clients.admin(daemon.socket_dir / "leader", name="test") as admin:
+        begun = admin.read_events(cursor=0)
+        assert (begun.lost, begun.cursor, begun.records) == (True, None, [])
+        changed = admin.read_events(begun.epoch, begun.next, wait_s=0.1)
+        assert (changed.epoch, changed.next, changed.records) == (begun.epoch, begun.next, [])
+        assert (admin.epoch, admin.listening, admin.open_requests) == (begun.epoch, True, (0, 0))
+
+        assert admin.drain() == wire.DrainAnswer()
+        engine = clients.engine(daemon.socket_dir / "leader", ENGINE, first_id=1, name="test")
+        engine.start()
+        try:
+            lookup = engine.lookup(1, HASHES, timeout_s=TIMEOUT_S)
+            assert lookup.wait(TIMEOUT_S)
+            assert lookup.failure.code == wire.Code.DRAINING
+            assert admin.drain(resume=True) == wire.DrainAnswer()
+            lookup = engine.lookup(1, HASHES, timeout_s=TIMEOUT_S)
+            assert lookup.wait(TIMEOUT_S)
+            assert lookup.failure.code == wire.Code.NOT_READY, "no rank is registered"
+        finally:
+            engine.close()
+
+        before = admin.set_log("debug")
+        assert admin.set_log(before) == "debug"
+        with pytest.raises(Failure, match="nonsense") as refused:
+            admin.set_log("nonsense=nonsense")
+        assert refused.value.code == wire.Code.INVALID
+
+
 def test_an_operator_without_a_leader_gets_a_failure_in_time(clients: Clients) -> None:
     with running(ranks=1) as daemon:
         directory = daemon.socket_dir / "no leader"

@@ -145,8 +145,12 @@ impl Actor for LeaderActor {
             LeaderMessage::Peers(batch) => {
                 for event in batch.item {
                     match event {
-                        ServerEvent::Opened { peer, hello, pid } => {
-                            shell.opened(host, peer, &hello, pid);
+                        ServerEvent::Opened {
+                            peer,
+                            hello,
+                            caller,
+                        } => {
+                            shell.opened(host, peer, &hello, caller);
                         }
                         ServerEvent::Closed { peer } => shell.closed(host, peer),
                         ServerEvent::Message { peer, envelope } => {

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::num::NonZeroU64;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{FlockOperation, flock};
@@ -12,13 +13,13 @@ use rustix::io::Errno;
 
 use crate::cli::remote::{ListenArguments, listen};
 use crate::cli::shutdown::{DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor};
-use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
+use crate::cli::{ConfigArguments, block_on, namespaces, socket_paths::SocketPaths};
 use crate::config::Config;
 use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
 use kvferry_protocol::{FEATURE_TAILS, Role};
-use kvferry_transport::{Limits, Server, ServerSettings, prepare_directory};
+use kvferry_transport::{Limits, Server, ServerSettings, prepare_directory, prepare_for};
 use kvferry_types::{ByteSize, Epoch, PerTier, TierId, WorkerId};
 
 /// How long a leader waits for the one before, which may still be ending.
@@ -50,8 +51,10 @@ impl Arguments {
         block_on(1, async move {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let socket_paths = SocketPaths::new(&config.socket_dir);
-            prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
-            let limits = Limits::of_leader(config.ranks, config.replicas);
+            let users = config.users.others();
+            prepare_for(socket_paths.root(), &users).map_err(CommandError::failed)?;
+            let namespaces = Arc::new(namespaces::load(&config)?);
+            let limits = Limits::of_leader(config.ranks, config.replicas).with_users(users);
             let listener = listen(&socket_paths.leader_address(), remote, limits)
                 .await
                 .map_err(CommandError::failed)?;
@@ -74,8 +77,10 @@ impl Arguments {
                 warn_of_lost_key(&config.g3_dir.0[0]);
             }
             let key = anchor_key(&directory)?;
-            let mut settings =
-                LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey::new(key));
+            let key = AnchorKey::new(key).with_namespaces(Arc::clone(&namespaces));
+            let mut settings = LeaderSettings::new(epoch, config.ranks, config.ratio, key);
+            settings.namespaces = namespaces;
+            settings.halves_held_pages = true;
             settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
             settings.tier_policies = PerTier::host(config.g2_policy.clone());
@@ -97,7 +102,7 @@ impl Arguments {
                 ServerSettings {
                     epoch,
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
-                    roles: vec![Role::Engine, Role::Worker, Role::Admin],
+                    roles: vec![Role::Engine, Role::Worker, Role::Admin, Role::Supervisor],
                     features: features(&config),
                     worker_seats: Some((config.replicas, config.ranks)),
                 },

@@ -11,8 +11,10 @@ mod keygen;
 mod leader;
 mod log;
 pub mod monitor;
+mod namespaces;
 mod preflight;
 mod remote;
+mod remote_workers;
 mod replay;
 mod reset;
 mod shutdown;
@@ -21,6 +23,7 @@ mod socket_paths;
 mod status;
 mod up;
 mod worker;
+mod worker_gone;
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -62,6 +65,10 @@ enum Command {
     Leader(leader::Arguments),
     /// Run the worker of one rank alone.
     Worker(worker::Arguments),
+    /// State to a leader on another machine that a worker of this machine has ended.
+    ///
+    /// For supervisors other than `kvferry up --leader`, after the end of a worker that is not started again at once.
+    WorkerGone(worker_gone::Arguments),
     /// Serve the metrics and the health of a running leader and its workers over HTTP.
     ///
     /// `kvferry up` starts it by itself where the setting `monitor` names an address.
@@ -109,10 +116,12 @@ struct ConfigArguments {
 impl ConfigArguments {
     /// Loads and checks the settings, and starts logging with them.
     fn load(mut self) -> Result<Config, CommandError> {
-        if let Some(dir) = &mut self.flags.socket_dir
-            && let Ok(absolute) = std::path::absolute(&*dir)
-        {
-            *dir = absolute;
+        let paths = [&mut self.flags.socket_dir, &mut self.flags.namespaces];
+        // `absolute` refuses an empty path, which means none.
+        for path in paths.into_iter().flatten() {
+            if let Ok(absolute) = std::path::absolute(&*path) {
+                *path = absolute;
+            }
         }
         let config = Config::load(self.config.as_deref(), &self.flags)?;
         crate::telemetry::start(&config.log)?;
@@ -209,6 +218,7 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Up(arguments) => arguments.run(),
         Command::Leader(arguments) => arguments.run(),
         Command::Worker(arguments) => arguments.run(),
+        Command::WorkerGone(arguments) => arguments.run(),
         Command::Monitor(arguments) => arguments.run(),
         Command::Status(arguments) => arguments.run(),
         Command::Reset(arguments) => arguments.run(),

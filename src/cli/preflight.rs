@@ -1,5 +1,6 @@
 //! Checks that the configured host memory is available before anything is started.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -14,11 +15,15 @@ const MEMORY_WAIT_MAX: Duration = Duration::from_secs(10);
 /// Interval at which available memory is checked.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Refuses NUMA nodes that do not exist, more memory than may be locked, and more memory than is available.
-pub(super) async fn preflight_memory(config: &Config) -> Result<(), CommandError> {
+/// Refuses NUMA nodes that do not exist, more memory than may be locked, and more memory than is available, for the depots
+/// of these shards on this machine.
+pub(super) async fn preflight_memory(
+    config: &Config,
+    here: &BTreeSet<Shard>,
+) -> Result<(), CommandError> {
     let wrong = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
     let shards = config.kv_shards.shards();
-    for node in (0..shards).filter_map(|shard| config.g2_numa.of(Shard(shard))) {
+    for node in here.iter().filter_map(|shard| config.g2_numa.of(*shard)) {
         NumaNode::find(node).map_err(|error| wrong(&error))?;
     }
     if config.g2_lock {
@@ -28,8 +33,9 @@ pub(super) async fn preflight_memory(config: &Config) -> Result<(), CommandError
             .check(each)
             .map_err(|error| wrong(&error))?;
     }
+    let (all, here) = (u64::from(shards), here.len() as u64);
     memory_for(
-        config.host_memory(),
+        ByteSize(config.host_memory().0 / all * here + config.host_memory().0 % all),
         &MemoryAvailable::ever(),
         MemoryAvailable::now,
     )

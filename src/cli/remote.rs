@@ -82,20 +82,35 @@ impl LeaderArguments {
             (Some(at), None) => return Err(without_credentials("leader", at)),
             (None, Some(file)) => return Err(without_address("leader", file)),
         };
-        let valid = at.rsplit_once(':').is_some_and(|(host, port)| {
-            !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0)
-        });
-        if !valid {
-            return Err(CommandError::Config(format!(
-                "leader is {at:?}: give HOST:PORT, such as 10.0.0.1:7400"
-            )));
-        }
-        let transport = load(file, description, wanted)?;
-        Ok(LeaderPlace {
-            transport: Arc::new(transport),
-            address: Address::Tcp(at.clone()),
-        })
+        place_at(at, file, description, wanted)
     }
+
+    /// Whether an address of another machine is given.
+    pub(super) fn is_given(&self) -> bool {
+        self.leader.is_some() || self.credentials.is_some()
+    }
+}
+
+/// The place of a leader on another machine. See [`LeaderArguments::load`].
+pub(super) fn place_at(
+    at: &str,
+    file: &Path,
+    description: &str,
+    wanted: impl Fn(CertificateHolder) -> bool,
+) -> Result<LeaderPlace, CommandError> {
+    let valid = at.rsplit_once(':').is_some_and(|(host, port)| {
+        !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0)
+    });
+    if !valid {
+        return Err(CommandError::Config(format!(
+            "leader is {at:?}: give HOST:PORT, such as 10.0.0.1:7400"
+        )));
+    }
+    let transport = load(file, description, wanted)?;
+    Ok(LeaderPlace {
+        transport: Arc::new(transport),
+        address: Address::Tcp(at.to_owned()),
+    })
 }
 
 /// How a leader is reached.

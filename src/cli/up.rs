@@ -1,7 +1,10 @@
 //! `kvferry up`: a leader and its workers on one machine, without other software.
 
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::task::Poll;
@@ -11,19 +14,22 @@ use command_fds::{CommandFdExt, FdMapping};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::cli::preflight::preflight_memory;
+use crate::cli::remote_workers::{RemoteWorkers, RemoteWorkersArguments};
 use crate::cli::shutdown::{END_IN_ORDER, EndedBy, Ending, FenceWorker};
 use crate::cli::{
-    ConfigArguments, block_on, monitor, socket_paths::SocketPaths, status, worker::disks,
+    ConfigArguments, block_on, monitor, namespaces, socket_paths::SocketPaths, status,
+    worker::disks,
 };
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
 use kvferry_protocol::StatusAnswer;
-use kvferry_transport::{DirectoryLock, TransportError, prepare_directory};
-use kvferry_types::{Rank, Replica, WorkerId};
+use kvferry_transport::{DirectoryLock, TransportError, prepare_for};
+use kvferry_types::{Rank, Replica, Shard, WorkerId};
 
 /// Lock file, held while an `up` uses the socket directory.
 const LOCK_NAME: &str = "up.lock";
@@ -50,6 +56,8 @@ const DEPOT_FD: i32 = 3;
 pub(super) struct Arguments {
     #[command(flatten)]
     config: ConfigArguments,
+    #[command(flatten)]
+    remote: RemoteWorkersArguments,
     /// End when standard input ends.
     #[arg(long, hide = true)]
     supervised: bool,
@@ -88,12 +96,16 @@ struct Supervised {
     restart: Option<Instant>,
     pause: Duration,
     failures: u32,
+    /// The statement to a leader on another machine that the child has ended.
+    stating: Option<JoinHandle<()>>,
 }
 
 struct Supervisor {
     config: Config,
     no_tiers: bool,
-    depots: Vec<Depot>,
+    /// The leader and the workers, where the leader is on another machine.
+    remote: Option<RemoteWorkers>,
+    depots: BTreeMap<Shard, Depot>,
     /// The socket of the monitor, which stays open while the monitor starts again.
     monitored: Option<TcpListener>,
     parts: Vec<Supervised>,
@@ -112,23 +124,32 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let (no_tiers, supervised) = (self.no_tiers, self.supervised);
         let config = self.config.load()?;
+        let remote = self.remote.load(&config)?;
         block_on(1, async move {
             let mut ending = Ending::listen(match supervised {
                 true => EndedBy::SignalOrInput,
                 false => EndedBy::Signals,
             })?;
             warn_of_sizes(&config);
-            let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
+            warn_of_closed_folders(&config);
+            let _alone = claim(&config)?;
+            drop(namespaces::load(&config)?);
             // A directory that cannot be used is reported here once, and not by each process at each start.
             drop(disks(&config)?);
+            let workers = workers(&config, remote.as_ref());
+            let shards = workers
+                .iter()
+                .map(|worker| config.kv_shards.of(worker.rank));
+            let shards: BTreeSet<Shard> = shards.collect();
             if !no_tiers {
                 tokio::select! {
                     () = ending.requested() => return Ok(()),
-                    found = preflight_memory(&config) => found?,
+                    found = preflight_memory(&config, &shards) => found?,
                 }
             }
-            let (lasts, socket_dir) = (config.g3.0 > 0 && !no_tiers, config.socket_dir.clone());
-            let mut supervisor = Supervisor::new(config, no_tiers)?;
+            let lasts = config.g3.0 > 0 && !no_tiers && remote.is_none();
+            let socket_dir = config.socket_dir.clone();
+            let mut supervisor = Supervisor::new(config, no_tiers, remote, &workers)?;
             supervisor.start_all()?;
             tokio::select! {
                 () = ending.requested() => {
@@ -155,10 +176,25 @@ impl Arguments {
     }
 }
 
+/// The workers of this machine.
+fn workers(config: &Config, remote: Option<&RemoteWorkers>) -> Vec<WorkerId> {
+    if let Some(remote) = remote {
+        return remote.workers().collect();
+    }
+    let replicas = (0..config.replicas).map(Replica);
+    let workers = replicas.flat_map(|replica| {
+        let ranks = (0..config.ranks).map(Rank);
+        ranks.map(move |rank| WorkerId { replica, rank })
+    });
+    workers.collect()
+}
+
 /// Creates the socket directory and locks it. Refuses a directory in which another `up` runs, because its children
 /// would never become ready.
-fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
-    prepare_directory(root).map_err(CommandError::failed)?;
+fn claim(config: &Config) -> Result<DirectoryLock, CommandError> {
+    let socket_paths = SocketPaths::new(&config.socket_dir);
+    let root = socket_paths.root();
+    prepare_for(root, &config.users.others()).map_err(CommandError::failed)?;
     DirectoryLock::take(root, LOCK_NAME).map_err(|error| match error {
         TransportError::InUse { pid, .. } => CommandError::Failed(format!(
             "{} is in use by {}: end it, or name another --socket-dir",
@@ -170,6 +206,20 @@ fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
         )),
         error => CommandError::failed(error),
     })
+}
+
+/// Says which folders keep the users of the setting from the sockets. An access list may let them pass all the same.
+fn warn_of_closed_folders(config: &Config) {
+    if config.users.others().is_empty() {
+        return;
+    }
+    for folder in config.socket_dir.ancestors().skip(1) {
+        let mode = std::fs::metadata(folder).map(|found| found.permissions().mode());
+        if mode.is_ok_and(|mode| mode & 0o001 == 0) {
+            let folder = folder.display();
+            tracing::warn!(%folder, users = %config.users, "others cannot pass this folder to the sockets: run chmod o+x");
+        }
+    }
 }
 
 /// A tier that is smaller than the one above it holds nothing that the other one does not hold.
@@ -217,25 +267,31 @@ fn supervisor_failed(error: &CommandError) {
 }
 
 impl Supervisor {
-    fn new(config: Config, no_tiers: bool) -> Result<Self, CommandError> {
+    fn new(
+        config: Config,
+        no_tiers: bool,
+        remote: Option<RemoteWorkers>,
+        workers: &[WorkerId],
+    ) -> Result<Self, CommandError> {
         let each = match no_tiers {
             // One byte after the header: a depot without room for any page.
             true => DEPOT_HEADER_BYTES + 1,
             false => config.host_memory().0 / u64::from(config.kv_shards.shards()),
         };
-        let depots = (0..config.kv_shards.shards())
-            .map(|_| Depot::create(each))
-            .collect::<Result<_, _>>()
-            .map_err(|error| CommandError::Config(format!("g2 is {}: {error}", config.g2)))?;
-        let workers = (0..config.replicas).map(Replica).flat_map(|replica| {
-            let ranks = (0..config.ranks).map(Rank);
-            ranks.map(move |rank| ChildKind::Worker(WorkerId { replica, rank }))
-        });
+        let mut depots = BTreeMap::new();
+        for worker in workers {
+            if let Entry::Vacant(depot) = depots.entry(config.kv_shards.of(worker.rank)) {
+                let created = Depot::create(each);
+                depot.insert(created.map_err(|error| {
+                    CommandError::Config(format!("g2 is {}: {error}", config.g2))
+                })?);
+            }
+        }
+        let workers = workers.iter().copied().map(ChildKind::Worker);
         let monitored = config.monitor.0.map(monitor::listen).transpose()?;
         let monitor = monitored.iter().map(|_| ChildKind::Monitor);
-        let parts = std::iter::once(ChildKind::Leader)
-            .chain(workers)
-            .chain(monitor);
+        let leader = remote.is_none().then_some(ChildKind::Leader);
+        let parts = leader.into_iter().chain(workers).chain(monitor);
         let started = Instant::now();
         let parts = parts.map(|part| Supervised {
             part,
@@ -245,6 +301,7 @@ impl Supervisor {
             restart: None,
             pause: RESTART_FIRST,
             failures: 0,
+            stating: None,
         });
         let (wants, wanted) = mpsc::channel(LINES_MAX);
         Ok(Self {
@@ -254,6 +311,7 @@ impl Supervisor {
             depots,
             monitored,
             no_tiers,
+            remote,
             config,
         })
     }
@@ -304,6 +362,7 @@ impl Supervisor {
             .args(["--gpu-copy", &config.gpu_copy.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
             .args(["--wire-max", &config.wire_max.to_string()])
+            .args(["--users", &config.users.to_string()])
             .args(["--monitor", &config.monitor.to_string()])
             .args(["--page-index", &config.page_index.to_string()])
             .args(["--record-decisions", &config.record_decisions.to_string()])
@@ -320,13 +379,17 @@ impl Supervisor {
                 _ => Stdio::null(),
             })
             .kill_on_drop(true);
+        // The command line takes no empty path.
+        if !config.namespaces.as_os_str().is_empty() {
+            command.arg("--namespaces").arg(&config.namespaces);
+        }
         match part {
             ChildKind::Leader if self.no_tiers => {
                 command.arg("--no-tiers");
             }
             ChildKind::Leader | ChildKind::Monitor => {}
             ChildKind::Worker(WorkerId { replica, rank }) => {
-                let parent_fd: OwnedFd = self.depots[usize::from(config.kv_shards.of(rank).0)]
+                let parent_fd: OwnedFd = self.depots[&config.kv_shards.of(rank)]
                     .try_clone_fd()
                     .map_err(CommandError::failed)?;
                 let mapping = FdMapping {
@@ -336,6 +399,9 @@ impl Supervisor {
                 command.args(["--rank", &rank.0.to_string()]);
                 command.args(["--replica", &replica.0.to_string()]);
                 command.args(["--depot-fd", &DEPOT_FD.to_string()]);
+                if let Some(remote) = &self.remote {
+                    command.args(remote.flags(WorkerId { replica, rank }));
+                }
                 command
                     .fd_mappings(vec![mapping])
                     .map_err(CommandError::failed)?;
@@ -360,7 +426,10 @@ impl Supervisor {
         loop {
             let failed = match self.next().await {
                 Happened::Ended(index, status) => self.ended(index, status),
-                Happened::Due(index) => self.start(index),
+                Happened::Due(index) => {
+                    self.await_statement(index).await;
+                    self.start(index)
+                }
                 Happened::FenceWorker(fence) => {
                     self.kill(fence);
                     Ok(())
@@ -377,6 +446,9 @@ impl Supervisor {
         let supervised = &mut self.parts[index];
         supervised.child = None;
         let part = supervised.part;
+        if let (Some(remote), ChildKind::Worker(worker)) = (&self.remote, part) {
+            supervised.stating = Some(remote.state_gone(worker));
+        }
         let code = status.and_then(|status| status.code());
         let no_memory = code == Some(i32::from(NO_MEMORY));
         // A child that finds no memory may run longer than `SETTLED_AFTER` before it fails.
@@ -400,6 +472,16 @@ impl Supervisor {
         supervised.restart = Some(Instant::now() + supervised.pause);
         supervised.pause = (supervised.pause * 2).min(RESTART_MAX);
         Ok(())
+    }
+
+    /// Waits until a leader on another machine knows of the end of a child, or the time for that is over: a process of the
+    /// worker that had started meanwhile could be taken for the one that has ended.
+    async fn await_statement(&mut self, index: usize) {
+        if let Some(stating) = self.parts[index].stating.take()
+            && let Err(error) = stating.await
+        {
+            tracing::warn!(%error, "the statement that a worker has ended");
+        }
     }
 
     /// Kills a worker that is silent or does not end its copies. Its end is handled like any other. A process that took
@@ -472,6 +554,12 @@ impl Supervisor {
                     tracing::warn!(%error, "{} cannot be killed", supervised.part);
                 }
             }
+            if let (Some(remote), ChildKind::Worker(worker)) = (&self.remote, supervised.part) {
+                supervised.stating = Some(remote.state_gone(worker));
+            }
+        }
+        for index in 0..self.parts.len() {
+            self.await_statement(index).await;
         }
     }
 }

@@ -20,7 +20,7 @@ use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role};
 use kvferry_tiers::disk::DiskDirectories;
 use kvferry_transport::{
     Address, CertificateHolder, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings,
-    Transport, ZmqTransport, prepare_directory,
+    Transport, ZmqTransport, prepare_for,
 };
 use kvferry_types::{Epoch, Rank, Replica, WorkerId};
 
@@ -83,13 +83,17 @@ impl Arguments {
         open_as_many_files_as_allowed();
         block_on(2, async move {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
-            prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
+            let users = config.users.others();
+            prepare_for(socket_paths.root(), &users).map_err(CommandError::failed)?;
             let directory = socket_paths.worker(worker);
             let listener = ZmqTransport
-                .listen(&Address::Directory(directory.clone()), Limits::default())
+                .listen(
+                    &Address::Directory(directory.clone()),
+                    Limits::default().with_users(users.clone()),
+                )
                 .await
                 .map_err(CommandError::failed)?;
-            let fds = FdReceiver::bind(&directory).map_err(CommandError::failed)?;
+            let fds = FdReceiver::bind_for(&directory, users).map_err(CommandError::failed)?;
             let server = Server::new(
                 listener,
                 ServerSettings {

@@ -14,8 +14,9 @@ use kvferry_protocol::VERSION;
 
 /// Prefix of kvferry's environment variables: `ratio` is `KVFERRY_RATIO`.
 pub const ENVIRONMENT_PREFIX: &str = "KVFERRY_";
-/// Variables with the prefix that are not settings: `KVFERRY_SHARED` names the folder of shared test files.
-pub const OTHER_VARIABLES: &[&str] = &["KVFERRY_SHARED"];
+/// Variables with the prefix that are not settings: `KVFERRY_SHARED` names the folder of shared test files, and
+/// `KVFERRY_SERVER_UID` tells clients of other users as which user kvferry runs.
+pub const OTHER_VARIABLES: &[&str] = &["KVFERRY_SERVER_UID", "KVFERRY_SHARED"];
 /// Largest size of a configuration file, in bytes.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
@@ -82,7 +83,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 26] = [
+pub(super) const KEYS: [Key; 28] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -105,6 +106,8 @@ pub(super) const KEYS: [Key; 26] = [
     text("gpu_copy", Fallback::Text("batch")),
     number("heartbeat_ms", 1_000),
     number("wire_max", VERSION as u64),
+    text("users", Fallback::Text("")),
+    text("namespaces", Fallback::Text("")),
     text("monitor", Fallback::Text("off")),
     switch("page_index", false),
     switch("record_decisions", false),

@@ -62,6 +62,8 @@ fn defaults_are_those_of_the_docs() {
         gpu_copy: GpuCopy::Batch,
         heartbeat_ms: 1_000,
         wire_max: 2,
+        users: UserList::default(),
+        namespaces: PathBuf::new(),
         monitor: MonitorAddress(None),
         page_index: false,
         record_decisions: false,
@@ -145,6 +147,8 @@ fn every_key_can_be_given_by_every_source() {
         gpu_copy: GpuCopy::Async,
         heartbeat_ms: 50,
         wire_max: 1,
+        users: "1002,1001".parse().expect("ids"),
+        namespaces: PathBuf::from("/n"),
         monitor: "0.0.0.0:9464".parse().expect("an address"),
         page_index: true,
         record_decisions: true,
@@ -155,7 +159,7 @@ fn every_key_can_be_given_by_every_source() {
          g2_numa = '1,0'\ng2_policy = 'pieces=0'\ng3 = '1GiB'\ng3_dir = '/d,/e'\n\
          g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\ng3_scrub_bytes_per_s = '0'\ng3_discard = true\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
          gpu_copy = 'async'\n\
-         heartbeat_ms = 50\nwire_max = 1\nmonitor = '0.0.0.0:9464'\npage_index = true\nrecord_decisions = true\nlog = '1'",
+         heartbeat_ms = 50\nwire_max = 1\nusers = '1001,1002'\nnamespaces = '/n'\nmonitor = '0.0.0.0:9464'\npage_index = true\nrecord_decisions = true\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
     let variables = [
@@ -181,6 +185,8 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_GPU_COPY", "async"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
         ("KVFERRY_WIRE_MAX", "1"),
+        ("KVFERRY_USERS", "1001,1002"),
+        ("KVFERRY_NAMESPACES", "/n"),
         ("KVFERRY_MONITOR", "0.0.0.0:9464"),
         ("KVFERRY_PAGE_INDEX", "true"),
         ("KVFERRY_RECORD_DECISIONS", "true"),
@@ -210,6 +216,8 @@ fn every_key_can_be_given_by_every_source() {
         gpu_copy: Some(GpuCopy::Async),
         heartbeat_ms: Some(50),
         wire_max: Some(1),
+        users: Some("1001,1002".to_owned()),
+        namespaces: Some(PathBuf::from("/n")),
         monitor: Some("0.0.0.0:9464".to_owned()),
         page_index: Some(true),
         record_decisions: Some(true),
@@ -240,7 +248,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
         g2_lock, g2_numa, g2_policy, g3, g3_dir, g3_policy, g3_depth, g3_io, g3_scrub_bytes_per_s, g3_discard, \
-        prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, wire_max, monitor, \
+        prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, wire_max, users, namespaces, monitor, \
         page_index, record_decisions, log"
         ),
         "{error}"

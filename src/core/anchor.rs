@@ -1,9 +1,11 @@
 //! Computes anchors from fingerprints. Anchors are keyed, so that only a holder of the key can target a given block.
 
 use std::hash::Hasher;
+use std::sync::Arc;
 
 use siphasher::sip128::{Hasher128, SipHasher24};
 
+use crate::namespaces::Namespaces;
 use kvferry_types::{Anchor, DomainId, Fingerprint, GroupId, NamespaceId};
 
 /// Secret of a depot. Anchors made with another key never match. The caller supplies it, because the core draws no
@@ -11,6 +13,9 @@ use kvferry_types::{Anchor, DomainId, Fingerprint, GroupId, NamespaceId};
 #[derive(Clone)]
 pub struct AnchorKey {
     secret: [u8; 32],
+    /// For each rule of `namespaces`: what takes the place of `secret` for its namespaces, where it has a secret.
+    of_rules: Arc<[Option<[u8; 32]>]>,
+    namespaces: Arc<Namespaces>,
     /// Has absorbed the key of the anchors, which is derived once instead of for each request's domain.
     anchors: SipHasher24,
 }
@@ -31,12 +36,33 @@ impl AnchorKey {
         key.copy_from_slice(&derived.as_bytes()[..16]);
         Self {
             secret,
+            of_rules: Arc::default(),
+            namespaces: Arc::default(),
             anchors: SipHasher24::new_with_key(&key),
         }
     }
 
+    /// The same key, with which the ids of domains also depend on the secret of their namespace's rule.
+    #[must_use]
+    pub fn with_namespaces(self, namespaces: Arc<Namespaces>) -> Self {
+        let rules = namespaces.rules().iter();
+        let of_rules = rules.map(|rule| {
+            let secret = rule.secret.as_ref()?;
+            let derived = blake3::Hasher::new_keyed(&self.secret)
+                .update(b"secret of a namespace")
+                .update(secret.bytes())
+                .finalize();
+            Some(*derived.as_bytes())
+        });
+        Self {
+            of_rules: of_rules.collect(),
+            namespaces,
+            ..self
+        }
+    }
+
     /// The prefix of the ids of all domains of a namespace: `BLAKE3-keyed(anchor key, length and bytes of the
-    /// namespace)`, cut to 8 bytes.
+    /// namespace)`, cut to 8 bytes. Where the rule of the namespace has a secret, the key is derived from both.
     pub fn namespace(&self, namespace: &[u8]) -> NamespaceId {
         let mut first = [0; 8];
         first.copy_from_slice(&self.derive(namespace).finalize().as_bytes()[..8]);
@@ -51,7 +77,9 @@ impl AnchorKey {
     }
 
     fn derive(&self, namespace: &[u8]) -> blake3::Hasher {
-        let mut derive = blake3::Hasher::new_keyed(&self.secret);
+        let rule = self.namespaces.find(namespace);
+        let of_rule = rule.and_then(|rule| self.of_rules.get(rule)?.as_ref());
+        let mut derive = blake3::Hasher::new_keyed(of_rule.unwrap_or(&self.secret));
         derive.update(&(namespace.len() as u64).to_le_bytes());
         derive.update(namespace);
         derive
@@ -104,7 +132,10 @@ impl Domain {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
+    use crate::namespaces::{NamespaceRule, NamespaceSecret};
 
     fn anchor(key: u8, namespace: &[u8], layout: u8, group: u8) -> Anchor {
         domain(key, namespace, layout, group).anchor(Fingerprint(7))
@@ -164,6 +195,46 @@ mod tests {
         assert_eq!(again.id(), domain.id());
         assert_eq!(again.anchor(Fingerprint(7)), domain.anchor(Fingerprint(7)));
         assert_ne!(domain.anchor(Fingerprint(7)), domain.anchor(Fingerprint(8)));
+    }
+
+    #[test]
+    fn the_secret_of_a_rule_changes_the_anchors_of_its_namespaces_alone() {
+        let rule = |prefix: &[u8], secret: Option<&[u8]>| NamespaceRule {
+            prefix: prefix.to_vec(),
+            users: BTreeSet::new(),
+            held_pages: None,
+            secret: secret.map(NamespaceSecret::new),
+        };
+        let key = |secret: &[u8]| {
+            let rules = vec![
+                rule(b"a/", Some(secret)),
+                rule(b"a/open/", None),
+                rule(b"b/", Some(b"of b")),
+            ];
+            AnchorKey::new([1; 32]).with_namespaces(Arc::new(Namespaces::new(rules)))
+        };
+        let (plain, first, second) = (AnchorKey::new([1; 32]), key(b"first"), key(b"second"));
+        let anchors = |namespace: &[u8]| {
+            [&plain, &first, &second].map(|key| {
+                let domain = Domain::new(key, namespace, &[1; 16], GroupId(0));
+                let known = key.domain(domain.id());
+                assert_eq!(domain.id().namespace(), key.namespace(namespace));
+                assert_eq!(known.anchor(Fingerprint(7)), domain.anchor(Fingerprint(7)));
+                domain.anchor(Fingerprint(7))
+            })
+        };
+        let [without, of_first, of_second] = anchors(b"a/1");
+        assert!(without != of_first && of_first != of_second && without != of_second);
+        let [without, of_first, of_second] = anchors(b"b/1");
+        assert!(without != of_first && of_first == of_second);
+        for free in [&b"a/open/1"[..], b"c", b""] {
+            let [without, of_first, of_second] = anchors(free);
+            assert!(
+                without == of_first && of_first == of_second,
+                "{}",
+                free.escape_ascii()
+            );
+        }
     }
 
     #[test]

@@ -11,7 +11,8 @@
 //!    position on, in several tiers, and `inside`, from inside blocks; `trail`: the first blocks of a sequence that grows;
 //!    `check`: an independent recount of all of it (`contradiction`: its error);
 //! 3. `group`: kinds of layers, which pages a hit needs of each, and how far it reaches;
-//! 4. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
+//! 4. `session`: the state of an engine; `namespaces`: whose they are; `held`: counts of held pages; `event`, `refusal`:
+//!    inputs and outputs;
 //! 5. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
 
 #![forbid(unsafe_code)]
@@ -30,10 +31,12 @@ mod decision;
 mod event;
 mod eviction;
 mod group;
+mod held;
 mod index;
 mod inside;
 mod leader;
 mod model;
+mod namespaces;
 mod noted;
 mod page_index;
 mod policy;
@@ -76,6 +79,7 @@ pub use leader::{
     RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, Refusals, TierKey,
 };
 pub use model::{Model, Sequence};
+pub use namespaces::{NAMESPACE_RULES_MAX, NamespaceRule, NamespaceSecret, Namespaces, engine_of};
 pub use policy::{PIECES_MAX, TierPolicy};
 pub use policy_error::ParseTierPolicyError;
 pub use pool::{BlockRun, Pin, Pool, PrefixMatch, ReservationKind, Reserved};

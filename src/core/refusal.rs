@@ -284,6 +284,21 @@ pub enum Refusal {
         /// Loads and stores of one engine that may wait.
         max: u64,
     },
+    /// The lookups and loads of a namespace's rule, or of an engine, hold too many pages for another lookup.
+    #[error(
+        "{limit} is {max}: {held} pages are held, and this lookup needs {pages} more; compute, and look up again when \
+         others have ended"
+    )]
+    Quota {
+        /// The limit.
+        limit: &'static str,
+        /// Its value, in pages.
+        max: u64,
+        /// Pages that are held.
+        held: u64,
+        /// Pages that the lookup found.
+        pages: u64,
+    },
     /// The request id is older than the answers that are kept.
     #[error("{0} is older than every answer kept: use growing request ids")]
     StaleRequest(RequestId),
@@ -318,11 +333,13 @@ pub enum RefusalReason {
     CopyFailed,
     /// The answer to the request is no longer kept.
     StaleRequest,
+    /// Too many pages are held.
+    Quota,
 }
 
 impl RefusalReason {
     /// Every reason, in the order of the variants.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::NotReady,
         Self::RankDisagrees,
         Self::Invalid,
@@ -336,6 +353,7 @@ impl RefusalReason {
         Self::Busy,
         Self::CopyFailed,
         Self::StaleRequest,
+        Self::Quota,
     ];
 }
 
@@ -376,6 +394,7 @@ impl Refusal {
             Self::Crowded { .. } => RefusalReason::Busy,
             Self::CopyFailed(_) | Self::NotLoaded => RefusalReason::CopyFailed,
             Self::StaleRequest(_) => RefusalReason::StaleRequest,
+            Self::Quota { .. } => RefusalReason::Quota,
         }
     }
 

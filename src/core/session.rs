@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::Contradiction;
 use crate::decision::{Decision, RequestDigest};
+use crate::held::{HeldCount, HeldPages, HoldOwners};
 use crate::model::Sequence;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
@@ -42,6 +43,8 @@ pub struct PinnedRun {
     pub block: u32,
     /// The pin that keeps the pages from eviction.
     pub pin: Pin,
+    /// Counts the pages for those that hold them.
+    pub counted: HeldPages,
 }
 
 /// One running request.
@@ -50,6 +53,8 @@ pub struct Slot {
     /// The lookup that opened it, or replaced its hashes.
     lookup: RequestId,
     sequence: Sequence,
+    /// For whom the pages that it holds and loads count.
+    owners: HoldOwners,
     /// Runs found by the last lookup, held until a load, the expiry of the hold or the end of the slot.
     held: Vec<PinnedRun>,
     /// When the holds expire. Meaningless while `held` is empty.
@@ -65,6 +70,7 @@ impl Slot {
         Self {
             lookup,
             sequence,
+            owners: HoldOwners::default(),
             held: Vec::new(),
             held_until: Time::NEVER,
             trails: SmallVec::new(),
@@ -75,6 +81,16 @@ impl Slot {
     /// The sequence that was looked up.
     pub fn sequence(&self) -> &Sequence {
         &self.sequence
+    }
+
+    /// The same slot, whose pages count for these owners.
+    pub fn with_owners(self, owners: HoldOwners) -> Self {
+        Self { owners, ..self }
+    }
+
+    /// For whom the pages that it holds and loads count.
+    pub fn owners(&self) -> &HoldOwners {
+        &self.owners
     }
 
     /// The lookup that opened it, or replaced its hashes.
@@ -293,6 +309,8 @@ pub struct Session {
     cancelled: BTreeMap<RequestId, Option<SlotId>>,
     /// Bytes of page hashes in all slots.
     hash_bytes: usize,
+    /// Pages of host memory that its lookups and loads hold.
+    held: HeldCount,
     /// When the engine is forgotten. Set while its connection is broken.
     gone_at: Option<Time>,
     /// The engine is forgotten, except for its requests in progress.
@@ -326,6 +344,11 @@ impl Session {
     /// Notes a request and returns the state that it had before.
     pub fn begin(&mut self, id: RequestId) -> RequestState {
         self.answers.begin(id)
+    }
+
+    /// Pages of host memory that its lookups and loads hold.
+    pub fn held(&self) -> &HeldCount {
+        &self.held
     }
 
     /// Number of requests that have not been answered.
@@ -568,6 +591,16 @@ impl Sessions {
         slots.map(|slot| slot.held.len()).sum()
     }
 
+    /// Pages that slots hold, once for each owner; and what the engines count as theirs.
+    pub fn held_pages(&self) -> (u64, u64) {
+        let slots = self.0.values().flat_map(|session| session.slots.values());
+        let held = slots
+            .flat_map(|slot| &slot.held)
+            .map(|run| run.counted.counted());
+        let engines = self.0.values().map(|session| session.held.pages());
+        (held.sum(), engines.sum())
+    }
+
     /// Recounts what the sessions count. `Err` names the first contradiction.
     pub fn check(&self) -> Result<(), Contradiction> {
         self.0.values().try_for_each(Session::check)
@@ -681,6 +714,7 @@ mod tests {
                 arena_start: 100 + position,
                 block: 0,
                 pin: pool.pin(0, 4),
+                counted: HeldPages::default(),
             };
             slot.hold(run);
         }

@@ -49,7 +49,7 @@ struct World {
 }
 
 /// Settings, and operations.
-pub(crate) fn leader_core(bytes: &[u8]) {
+pub fn leader_core(bytes: &[u8]) {
     let ((), held) = most_held(|| run(&mut Input::new(bytes)));
     assert!(held <= HELD_BYTES, "{held} bytes held");
 }
@@ -255,15 +255,15 @@ impl World {
     fn arrive(&mut self) {
         for worker in all_workers() {
             let engine = engine_id(worker.replica.0 as u8);
-            self.step(LeaderEvent::EngineOpened(engine));
+            self.uncounted_step(LeaderEvent::EngineOpened(engine));
             let attach = self.attach(&mut Input::new(&[]), worker);
-            self.step(attach);
+            self.uncounted_step(attach);
             let stated = self.statement(worker, Some(honest(engine)));
-            self.step(stated);
+            self.uncounted_step(stated);
         }
         while let Some(read) = self.reads.pop() {
             let (worker, depot, read_id, from) = read;
-            self.step(LeaderEvent::Inventory {
+            self.uncounted_step(LeaderEvent::Inventory {
                 worker,
                 depot,
                 read_id,
@@ -272,6 +272,7 @@ impl World {
                 records: Vec::new(),
             });
         }
+        self.count();
     }
 
     fn attach(&mut self, input: &mut Input<'_>, worker: WorkerId) -> LeaderEvent {
@@ -536,7 +537,17 @@ impl World {
         }
     }
 
+    /// A step, and the second count after it.
     fn step(&mut self, event: LeaderEvent) {
+        self.uncounted_step(event);
+        self.count();
+    }
+
+    fn count(&self) {
+        self.leader.check().expect("the second count agrees");
+    }
+
+    fn uncounted_step(&mut self, event: LeaderEvent) {
         let (lost, dead) = match event {
             LeaderEvent::WorkerLost(worker) => (Some(worker), None),
             LeaderEvent::WorkerDead(worker) => (Some(worker), Some(worker)),
@@ -554,7 +565,6 @@ impl World {
         if let Some(worker) = dead {
             self.dead(worker);
         }
-        self.leader.check().expect("the second count agrees");
         // An attach request or a statement of memory ends copies, too.
         assert!(self.leader.copies_under_way() <= self.owed.len());
     }
@@ -649,15 +659,16 @@ impl World {
     /// Every worker ends, every engine leaves, and time passes: nothing is left.
     fn end(&mut self) {
         for worker in all_workers() {
-            self.step(LeaderEvent::WorkerDead(worker));
+            self.uncounted_step(LeaderEvent::WorkerDead(worker));
         }
         for engine in 0..3 {
-            self.step(LeaderEvent::EngineClosed(engine_id(engine)));
+            self.uncounted_step(LeaderEvent::EngineClosed(engine_id(engine)));
         }
         for _ in 0..4 {
             self.now = self.now + Duration::from_secs(300);
-            self.step(LeaderEvent::Tick);
+            self.uncounted_step(LeaderEvent::Tick);
         }
+        self.count();
         assert_eq!(self.leader.copies_under_way(), 0, "copies are left");
         assert_eq!(self.leader.open_requests(), 0, "requests are left");
         assert_eq!(self.leader.parked_requests(), 0, "parked requests are left");

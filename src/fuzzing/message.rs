@@ -19,12 +19,15 @@ const TRANSFER_FACTOR: usize = 24;
 const FLAT_PAGES_MAX: u64 = 1 << 14;
 
 /// A header, and the body behind it.
-pub(crate) fn frame(bytes: &[u8]) {
+pub fn frame(bytes: &[u8]) {
     let (head, body) = bytes.split_at(HEADER_BYTES.min(bytes.len()));
     let header = match Header::from_bytes(head) {
         Ok(header) => header,
         Err(error) => {
-            let expected = matches!(error, DecodeError::HeaderLength(_) | DecodeError::Magic);
+            let expected = matches!(
+                error,
+                DecodeError::HeaderLength(_) | DecodeError::Magic | DecodeError::MagicReversed
+            );
             assert!(expected, "{error}");
             return;
         }
@@ -37,7 +40,7 @@ pub(crate) fn frame(bytes: &[u8]) {
 }
 
 /// A version, a kind, and a body.
-pub(crate) fn body(bytes: &[u8]) {
+pub fn body(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let version = VERSION_MIN + u16::from(input.byte()) % (VERSION - VERSION_MIN + 1);
     let kind = usize::from(input.byte());
@@ -185,7 +188,7 @@ fn counted_out(mut message: Message) -> Message {
 
 /// A body of a transfer: the fast reader finds what serde finds. An unknown field in front of the others keeps the fast
 /// reader out and means nothing to serde.
-pub(crate) fn transfer_twin(body: &[u8]) {
+pub fn transfer_twin(body: &[u8]) {
     /// A map of eight fields, as this program writes them.
     const WRITTEN: u8 = 0x88;
     let header = Header {

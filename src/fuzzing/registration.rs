@@ -20,7 +20,7 @@ const COMPARED_RANGES: usize = 20_000;
 const CHECK_BYTES: usize = 8 << 20;
 
 /// A description that is accepted has each byte of every page inside its allocation, and no byte twice in a group.
-pub(crate) fn registration(bytes: &[u8]) {
+pub fn registration(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let registration = match input.below(4) {
         0 => match decode(register(), input.rest()).map(|envelope| envelope.message) {

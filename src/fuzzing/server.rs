@@ -12,7 +12,7 @@ use kvferry_session::{
     BAD_MAX, Encoded, Origin, STRANGERS_MAX, ServerEvent, ServerHost, ServerSession,
     ServerSettings, encode_reply,
 };
-use kvferry_types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Epoch, PeerId, RequestId, Time, User};
 
 use super::Input;
 
@@ -74,7 +74,7 @@ struct Sent {
 }
 
 /// Operations: connections open and close, messages arrive, requests are answered, time passes.
-pub(crate) fn server(bytes: &[u8]) {
+pub fn server(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let settings = ServerSettings {
         epoch: EPOCH,
@@ -126,7 +126,7 @@ impl World {
         self.opened += 1;
         let peer = PeerId(self.opened);
         let origin = Origin::Local {
-            uid: 1,
+            user: User::Own,
             pid: Some(1),
         };
         self.session.opened(&mut self.host, peer, origin);

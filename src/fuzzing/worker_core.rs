@@ -48,7 +48,7 @@ struct World {
 }
 
 /// Operations on a worker.
-pub(crate) fn worker_core(bytes: &[u8]) {
+pub fn worker_core(bytes: &[u8]) {
     let ((), held) = most_held(|| run(&mut Input::new(bytes)));
     assert!(held <= HELD_BYTES + 1024 * bytes.len(), "{held} bytes held");
 }

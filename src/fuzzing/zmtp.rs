@@ -12,6 +12,7 @@ enum Found {
     Ready,
     Ping(Vec<u8>),
     Ignored,
+    Subscription(bool),
     Part(Part, u64, Vec<u8>),
     End,
 }
@@ -26,7 +27,7 @@ fn limits() -> Limits {
 
 /// A list of cuts, and the stream that is cut there: any split gives the same items and the same refusal, the parser
 /// holds little, and payload is passed on whole.
-pub(crate) fn zmtp(bytes: &[u8]) {
+pub fn zmtp(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let server = input.flag();
     let count = input.below(16);
@@ -76,6 +77,7 @@ fn note(found: &mut Vec<Found>, item: Item<'_>, consumed: usize) {
         Item::Ready => found.push(Found::Ready),
         Item::Ping(context) => found.push(Found::Ping(context.bytes[..context.len].to_vec())),
         Item::Ignored => found.push(Found::Ignored),
+        Item::Subscription { on } => found.push(Found::Subscription(on)),
         Item::End => found.push(Found::End),
         Item::Part { part, bytes } => found.push(Found::Part(part, bytes, Vec::new())),
         Item::Payload(bytes) => {
@@ -106,6 +108,7 @@ fn check_items(found: &[Found]) {
             }
             Found::Ping(_) => assert!(ready),
             Found::Ignored => assert!(greeted),
+            Found::Subscription(_) => panic!("only a PUB takes subscriptions"),
             Found::Part(part, bytes, payload) => {
                 assert!(ready);
                 let (before, most) = match part {

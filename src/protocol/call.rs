@@ -5,7 +5,8 @@ use crate::body::{
     Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure,
     MeasureAnswer, Memory, MemoryAnswer, Probe, ProbeAnswer, ReadEvents, ReadInventory, Readiness,
     Register, Registered, Reset, SetLog, SetLogAnswer, Status, StatusAnswer, Store, Stores,
-    StoresAnswer, TierFlushed, TransferOrder, Unregister, Welcome, Written,
+    StoresAnswer, TierFlushed, TransferOrder, Unregister, Welcome, WorkerGone, WorkerGoneAnswer,
+    Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;

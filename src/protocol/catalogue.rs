@@ -51,7 +51,13 @@ pub fn catalogue() -> Value {
 
 /// The roles of the clients that send `kind`, and `server` where servers do.
 fn senders(kind: MessageKind) -> Vec<Value> {
-    let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+    let roles = [
+        Role::Engine,
+        Role::Rank,
+        Role::Worker,
+        Role::Admin,
+        Role::Supervisor,
+    ];
     let roles = roles.into_iter().filter(|role| kind.sent_by(*role));
     let server = kind.sent_by_server().then(|| json!("server"));
     roles.map(|role| json!(role)).chain(server).collect()

@@ -9,7 +9,7 @@ use crate::body::{
     Measure, MeasureAnswer, Memory, MemoryAnswer, NumberedStore, PartBody, Probe, ProbeAnswer,
     ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, SetLog, SetLogAnswer,
     Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed, TransferOrder, Unregister,
-    Welcome, Written, cut,
+    Welcome, WorkerGone, WorkerGoneAnswer, Written, cut,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -124,8 +124,11 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
 }
 
 /// Validates a message by its header and the length of its body. Refuses unsupported versions, unknown kinds, unknown
-/// `required` bits and bodies that are too long.
+/// `required` bits, bodies that are too long, and numbers in little-endian order.
 pub fn check_header(header: &Header, body_bytes: usize) -> Result<MessageKind, DecodeError> {
+    if let Some(error) = header.byte_order() {
+        return Err(error);
+    }
     let kind =
         MessageKind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
     if !is_spoken(kind, header.version, VERSION_MIN, VERSION) {

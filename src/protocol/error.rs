@@ -99,6 +99,12 @@ codes! {
     /// The pages are not served any longer, but not every worker has confirmed that they do not return after a restart:
     /// retry.
     ResetUnconfirmed = 19, "reset_unconfirmed", true;
+    /// The sender's user may not do this: the namespace is of another user, the request covers all namespaces, or the
+    /// user has no such role. The text names the field and the remedy.
+    Forbidden = 20, "forbidden", false;
+    /// Lookups hold as many pages as those of the namespace, or those of the engine, may hold together; the text names the
+    /// limit: compute, and retry when other lookups have ended.
+    Quota = 21, "quota", true;
     /// The header requires a feature (bytes 20 and 21) that the receiver does not know: send without it, or update the
     /// receiver.
     Unsupported = 24, "unsupported", false;
@@ -113,6 +119,24 @@ pub enum DecodeError {
     /// The header does not begin with the magic `KVFY`.
     #[error("header does not begin with KVFY")]
     Magic,
+    /// The magic begins with its last byte.
+    #[error(
+        "header begins with YFVK, not with KVFY: write the magic as bytes, and the numbers of a header big-endian"
+    )]
+    MagicReversed,
+    /// Version and kind are those of a message only with their bytes exchanged; as they are, the kind is unknown.
+    #[error(
+        "version {version} and kind {kind} have their bytes exchanged: write the numbers of a header big-endian, as \
+         version {} and kind {}",
+        version.swap_bytes(),
+        kind.swap_bytes()
+    )]
+    ByteOrder {
+        /// The version as it was read.
+        version: u16,
+        /// The kind as it was read.
+        kind: u16,
+    },
     /// The header requires features that this program does not support. Holds the bits.
     #[error(
         "bits {0:#06x} of the header's bytes 20 and 21 are unknown here: send without them, or update this side"
@@ -163,7 +187,8 @@ impl DecodeError {
     pub fn code(&self) -> ErrorCode {
         match self {
             Self::Version(_) => ErrorCode::UnsupportedVersion,
-            Self::UnknownKind(_) => ErrorCode::UnknownKind,
+            // No kind is one with its bytes exchanged.
+            Self::UnknownKind(_) | Self::ByteOrder { .. } => ErrorCode::UnknownKind,
             Self::BodyLength { .. } | Self::Limit { .. } => ErrorCode::Limit,
             Self::Required(_) => ErrorCode::Unsupported,
             _ => ErrorCode::Malformed,

@@ -12,12 +12,16 @@
 //!  24..32 | epoch of the leader that the sender is or is connected to; 0 before the sender has received one |
 
 use crate::error::DecodeError;
+use crate::kind::MessageKind;
+use crate::{VERSION, VERSION_MIN};
 use kvferry_types::{Epoch, RequestId};
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 32;
 
 const MAGIC: [u8; 4] = *b"KVFY";
+/// The magic of a header whose numbers are little-endian, and the magic one of them.
+const MAGIC_REVERSED: [u8; 4] = *b"YFVK";
 
 /// The fixed part of every message. `kind` is a bare number, so that an unknown kind can still be answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +60,9 @@ impl Header {
         let bytes: &[u8; HEADER_BYTES] = bytes
             .try_into()
             .map_err(|_| DecodeError::HeaderLength(bytes.len()))?;
+        if bytes[..4] == MAGIC_REVERSED {
+            return Err(DecodeError::MagicReversed);
+        }
         if bytes[..4] != MAGIC {
             return Err(DecodeError::Magic);
         }
@@ -71,11 +78,27 @@ impl Header {
             epoch: Epoch(u64_at(24)),
         })
     }
+
+    /// The reason to refuse a header whose version and kind are valid only with their bytes exchanged: its sender wrote
+    /// them in little-endian order. `None` for any other header.
+    pub fn byte_order(&self) -> Option<DecodeError> {
+        let supported = |version: u16| (VERSION_MIN..=VERSION).contains(&version);
+        let (version, kind) = (self.version.swap_bytes(), self.kind.swap_bytes());
+        let known = |kind: u16| MessageKind::from_number(kind).is_some();
+        let exchanged = supported(version) && known(kind);
+        (exchanged && !supported(self.version) && !known(self.kind)).then_some(
+            DecodeError::ByteOrder {
+                version: self.version,
+                kind: self.kind,
+            },
+        )
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{ErrorCode, check_header};
 
     #[test]
     fn a_header_survives_a_round_trip_and_other_bytes_are_refused() {
@@ -99,5 +122,64 @@ mod tests {
         let mut other = bytes;
         other[22..24].fill(0xff);
         assert_eq!(Header::from_bytes(&other), Ok(header), "skipped");
+    }
+
+    /// The same header with its numbers in little-endian order.
+    fn little_endian(header: Header) -> [u8; HEADER_BYTES] {
+        let mut bytes = header.to_bytes();
+        for field in [4..6, 6..8, 8..16, 16..20, 20..22, 24..32] {
+            bytes[field].reverse();
+        }
+        bytes
+    }
+
+    #[test]
+    fn every_header_in_little_endian_order_is_refused_with_the_byte_order() {
+        for version in VERSION_MIN..=VERSION {
+            for kind in MessageKind::ALL {
+                let sent = Header {
+                    version,
+                    kind: kind.number(),
+                    correlation: RequestId(1),
+                    deadline_ms: 1000,
+                    required: 0,
+                    epoch: Epoch(0),
+                };
+                let header = Header::from_bytes(&little_endian(sent)).expect("a header");
+                let refused = check_header(&header, 0).expect_err("no kind");
+                assert_eq!(refused.code(), ErrorCode::UnknownKind);
+                let named = format!(
+                    "version {} and kind {} have their bytes exchanged",
+                    header.version, header.kind
+                );
+                let text = refused.to_string();
+                assert!(
+                    text.starts_with(&named) && text.contains("big-endian"),
+                    "{text}"
+                );
+                assert_eq!(sent.byte_order(), None);
+            }
+        }
+    }
+
+    #[test]
+    fn a_version_that_no_byte_order_explains_is_an_unknown_version() {
+        let unknown = Header {
+            version: 0x0900,
+            kind: MessageKind::Ping.number(),
+            correlation: RequestId(1),
+            deadline_ms: 1000,
+            required: 0,
+            epoch: Epoch(0),
+        };
+        assert_eq!(
+            check_header(&unknown, 0),
+            Err(DecodeError::Version(0x0900)),
+            "version 9 is unsupported in both orders"
+        );
+        let mut bytes = unknown.to_bytes();
+        bytes[..4].reverse();
+        let refused = Header::from_bytes(&bytes).expect_err("another magic");
+        assert!(refused.to_string().contains("big-endian"), "{refused}");
     }
 }

@@ -167,7 +167,13 @@ mod tests {
 
     #[test]
     fn every_request_has_a_role_that_may_send_it() {
-        let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+        let roles = [
+            Role::Engine,
+            Role::Rank,
+            Role::Worker,
+            Role::Admin,
+            Role::Supervisor,
+        ];
         for kind in MessageKind::ALL {
             let said = roles.iter().any(|role| kind.sent_by(*role));
             assert!(

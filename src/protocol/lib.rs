@@ -33,7 +33,7 @@ pub use body::{
     ReadEvents, ReadInventory, Readiness, RecordBody, Register, Registered, RequestsStatus, Reset,
     ResetPages, SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult,
     Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
-    Unregister, Welcome, Written,
+    Unregister, Welcome, WorkerGone, WorkerGoneAnswer, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

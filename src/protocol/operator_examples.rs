@@ -1,8 +1,10 @@
-//! Example messages of operators' requests.
+//! Example messages of the requests of operators and supervisors.
+
+use std::collections::BTreeMap;
 
 use crate::body::{
     Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
-    Probe, ProbeAnswer, SetLog, SetLogAnswer,
+    Probe, ProbeAnswer, SetLog, SetLogAnswer, WorkerGone, WorkerGoneAnswer,
 };
 use crate::codec::Message;
 
@@ -46,6 +48,11 @@ pub(crate) fn examples() -> Vec<(&'static str, Message)> {
                 before: "info".to_owned(),
             }),
         ),
+        ("worker_gone", Message::WorkerGone(WorkerGone {})),
+        (
+            "worker_gone_answer",
+            Message::WorkerGoneAnswer(WorkerGoneAnswer { gone: true }),
+        ),
     ]
 }
 
@@ -62,6 +69,8 @@ fn of_leader() -> MeasureAnswer {
             malformed_messages: 7,
             refused_handshakes: 8,
             refused_hellos: 9,
+            repeated_requests: 12,
+            refused_messages: [("malformed".to_owned(), 11)].into(),
             errors: [("busy".to_owned(), 10)].into(),
         },
         hits: vec![GroupHits {
@@ -70,6 +79,7 @@ fn of_leader() -> MeasureAnswer {
             tokens: 320,
         }],
         edges: Vec::new(),
+        refused_orders: BTreeMap::new(),
         draining: true,
     }
 }
@@ -94,6 +104,7 @@ fn of_worker() -> MeasureAnswer {
                 sum_us: 500,
             },
         }],
+        refused_orders: [("stale_epoch".to_owned(), 13)].into(),
         ..MeasureAnswer::default()
     }
 }

@@ -15,6 +15,8 @@ pub enum Role {
     Worker,
     /// An operator or a probe.
     Admin,
+    /// The process that starts the worker of one rank on another machine, and sees its end.
+    Supervisor,
     /// A role that this version does not know.
     #[serde(other)]
     #[schemars(skip)]
@@ -29,6 +31,7 @@ impl Role {
             Self::Rank => "rank",
             Self::Worker => "worker",
             Self::Admin => "admin",
+            Self::Supervisor => "supervisor",
             Self::Unknown => "unknown",
         }
     }

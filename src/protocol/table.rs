@@ -6,7 +6,7 @@
 //! * **Senders**: roles of clients, or `Server`. `Unknown` stands for a role that this version does not know.
 //! * **Receivers**: `leader`, `worker`, either `server`, `client`, or the other side of any connection (`peer`).
 //! * **Stability**: `public` kinds are for engines, ranks and tools. `internal` ones are between leader and workers,
-//!   and between these and the monitor.
+//!   and between these and the monitor or a supervisor.
 //! * **`call`** is a request with a body of its own type, which a client can send as a [`Call`](crate::Call);
 //!   **`request`** is one without, and **`answer`** answers one.
 
@@ -15,15 +15,15 @@ macro_rules! for_each_kind {
     ($generate:ident) => {
         $generate! {
             /// First message of a client: its role, its identity, and the versions that it supports.
-            1 Hello "hello": Hello, [Engine Rank Worker Admin Unknown] to server, public, call Welcome(Welcome);
+            1 Hello "hello": Hello, [Engine Rank Worker Admin Supervisor Unknown] to server, public, call Welcome(Welcome);
             /// Answer to `hello`: the chosen version, the epoch of the server, the credits.
             2 Welcome "welcome": Welcome, [Server] to client, public, answer;
             /// Answer to any request that is not carried out.
             3 Error "error": ErrorBody, [Worker Server] to peer, public, answer;
             /// Sent when nothing else was sent for a heartbeat.
-            4 Ping "ping": Empty, [Engine Rank Worker Admin Unknown Server] to peer, public, request Pong;
+            4 Ping "ping": Empty, [Engine Rank Worker Admin Supervisor Unknown Server] to peer, public, request Pong;
             /// Answer to `ping`.
-            5 Pong "pong": Empty, [Engine Rank Worker Admin Unknown Server] to peer, public, answer;
+            5 Pong "pong": Empty, [Engine Rank Worker Admin Supervisor Unknown Server] to peer, public, answer;
             /// Engine to leader: finds and holds the pages of a sequence.
             16 Lookup "lookup": Lookup, [Engine] to leader, public, call LookupAnswer(LookupAnswer);
             /// Answer to `lookup`: the number of pages found.
@@ -128,6 +128,11 @@ macro_rules! for_each_kind {
             74 SetLog "set_log": SetLog, [Admin] to server, internal, call SetLogAnswer(SetLogAnswer);
             /// Answer to `set_log`.
             75 SetLogAnswer "set_log_answer": SetLogAnswer, [Server] to client, internal, answer;
+            /// Supervisor to leader: the worker of this seat has ended.
+            76 WorkerGone "worker_gone": WorkerGone, [Supervisor] to leader, internal,
+                call WorkerGoneAnswer(WorkerGoneAnswer);
+            /// Answer to `worker_gone`.
+            77 WorkerGoneAnswer "worker_gone_answer": WorkerGoneAnswer, [Server] to client, internal, answer;
         }
     };
 }

@@ -48,8 +48,10 @@ pub(super) enum Verdict {
     Read,
     /// The message is answered with this error, and not decoded.
     Refuse(ErrorBody),
-    /// The message is dropped.
-    Drop,
+    /// The message is an answer, and dropped for a reason that has this code.
+    Drop(ErrorCode),
+    /// The message is a request that is open, and dropped: the first one is answered once.
+    Repeated,
 }
 
 impl Peer {
@@ -98,7 +100,7 @@ impl Peer {
         let refuse = |error: ErrorBody| match is_request {
             true => Verdict::Refuse(error),
             // A peer would take an answer with this id for the answer to a request of its own.
-            false => Verdict::Drop,
+            false => Verdict::Drop(error.code()),
         };
         let known = MessageKind::from_number(header.kind);
         let first_words = matches!(
@@ -106,8 +108,13 @@ impl Peer {
             Some(MessageKind::Hello | MessageKind::Ping | MessageKind::Pong)
         );
         let Some(role) = self.role.or_else(|| first_words.then_some(Role::Unknown)) else {
-            let name = known.map_or("something", MessageKind::name);
-            let text = format!("{name} before hello: send hello first");
+            let text = match header.byte_order() {
+                Some(order) => order.to_string(),
+                None => {
+                    let name = known.map_or("something", MessageKind::name);
+                    format!("{name} before hello: send hello first")
+                }
+            };
             return (refuse(ErrorBody::new(ErrorCode::HelloFirst, text)), true);
         };
         let kind = match check_header(header, bytes) {
@@ -137,8 +144,7 @@ impl Peer {
 
     fn afford(&self, id: RequestId, bytes: u64) -> Verdict {
         if self.open.contains_key(&id) {
-            // Drops a repeated request: the first one is still open, and is answered once.
-            return Verdict::Drop;
+            return Verdict::Repeated;
         }
         if self.open.len() >= limits::REQUEST_CREDITS as usize
             || (self.open_bytes + bytes > limits::BYTE_CREDITS && !self.open.is_empty())

@@ -258,6 +258,8 @@ pub struct ClientSession<R> {
     /// that their callers repeat while they are in flight. Answers in here are no more than the other side's open
     /// requests.
     events: VecDeque<ClientEvent<R>>,
+    /// Errors that were answered to requests of the other side.
+    refused: BTreeMap<ErrorCode, u64>,
 }
 
 fn broken() -> Failure {
@@ -283,6 +285,7 @@ impl<R> ClientSession<R> {
             link: LinkId(0),
             backoff: times.reconnect,
             events: VecDeque::new(),
+            refused: BTreeMap::new(),
         }
     }
 
@@ -370,12 +373,20 @@ impl<R> ClientSession<R> {
         self.send_unsent(now);
     }
 
+    /// Errors that were answered to requests of the other side, by code.
+    pub fn refused(&self) -> &BTreeMap<ErrorCode, u64> {
+        &self.refused
+    }
+
     /// Answers a request that arrived over this connection. The answer is dropped when that connection is gone: over
     /// the next one, under another leader's epoch, it would answer a different request.
     pub fn reply(&mut self, now: Time, link: LinkId, correlation: RequestId, message: Message) {
         if !matches!(self.state, State::Open(_)) || link != self.link {
             tracing::debug!(%correlation, "answer dropped: the connection it belongs to is gone");
             return;
+        }
+        if let Message::Error(error) = &message {
+            *self.refused.entry(error.code()).or_default() += 1;
         }
         match self.encode(correlation, message, 0) {
             Ok(encoded) => self.send(now, encoded),
@@ -534,7 +545,9 @@ impl<R> ClientSession<R> {
         header: Header,
         body: &[u8],
     ) -> Result<(), Unusable> {
-        let refusal = |error: &DecodeError| {
+        let refused = &mut self.refused;
+        let mut refusal = |error: &DecodeError| {
+            *refused.entry(error.code()).or_default() += 1;
             Message::Error(ErrorBody::for_good(error.code(), error.to_string()))
         };
         let answer = match kind.filter(|kind| kind.sent_to_clients()) {
@@ -549,7 +562,10 @@ impl<R> ClientSession<R> {
                 }
                 Err(error) => refusal(&error),
             },
-            None => refusal(&DecodeError::UnknownKind(header.kind)),
+            None => {
+                let unknown = DecodeError::UnknownKind(header.kind);
+                refusal(&header.byte_order().unwrap_or(unknown))
+            }
         };
         let encoded = self.encode(header.correlation, answer, 0)?;
         self.send(now, encoded);

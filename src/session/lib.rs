@@ -19,6 +19,6 @@ pub use client::{
 };
 pub use origin::{CertificateHolder, Claims, DEPLOYMENT_BYTES_MAX, Origin, check_deployment};
 pub use server::{
-    Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
-    order_envelope,
+    Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, by_name, encode_order,
+    encode_reply, order_envelope,
 };

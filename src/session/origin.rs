@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use kvferry_protocol::{Class, ErrorBody, ErrorCode, Hello, MessageKind, Role};
-use kvferry_types::{Rank, Replica, WorkerId};
+use kvferry_types::{Caller, Rank, Replica, User, WorkerId};
 
 /// Longest name of a deployment, in bytes.
 pub const DEPLOYMENT_BYTES_MAX: usize = 63;
@@ -14,10 +14,11 @@ const SCHEME: &str = "kvferry://";
 /// The other end of a connection, as the transport knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// A process of this machine, reported by the kernel. Its user may connect, so it may have each role.
+    /// A process of this machine, reported by the kernel. A process of kvferry's own user may have each role, one of another
+    /// user is an engine or one of its ranks.
     Local {
         /// User of the process.
-        uid: u32,
+        user: User,
         /// Id of the process; `None` if the kernel does not report it.
         pid: Option<i32>,
     },
@@ -48,26 +49,34 @@ pub enum CertificateHolder {
 }
 
 impl Origin {
-    /// Id of the process, if this machine knows it.
-    pub fn pid(&self) -> Option<i32> {
+    /// The process, as far as this machine knows it. A certificate stands for a process of kvferry's own user.
+    pub fn caller(&self) -> Caller {
         match self {
-            Self::Local { pid, .. } => *pid,
-            Self::Certificate(_) => None,
+            Self::Local { user, pid } => Caller {
+                user: *user,
+                pid: *pid,
+            },
+            Self::Certificate(_) => Caller::default(),
         }
     }
 
-    /// Compares role, replica and rank of a hello with the certificate. The only place where that is decided.
+    /// Compares role, replica and rank of a hello with the user or the certificate. The only place where that is decided.
+    ///
+    /// A supervisor has the certificate of its worker: its word for the worker's end weighs as much as the worker's own
+    /// word for the ends of its copies. On the leader's machine the kernel reports the ends of processes.
     ///
     /// # Errors
     /// The refusal of the hello.
     pub fn permits(&self, hello: &Hello) -> Result<(), ErrorBody> {
-        let Self::Certificate(claims) = self else {
-            return Ok(());
+        let claims = match self {
+            Self::Local { user, .. } => return permits_user(*user, hello.role),
+            Self::Certificate(claims) => claims,
         };
         let permitted = match claims.holder {
             CertificateHolder::Leader => false,
             CertificateHolder::Worker(WorkerId { replica, rank }) => {
-                (hello.role, hello.replica, hello.rank) == (Role::Worker, replica.0, rank.0)
+                matches!(hello.role, Role::Worker | Role::Supervisor)
+                    && (hello.replica, hello.rank) == (replica.0, rank.0)
             }
             CertificateHolder::Admin | CertificateHolder::Monitor => hello.role == Role::Admin,
         };
@@ -102,6 +111,24 @@ impl Origin {
                     | MessageKind::ReadEvents
             )
     }
+}
+
+/// Other users have the roles of engines: the others move, remove or read pages of all users.
+fn permits_user(user: User, role: Role) -> Result<(), ErrorBody> {
+    if user == User::Own && role == Role::Supervisor {
+        return Err(ErrorBody::new(
+            ErrorCode::Invalid,
+            "role is 'supervisor', without a certificate: connect to the leader's address for other machines, with the credentials of the worker",
+        ));
+    }
+    if user == User::Own || matches!(role, Role::Engine | Role::Rank) {
+        return Ok(());
+    }
+    let text = format!(
+        "role is '{}', and {user} has the roles engine and rank here: use the user that kvferry runs as",
+        role.name()
+    );
+    Err(ErrorBody::new(ErrorCode::Forbidden, text))
 }
 
 /// Checks the name of a deployment.
@@ -212,14 +239,22 @@ mod tests {
             rank,
             ..Hello::new(role, "test")
         };
-        let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+        let roles = [
+            Role::Engine,
+            Role::Rank,
+            Role::Worker,
+            Role::Admin,
+            Role::Supervisor,
+        ];
         for holder in ["leader", "worker/1/2", "admin", "monitor"] {
             let origin = Origin::Certificate(claims(&format!("kvferry://d/{holder}")));
-            assert_eq!(origin.pid(), None);
+            assert_eq!(origin.caller().pid, None);
             for role in roles {
                 for (replica, rank) in [(1, 2), (2, 1), (1, 1), (0, 0)] {
                     let own = match role {
-                        Role::Worker => holder == "worker/1/2" && (replica, rank) == (1, 2),
+                        Role::Worker | Role::Supervisor => {
+                            holder == "worker/1/2" && (replica, rank) == (1, 2)
+                        }
                         Role::Admin => holder == "admin" || holder == "monitor",
                         _ => false,
                     };
@@ -232,13 +267,35 @@ mod tests {
                 }
             }
         }
-        let local = Origin::Local {
-            uid: 0,
+        let local = |user| Origin::Local { user, pid: Some(7) };
+        assert_eq!(local(User::Own).caller().pid, Some(7));
+        for role in roles {
+            let permitted = local(User::Own).permits(&hello(role, 1, 2)).is_ok();
+            assert_eq!(permitted, role != Role::Supervisor, "{role:?}");
+        }
+    }
+
+    #[test]
+    fn another_user_has_the_roles_of_engines() {
+        let other = Origin::Local {
+            user: User::Other(1001),
             pid: Some(7),
         };
-        assert_eq!(local.pid(), Some(7));
-        for role in roles {
-            assert!(local.permits(&hello(role, 1, 2)).is_ok());
+        assert_eq!(other.caller().user, User::Other(1001));
+        for (role, permitted) in [
+            (Role::Engine, true),
+            (Role::Rank, true),
+            (Role::Worker, false),
+            (Role::Admin, false),
+            (Role::Supervisor, false),
+            (Role::Unknown, false),
+        ] {
+            let refused = other.permits(&Hello::new(role, "test")).err();
+            assert_eq!(refused.is_none(), permitted, "{role:?}");
+            if let Some(refused) = refused {
+                assert_eq!(refused.code(), ErrorCode::Forbidden);
+                assert!(refused.message.contains("uid 1001"), "{}", refused.message);
+            }
         }
     }
 
@@ -263,7 +320,10 @@ mod tests {
                 kind.name()
             );
         }
-        let here = Origin::Local { uid: 0, pid: None };
+        let here = Origin::Local {
+            user: User::Own,
+            pid: None,
+        };
         assert!(local.into_iter().all(|kind| here.may_send(kind)));
     }
 }

@@ -10,7 +10,7 @@ use kvferry_protocol::{
     Class, Connections, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES,
     HELLO_VERSION, Header, Hello, Message, Role, VERSION, VERSION_MIN, Welcome, encode, limits,
 };
-use kvferry_types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Caller, Epoch, PeerId, RequestId, Time, User};
 
 /// The header and the body of a message.
 pub type Encoded = ([u8; HEADER_BYTES], Vec<u8>);
@@ -40,8 +40,8 @@ pub enum ServerEvent {
         peer: PeerId,
         /// The peer's hello.
         hello: Hello,
-        /// Id of the peer's process, if the system shows it.
-        pid: Option<i32>,
+        /// The peer's process.
+        caller: Caller,
     },
     /// The peer sent a request or an answer.
     Message {
@@ -87,6 +87,10 @@ pub struct ServerSession {
     swept: Time,
     malformed_messages: u64,
     refused_hellos: u64,
+    repeated_requests: u64,
+    /// Messages that were not carried out, by the code of the reason.
+    refused: BTreeMap<ErrorCode, u64>,
+    /// Errors that were sent.
     errors: BTreeMap<ErrorCode, u64>,
 }
 
@@ -100,6 +104,8 @@ impl ServerSession {
             swept: now,
             malformed_messages: 0,
             refused_hellos: 0,
+            repeated_requests: 0,
+            refused: BTreeMap::new(),
             errors: BTreeMap::new(),
         }
     }
@@ -114,13 +120,9 @@ impl ServerSession {
         let mut connections = Connections {
             malformed_messages: self.malformed_messages,
             refused_hellos: self.refused_hellos,
-            errors: ErrorCode::ALL
-                .iter()
-                .map(|code| {
-                    let sent = self.errors.get(code).copied();
-                    (code.name().to_owned(), sent.unwrap_or(0))
-                })
-                .collect(),
+            repeated_requests: self.repeated_requests,
+            refused_messages: by_name(&self.refused),
+            errors: by_name(&self.errors),
             ..Connections::default()
         };
         for peer in self.peers.values() {
@@ -131,7 +133,7 @@ impl ServerSession {
                 Some(Role::Engine) => &mut connections.engines,
                 Some(Role::Rank) => &mut connections.ranks,
                 Some(Role::Worker) => &mut connections.workers,
-                Some(Role::Admin) => &mut connections.admins,
+                Some(Role::Admin | Role::Supervisor) => &mut connections.admins,
                 Some(Role::Unknown) | None => &mut connections.strangers,
             } += 1;
         }
@@ -141,6 +143,11 @@ impl ServerSession {
     /// Counts an error that is sent to a peer.
     pub fn note_error(&mut self, code: ErrorCode) {
         *self.errors.entry(code).or_default() += 1;
+    }
+
+    /// Counts a message that is not carried out, whether or not an error is sent.
+    fn note_refused(&mut self, code: ErrorCode) {
+        *self.refused.entry(code).or_default() += 1;
     }
 
     /// Interval at which [`Self::tick`] is due.
@@ -167,11 +174,13 @@ impl ServerSession {
 
     /// Handles a connection that was accepted.
     pub fn opened(&mut self, host: &mut impl ServerHost, peer: PeerId, origin: Origin) {
-        // Peers that never send a hello cannot keep others out.
+        // Peers that never send a hello cannot keep others out, and those of other users go first.
         let strangers = self.peers.iter().filter(|(_, peer)| peer.role.is_none());
         if strangers.clone().count() >= STRANGERS_MAX {
+            let is_own = |peer: &Peer| peer.origin.caller().user == User::Own;
             // Ids of connections grow, so the lowest is the oldest.
-            let oldest = strangers.map(|(id, _)| *id).min();
+            let oldest = strangers.map(|(id, peer)| (is_own(peer), *id)).min();
+            let oldest = oldest.map(|(_, id)| id);
             if let Some(oldest) = oldest {
                 tracing::debug!(peer = ?oldest, "closed: no hello, and new connections arrive");
                 self.remove_peer(host, oldest);
@@ -204,6 +213,7 @@ impl ServerSession {
         let header = match Header::from_bytes(header) {
             Ok(header) => header,
             Err(error) => {
+                self.note_refused(error.code());
                 self.misbehaves(host, peer, &error.to_string());
                 return None;
             }
@@ -211,8 +221,14 @@ impl ServerSession {
         let known = self.peers.get_mut(&peer)?;
         let (verdict, bad) = known.admit(&header, bytes, host.now());
         let read = verdict == Verdict::Read;
-        if let Verdict::Refuse(error) = verdict {
-            self.send(host, peer, header.correlation, Message::Error(error));
+        match verdict {
+            Verdict::Read => {}
+            Verdict::Refuse(error) => {
+                self.note_refused(error.code());
+                self.send(host, peer, header.correlation, Message::Error(error));
+            }
+            Verdict::Drop(code) => self.note_refused(code),
+            Verdict::Repeated => self.repeated_requests += 1,
         }
         if bad {
             self.misbehaves(host, peer, "it should not have come");
@@ -232,6 +248,7 @@ impl ServerSession {
         let mut envelope = match decoded {
             Ok(envelope) => envelope,
             Err(error) => {
+                self.note_refused(error.code());
                 if Class::of(header.kind) == Class::Request {
                     let error = ErrorBody::for_good(error.code(), error.to_string());
                     self.send(host, peer, header.correlation, Message::Error(error));
@@ -273,6 +290,7 @@ impl ServerSession {
         let refusal = self.refusal(host, &hello, version);
         if let Some(refusal) = refusal.or_else(|| origin.permits(&hello).err()) {
             self.refused_hellos += 1;
+            self.note_refused(refusal.code());
             self.send(host, id, correlation, Message::Error(refusal));
             return None;
         }
@@ -288,14 +306,14 @@ impl ServerSession {
         peer.role = Some(hello.role);
         peer.version = version;
         tracing::debug!(role = ?hello.role, version, name = hello.name, "welcomed");
-        let pid = peer.origin.pid();
+        let caller = peer.origin.caller();
         if hello.role == Role::Rank {
-            host.watch(id, pid);
+            host.watch(id, caller.pid);
         }
         Some(ServerEvent::Opened {
             peer: id,
             hello,
-            pid,
+            caller,
         })
     }
 
@@ -431,6 +449,15 @@ impl ServerSession {
             host.send(peer, encoded);
         }
     }
+}
+
+/// Counts of every code, by its name.
+pub fn by_name(counts: &BTreeMap<ErrorCode, u64>) -> BTreeMap<String, u64> {
+    let counts = ErrorCode::ALL.iter().map(|code| {
+        let count = counts.get(code).copied();
+        (code.name().to_owned(), count.unwrap_or(0))
+    });
+    counts.collect()
 }
 
 /// Encodes an answer, or an error in its place if the answer cannot be encoded.

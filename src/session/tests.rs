@@ -10,7 +10,7 @@ use kvferry_protocol::{
     Connections, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message,
     MessageKind, Role, Status, VERSION, Welcome, decode, encode,
 };
-use kvferry_types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Epoch, PeerId, RequestId, Time, User};
 
 const HEARTBEAT: Duration = Duration::from_secs(1);
 const TIMES: ClientTimes = ClientTimes {
@@ -299,7 +299,10 @@ impl ServerHost for Sent {
 }
 
 fn local(pid: Option<i32>) -> Origin {
-    Origin::Local { uid: 0, pid }
+    Origin::Local {
+        user: User::Own,
+        pid,
+    }
 }
 
 fn server() -> (ServerSession, Sent) {
@@ -365,7 +368,9 @@ fn a_client_is_welcomed_and_its_request_is_answered() {
     let hello = client.sent.pop().expect("a hello");
     let (header, body) = encode(&hello).expect("encoded");
     match take(&mut server, &mut host, &header, &body) {
-        Some(ServerEvent::Opened { peer, pid, .. }) => assert_eq!((peer, pid), (PEER, Some(42))),
+        Some(ServerEvent::Opened { peer, caller, .. }) => {
+            assert_eq!((peer, caller.pid), (PEER, Some(42)));
+        }
         other => panic!("{other:?}"),
     }
     let (_, welcome) = host.sent.pop().expect("a welcome");
@@ -467,4 +472,57 @@ fn connections_and_what_was_refused_are_counted() {
     assert_eq!(errors(&server), all);
     server.closed(PEER);
     assert_eq!(server.connections().engines, 0);
+}
+
+#[test]
+fn each_message_that_is_refused_or_repeated_counts_once_also_a_dropped_answer() {
+    let (mut server, mut host) = server();
+    server.opened(&mut host, PEER, local(None));
+    let refused = |server: &ServerSession| {
+        let connections = server.connections();
+        let counts = connections.refused_messages.into_iter();
+        let counts: Vec<(String, u64)> = counts.filter(|(_, count)| *count > 0).collect();
+        (counts, connections.repeated_requests)
+    };
+    let mut say = |server: &mut ServerSession, version, id, message| {
+        let (header, body) = from_server(version, id, message);
+        take(server, &mut host, &header, &body)
+    };
+    // An answer before the hello is dropped without an error.
+    say(&mut server, VERSION, 1, Message::FinishAnswer(Empty {}));
+    let before = [("hello_first".to_owned(), 1)].to_vec();
+    assert_eq!(refused(&server), (before.clone(), 0));
+    assert_eq!(server.connections().errors["hello_first"], 0);
+    say(&mut server, 1, 2, Message::Hello(hello(Role::Engine)));
+    assert_eq!(refused(&server), (before, 0), "a welcomed hello");
+    for _ in 0..3 {
+        say(&mut server, VERSION, 3, status());
+    }
+    // An answer that an engine does not send.
+    say(&mut server, VERSION, 4, Message::FinishAnswer(Empty {}));
+    let (header, _) = from_server(VERSION, 5, status());
+    take(&mut server, &mut host, &header, b"no map");
+    take(&mut server, &mut host, &header[1..], b"");
+    let all = [("malformed", 2), ("unknown_kind", 1), ("hello_first", 1)];
+    let mut all = all.map(|(code, count)| (code.to_owned(), count)).to_vec();
+    all.sort();
+    assert_eq!(refused(&server), (all, 2));
+}
+
+#[test]
+fn a_client_counts_the_errors_that_it_answers() {
+    let mut client = Client::welcomed(at(0), 9);
+    let (header, body) = from_server(VERSION, 1, status());
+    client.receive(at(1), &(header, body));
+    let order = Message::ReadInventory(kvferry_protocol::ReadInventory {
+        depot: [1; 16],
+        page_bytes: 64,
+        read_id: 1,
+        from: 0,
+    });
+    let (header, _) = from_server(VERSION, 2, order);
+    client.receive(at(2), &(header, b"no map".to_vec()));
+    let refused = client.session.refused();
+    let expected = [(ErrorCode::Malformed, 1), (ErrorCode::UnknownKind, 1)];
+    assert_eq!(*refused, expected.into());
 }

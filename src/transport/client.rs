@@ -2,6 +2,7 @@
 //!
 //! Each request gets exactly one answer or typed failure, in time, whatever happens to the server.
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
 use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
@@ -120,6 +121,7 @@ pub struct Client {
     commands: mpsc::Sender<ClientCommand>,
     next_client_id: Arc<AtomicU64>,
     clock: Clock,
+    refused: watch::Receiver<BTreeMap<ErrorCode, u64>>,
 }
 
 impl Client {
@@ -131,6 +133,7 @@ impl Client {
     ) -> (Self, mpsc::Receiver<Incoming>) {
         let (commands, command_queue) = mpsc::channel(CLIENT_QUEUE);
         let (incoming, incoming_queue) = mpsc::channel(CLIENT_QUEUE);
+        let (note_refused, refused) = watch::channel(BTreeMap::new());
         let ClientSettings {
             address,
             hello,
@@ -148,6 +151,7 @@ impl Client {
             commands: command_queue,
             connecting: None,
             connection: None,
+            refused: note_refused,
         };
         tokio::spawn(runner.run());
         (
@@ -155,6 +159,7 @@ impl Client {
                 commands,
                 next_client_id: Arc::new(AtomicU64::new(CLIENT_ID_BASE)),
                 clock,
+                refused,
             },
             incoming_queue,
         )
@@ -165,6 +170,11 @@ impl Client {
         let (client, mut incoming) = Self::start(transport, settings);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
         client
+    }
+
+    /// Errors that were answered to requests of the server, by code, since the start.
+    pub fn refused(&self) -> BTreeMap<ErrorCode, u64> {
+        self.refused.borrow().clone()
     }
 
     /// Sends a request under an id that the client chooses, and waits for the answer.
@@ -410,6 +420,7 @@ struct ClientTask {
     commands: mpsc::Receiver<ClientCommand>,
     connecting: Option<Connecting>,
     connection: Option<Connection>,
+    refused: watch::Sender<BTreeMap<ErrorCode, u64>>,
 }
 
 type Connecting = Pin<Box<dyn Future<Output = Result<Connection, TransportError>> + Send>>;
@@ -420,6 +431,15 @@ struct Dropped;
 impl ClientTask {
     async fn run(mut self) {
         loop {
+            // Before the errors are sent, so that a count is never behind them.
+            let refused = self.session.refused();
+            self.refused.send_if_modified(|counts| {
+                let changed = counts != refused;
+                if changed {
+                    counts.clone_from(refused);
+                }
+                changed
+            });
             while let Some(event) = self.session.poll() {
                 if self.act(event).await.is_err() {
                     return;

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 
-use super::{Address, TransportError};
+use super::{Address, OtherUsers, TransportError, own_uid};
 
 /// File name of the socket that clients connect to.
 pub(super) const SOCKET_NAME: &str = "kvferry.sock";
@@ -22,13 +22,24 @@ pub(super) const FD_SOCKET_NAME: &str = "fds.sock";
 /// Longest path of a Unix socket on Linux in bytes, without the terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-fn own_uid() -> u32 {
-    rustix::process::geteuid().as_raw()
-}
+/// Mode of a directory that its owner alone can use.
+const PRIVATE: u32 = 0o700;
+/// Mode of a directory whose sockets other users can reach. They cannot list it, nor make anything in it.
+const PASSABLE: u32 = 0o711;
 
 /// Creates the directory with mode 0700 if it is missing, then checks it.
 pub fn prepare(path: &Path) -> Result<(), TransportError> {
-    match fs::DirBuilder::new().mode(0o700).create(path) {
+    prepare_for(path, &OtherUsers::default())
+}
+
+/// As [`prepare`], with mode 0711 if there are other users. A directory with the other one of the two modes, of an
+/// earlier start, gets the right one.
+pub fn prepare_for(path: &Path, users: &OtherUsers) -> Result<(), TransportError> {
+    let (mode, other) = match users.is_empty() {
+        true => (PRIVATE, PASSABLE),
+        false => (PASSABLE, PRIVATE),
+    };
+    match fs::DirBuilder::new().mode(PRIVATE).create(path) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -37,11 +48,29 @@ pub fn prepare(path: &Path) -> Result<(), TransportError> {
         }
         Err(error) => return Err(TransportError::io("cannot make directory", path)(error)),
     }
-    check(path)
+    check_modes(path, &[mode, other])?;
+    let failed =
+        |errno: rustix::io::Errno| TransportError::io("cannot set the mode of", path)(errno.into());
+    let found = open(path)?;
+    if rustix::fs::fstat(&found).map_err(failed)?.st_mode & 0o777 != mode {
+        rustix::fs::fchmod(&found, Mode::from_raw_mode(mode)).map_err(failed)?;
+    }
+    check_modes(path, &[mode])
 }
 
-/// Refuses a directory that another user could read, enter, write or replace.
+/// Refuses a directory that another user could read, write or replace. Others may pass through it, where kvferry accepts
+/// connections of theirs.
 pub fn check(path: &Path) -> Result<(), TransportError> {
+    check_modes(path, &[PRIVATE, PASSABLE])
+}
+
+fn open(path: &Path) -> Result<OwnedFd, TransportError> {
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
+    rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|errno| TransportError::io("cannot open", path)(errno.into()))
+}
+
+fn check_modes(path: &Path, modes: &[u32]) -> Result<(), TransportError> {
     let refuse = |path: &Path, mode: u32, problem, remedy| TransportError::Directory {
         path: path.to_owned(),
         mode: mode & 0o7777,
@@ -58,10 +87,7 @@ pub fn check(path: &Path) -> Result<(), TransportError> {
             remedy,
         ));
     }
-    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
-    let found: OwnedFd = rustix::fs::open(path, flags, Mode::empty())
-        .map_err(|errno| TransportError::io("cannot open", path)(errno.into()))?;
-    let found = rustix::fs::fstat(&found)
+    let found = rustix::fs::fstat(&open(path)?)
         .map_err(|errno| TransportError::io("cannot read", path)(errno.into()))?;
     if found.st_uid != own_uid() {
         let remedy = format!("use a directory that belongs to uid {}", own_uid());
@@ -72,7 +98,7 @@ pub fn check(path: &Path) -> Result<(), TransportError> {
             remedy,
         ));
     }
-    if found.st_mode & 0o777 != 0o700 {
+    if !modes.contains(&(found.st_mode & 0o777)) {
         let remedy = format!("run chmod 700 {}", path.display());
         return Err(refuse(
             path,
@@ -132,6 +158,14 @@ pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, Trans
 pub struct DirectoryLock(#[expect(dead_code, reason = "held open, which is the lock")] File);
 
 impl DirectoryLock {
+    /// Takes the lock that the listener of a directory holds, so that no process listens there meanwhile.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn of_listener(directory: &Path) -> Result<Self, TransportError> {
+        Self::take(directory, &lock_name(SOCKET_NAME))
+    }
+
     /// Takes the lock on the file `name` in a directory, without waiting.
     ///
     /// # Errors
@@ -163,6 +197,12 @@ impl DirectoryLock {
     }
 }
 
+/// The name of the lock beside a socket.
+fn lock_name(socket: &str) -> String {
+    let stem = socket.strip_suffix(".sock").unwrap_or(socket);
+    format!("{stem}.lock")
+}
+
 /// Device and number of a file.
 type FileIdentity = (u64, u64);
 
@@ -183,18 +223,21 @@ impl Claim {
     /// Takes the lock; fails with the holder's process id.
     pub(super) fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
         let socket = socket_path(directory, name)?;
-        let lock = socket.with_extension("lock");
-        let lock = lock.file_name().and_then(|name| name.to_str());
         Ok(Self {
-            _lock: DirectoryLock::take(directory, lock.unwrap_or(name))?,
+            _lock: DirectoryLock::take(directory, &lock_name(name))?,
             socket,
             bound: None,
         })
     }
 
-    /// Binds the socket for tasks of the runtime; call it once.
-    pub(super) fn bind(&mut self) -> Result<tokio::net::UnixListener, TransportError> {
-        let (listener, identity) = bind(&self.socket)?;
+    /// Binds the socket for tasks of the runtime; call it once. Every user can connect if there are other users: the
+    /// accepting side compares them.
+    pub(super) fn bind(
+        &mut self,
+        users: &OtherUsers,
+    ) -> Result<tokio::net::UnixListener, TransportError> {
+        let mode = if users.is_empty() { 0o600 } else { 0o666 };
+        let (listener, identity) = bind(&self.socket, mode)?;
         self.bound = Some(identity);
         let set_up = || TransportError::io("cannot set up", &self.socket);
         listener.set_nonblocking(true).map_err(set_up())?;
@@ -215,9 +258,9 @@ impl Drop for Claim {
     }
 }
 
-/// Binds a socket with mode 0600 in a checked directory, and returns it with what identifies its file. Replaces an
+/// Binds a socket with this mode in a checked directory, and returns it with what identifies its file. Replaces an
 /// existing socket: the caller holds the lock, so no process listens on it.
-fn bind(path: &Path) -> Result<(UnixListener, FileIdentity), TransportError> {
+fn bind(path: &Path, mode: u32) -> Result<(UnixListener, FileIdentity), TransportError> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => {
             fs::remove_file(path)
@@ -235,10 +278,10 @@ fn bind(path: &Path) -> Result<(UnixListener, FileIdentity), TransportError> {
         Err(error) => return Err(TransportError::io("cannot read", path)(error)),
     }
     let listener = UnixListener::bind(path).map_err(TransportError::io("cannot bind", path))?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600))
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
         .map_err(TransportError::io("cannot set the mode of", path))?;
     let found = fs::symlink_metadata(path).map_err(TransportError::io("cannot read", path))?;
-    if !found.file_type().is_socket() || found.mode() & 0o777 != 0o600 || found.uid() != own_uid() {
+    if !found.file_type().is_socket() || found.mode() & 0o777 != mode || found.uid() != own_uid() {
         return Err(TransportError::Directory {
             path: path.to_owned(),
             mode: found.mode() & 0o7777,

@@ -2,8 +2,8 @@
 //!
 //! A sender connects, sends up to [`TOGETHER_MAX`] tickets of 16 bytes with one descriptor each (`SCM_RIGHTS`), and
 //! reads one byte that answers all of them: [`ACCEPTED`] or [`REFUSED`]. More may follow on the same connection. The
-//! worker takes a descriptor by its ticket, which it receives in a message. At most [`UNTAKEN_MAX`] descriptors wait,
-//! each for [`UNTAKEN_TTL`] or until its sender's process ends. Tickets are secrets of their sender and must be random.
+//! worker takes a descriptor by its ticket, which it receives in a message. At most [`UNTAKEN_MAX`] descriptors of a user
+//! wait, each for [`UNTAKEN_TTL`] or until its sender's process ends. Tickets are secrets of their sender and must be random.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -22,22 +22,24 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
+use kvferry_types::User;
+
 use super::directory::{self, Claim, FD_SOCKET_NAME};
 use super::handshake_permits::HandshakePermits;
 use super::process::ProcessWatch;
-use super::{SharedLogLimit, TransportError};
+use super::{OtherUsers, SharedLogLimit, TransportError};
 
 /// Length of a [`Ticket`] in bytes.
 pub const TICKET_BYTES: usize = 16;
-/// Most descriptors that wait to be taken; further ones are refused. Each chunk of an engine's memory is one
-/// descriptor. Worst case: about 16 MiB beside the descriptors themselves.
+/// Most descriptors of one user that wait to be taken; further ones are refused. Each chunk of an engine's memory is one
+/// descriptor. Worst case for each user: about 16 MiB beside the descriptors themselves.
 pub const UNTAKEN_MAX: usize = 16_448;
 /// Most descriptors in one message: the limit of Linux.
 pub const TOGETHER_MAX: usize = 253;
 /// Time after which a descriptor that was not taken is closed.
 pub const UNTAKEN_TTL: Duration = Duration::from_secs(30);
 
-/// Most connections served at once. A further one closes the oldest.
+/// Most connections served at once, of this process's user and of all others. A further one closes the oldest.
 pub(super) const CONNECTIONS_MAX: usize = 16;
 /// Time limit of one connection. A worker's rank sends [`UNTAKEN_MAX`] descriptors in well under a second.
 const CONNECTION_DEADLINE: Duration = Duration::from_secs(30);
@@ -83,34 +85,55 @@ pub struct FdReceiver {
 
 #[derive(Default)]
 struct Untaken {
-    waiting: Mutex<HashMap<Ticket, Waiting>>,
+    waiting: Mutex<AllWaiting>,
+}
+
+/// The descriptors that wait, and how many each user has.
+#[derive(Default)]
+struct AllWaiting {
+    by_ticket: HashMap<Ticket, Waiting>,
+    of_user: HashMap<User, usize>,
 }
 
 /// A descriptor that waits. Dropping it ends its expiry timer.
 struct Waiting {
     fd: OwnedFd,
+    user: User,
     _expiry: oneshot::Sender<()>,
 }
 
 impl Untaken {
-    fn waiting(&self) -> MutexGuard<'_, HashMap<Ticket, Waiting>> {
+    fn waiting(&self) -> MutexGuard<'_, AllWaiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores a descriptor, if there is room and the ticket is not in use. The returned receiver completes when the
+    /// Stores a descriptor, if its user has room and the ticket is not in use. The returned receiver completes when the
     /// descriptor is taken or removed.
-    fn keep(&self, ticket: Ticket, fd: OwnedFd) -> Option<oneshot::Receiver<()>> {
+    fn keep(&self, user: User, ticket: Ticket, fd: OwnedFd) -> Option<oneshot::Receiver<()>> {
         let mut waiting = self.waiting();
-        if waiting.len() >= UNTAKEN_MAX || waiting.contains_key(&ticket) {
+        let AllWaiting { by_ticket, of_user } = &mut *waiting;
+        let count = of_user.entry(user).or_default();
+        if *count >= UNTAKEN_MAX || by_ticket.contains_key(&ticket) {
             return None;
         }
+        *count += 1;
         let (expiry, taken) = oneshot::channel();
         let entry = Waiting {
             fd,
+            user,
             _expiry: expiry,
         };
-        waiting.insert(ticket, entry);
+        by_ticket.insert(ticket, entry);
         Some(taken)
+    }
+
+    fn remove(&self, ticket: &Ticket) -> Option<Waiting> {
+        let mut waiting = self.waiting();
+        let removed = waiting.by_ticket.remove(ticket)?;
+        if let Some(count) = waiting.of_user.get_mut(&removed.user) {
+            *count -= 1;
+        }
+        Some(removed)
     }
 }
 
@@ -121,12 +144,20 @@ impl FdReceiver {
     /// [`TransportError`]: a directory that other users can access, one that another receiver uses, or a failed system
     /// call.
     pub fn bind(directory: &Path) -> Result<Self, TransportError> {
-        directory::prepare(directory)?;
+        Self::bind_for(directory, OtherUsers::default())
+    }
+
+    /// As [`Self::bind`], where processes of these users may send descriptors, too.
+    ///
+    /// # Errors
+    /// As [`Self::bind`].
+    pub fn bind_for(directory: &Path, users: OtherUsers) -> Result<Self, TransportError> {
+        directory::prepare_for(directory, &users)?;
         let mut claim = Claim::take(directory, FD_SOCKET_NAME)?;
-        let socket = claim.bind()?;
+        let socket = claim.bind(&users)?;
         let untaken = Arc::new(Untaken::default());
         let (alive, gone) = watch::channel(());
-        tokio::spawn(accept(socket, Arc::downgrade(&untaken), gone));
+        tokio::spawn(accept(socket, users, Arc::downgrade(&untaken), gone));
         Ok(Self {
             untaken,
             _claim: claim,
@@ -136,13 +167,18 @@ impl FdReceiver {
 
     /// Takes the descriptor that was sent with this ticket; `None` if it did not arrive, expired or was taken before.
     pub fn take(&self, ticket: &Ticket) -> Option<OwnedFd> {
-        let waiting = self.untaken.waiting().remove(ticket)?;
-        Some(waiting.fd)
+        Some(self.untaken.remove(ticket)?.fd)
     }
 }
 
-async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::Receiver<()>) {
+async fn accept(
+    socket: UnixListener,
+    users: OtherUsers,
+    untaken: Weak<Untaken>,
+    mut gone: watch::Receiver<()>,
+) {
     let places = HandshakePermits::new(CONNECTIONS_MAX);
+    let of_others = HandshakePermits::new(CONNECTIONS_MAX);
     loop {
         let accepted = tokio::select! {
             accepted = socket.accept() => accepted,
@@ -158,33 +194,55 @@ async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::R
                 continue;
             }
         };
+        // Before anything is read, and before a place is taken: processes of all users may reach the socket.
+        let user = match user_of(&stream, &users) {
+            Ok(user) => user,
+            Err(error) => {
+                log_refused(&error);
+                continue;
+            }
+        };
         let untaken = untaken.clone();
-        let mut place = places.take();
+        let mut place = match user {
+            User::Own => places.take(),
+            User::Other(_) => of_others.take(),
+        };
         tokio::spawn(async move {
             let ended = tokio::select! {
                 biased;
-                ended = converse(stream, untaken) => ended,
+                ended = converse(stream, user, untaken) => ended,
                 () = place.lost() => Err(io::Error::other("it was the oldest of too many")),
                 () = sleep(CONNECTION_DEADLINE) => Err(io::Error::other("it takes too long")),
             };
-            if let Err(error) = ended
-                && let Some(left_out) = REFUSALS.line()
-            {
-                tracing::info!(%error, left_out, "refused descriptors");
+            if let Err(error) = ended {
+                log_refused(&error);
             }
         });
     }
 }
 
+fn log_refused(error: &io::Error) {
+    if let Some(left_out) = REFUSALS.line() {
+        tracing::info!(%error, left_out, "refused descriptors");
+    }
+}
+
+/// The user of a sender, if it may send descriptors.
+fn user_of(stream: &UnixStream, users: &OtherUsers) -> io::Result<User> {
+    let uid = stream.peer_cred()?.uid();
+    let user = users.find(uid);
+    user.ok_or_else(|| io::Error::other(format!("the sender runs as uid {uid}")))
+}
+
 /// Receives messages of one sender until it closes the connection.
-async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) -> io::Result<()> {
+async fn converse(mut stream: UnixStream, user: User, untaken: Weak<Untaken>) -> io::Result<()> {
     let (lives, ended) = watch::channel(());
     let pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
     // `lives` is dropped when the process has ended, which closes `ended` for the expiry of the descriptors.
     let process = pid.and_then(|pid| ProcessWatch::start(pid, move || drop(lives)));
     let sender = Arc::new(Sender { ended, process });
     loop {
-        match timeout(MESSAGE_DEADLINE, serve(&mut stream, &untaken)).await {
+        match timeout(MESSAGE_DEADLINE, serve(&mut stream, user, &untaken)).await {
             Ok(Ok(kept)) => {
                 for (ticket, taken) in kept {
                     let (untaken, sender) = (untaken.clone(), Arc::clone(&sender));
@@ -223,12 +281,9 @@ impl Sender {
 type Kept = Vec<(Ticket, oneshot::Receiver<()>)>;
 
 /// Receives one message and answers it.
-async fn serve(stream: &mut UnixStream, untaken: &Weak<Untaken>) -> io::Result<Kept> {
-    if stream.peer_cred()?.uid() != rustix::process::geteuid().as_raw() {
-        return Err(io::Error::other("it comes from another user"));
-    }
+async fn serve(stream: &mut UnixStream, user: User, untaken: &Weak<Untaken>) -> io::Result<Kept> {
     let kept = match receive(stream).await {
-        Ok(came) => keep_all(came, untaken),
+        Ok(came) => keep_all(user, came, untaken),
         Err(error) => Err(error),
     };
     let answer = match kept {
@@ -242,16 +297,16 @@ async fn serve(stream: &mut UnixStream, untaken: &Weak<Untaken>) -> io::Result<K
 }
 
 /// Stores all descriptors, or none.
-fn keep_all(came: Vec<(Ticket, OwnedFd)>, untaken: &Weak<Untaken>) -> io::Result<Kept> {
+fn keep_all(user: User, came: Vec<(Ticket, OwnedFd)>, untaken: &Weak<Untaken>) -> io::Result<Kept> {
     let refused = || io::Error::other("too many wait, or the ticket is known");
     let untaken = untaken.upgrade().ok_or_else(refused)?;
     let mut kept = Kept::new();
     for (ticket, fd) in came {
-        match untaken.keep(ticket, fd) {
+        match untaken.keep(user, ticket, fd) {
             Some(taken) => kept.push((ticket, taken)),
             None => {
                 for (ticket, _) in kept {
-                    untaken.waiting().remove(&ticket);
+                    untaken.remove(&ticket);
                 }
                 return Err(refused());
             }
@@ -276,7 +331,7 @@ async fn expire(
         () = sender.end() => tracing::debug!("closed a descriptor whose sender has ended"),
     }
     if let Some(untaken) = untaken.upgrade() {
-        untaken.waiting().remove(ticket);
+        untaken.remove(ticket);
     }
 }
 

@@ -9,6 +9,8 @@
 //! itself, within limits. [`TlsTransport`] is the same over TCP, for processes that have certificates. [`MemoryTransport`] works inside one process with the same events, limits and
 //! errors, for tests and for paused time.
 //!
+//! Beside them, a [`Publisher`] serves ZMQ subscribers of other programs, which have no sessions.
+//!
 //! The frame layer does not reconnect, does not retry frames and does not store them for later: the owner of a
 //! connection decides that.
 
@@ -26,6 +28,7 @@ mod listener;
 mod log_limit;
 mod memory;
 mod process;
+mod publish;
 mod queue;
 mod server;
 #[cfg(test)]
@@ -34,6 +37,7 @@ mod skipped;
 mod stream;
 mod tcp;
 mod tls;
+mod users;
 mod zmq;
 pub mod zmtp;
 
@@ -57,7 +61,9 @@ use bytes::Bytes;
 pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming, PendingAnswer};
 pub use clock::Clock;
 pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
-pub use directory::{DirectoryLock, check as check_directory, prepare as prepare_directory};
+pub use directory::{
+    DirectoryLock, check as check_directory, prepare as prepare_directory, prepare_for,
+};
 pub use error::{CloseReason, Closed, SendError, TransportError};
 pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
@@ -65,15 +71,17 @@ pub use fds::{
 pub use listener::{FrameSender, Listener};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
+pub use publish::{PublicAddress, Publisher, PublisherLimits};
 pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
 pub use tcp::TlsTransport;
 pub use tls::{Credentials, CredentialsError, KeygenError, LEAF_DAYS, ROOT_DAYS, Root, Written};
+pub use users::{OtherUsers, USER_CONNECTIONS_MAX, USERS_MAX, own_uid};
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
 
 pub use kvferry_session::{
     CLIENT_OPEN_MAX, CertificateHolder, Claims, Failure, Origin, STRANGERS_MAX, ServerEvent,
-    ServerSettings,
+    ServerSettings, by_name,
 };
 pub use kvferry_types::{LinkId, PeerId};
 
@@ -184,6 +192,8 @@ pub struct Limits {
     pub handshake: Duration,
     /// A peer that reads nothing for this long while bytes wait for it is closed. Default: 10 s.
     pub slow_after: Duration,
+    /// Users beside that of this process whose processes may connect, at a listener of this machine. Default: none.
+    pub users: OtherUsers,
 }
 
 impl Default for Limits {
@@ -196,6 +206,7 @@ impl Default for Limits {
             pending_bytes: 16 << 20,
             handshake: Duration::from_secs(5),
             slow_after: Duration::from_secs(10),
+            users: OtherUsers::default(),
         }
     }
 }
@@ -211,6 +222,15 @@ impl Limits {
             reserved_connections,
             ..Self::default()
         }
+    }
+
+    /// The same limits, where processes of these users may connect, too: with places for them, so that they take none of
+    /// this user's.
+    #[must_use]
+    pub fn with_users(mut self, users: OtherUsers) -> Self {
+        self.connections += users.len() * USER_CONNECTIONS_MAX;
+        self.users = users;
+        self
     }
 
     /// Refuses limits that contradict each other or exceed what the queues support, for example when a largest frame

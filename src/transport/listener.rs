@@ -10,6 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::timeout;
 
 use super::queue::{Budget, Queued};
+use super::zmtp::Violation;
 use super::{Address, CloseReason, Frame, Limits, ListenerEvent, Origin, PeerId, SendError};
 
 /// Most events queued for [`Listener::next`]; their bytes are bounded by [`Limits::pending_bytes`].
@@ -112,6 +113,18 @@ pub(super) struct Peers {
     refused: AtomicU64,
     /// Connections that were closed because their bytes broke the rules.
     violations: AtomicU64,
+    /// Those of them that were closed because a part was longer than its limit.
+    too_long: AtomicU64,
+}
+
+/// What a listener refused, since its start.
+pub(crate) struct RefusedCounts {
+    /// Connections, before they were open.
+    pub(crate) handshakes: u64,
+    /// Open connections that were closed because their bytes broke the rules.
+    pub(crate) violations: u64,
+    /// Those of them whose bytes were a part longer than its limit.
+    pub(crate) too_long: u64,
 }
 
 impl Peers {
@@ -151,8 +164,11 @@ impl Peers {
     }
 
     /// Counts a connection that is closed because its bytes broke the rules.
-    pub(super) fn note_violation(&self) {
+    pub(super) fn note_violation(&self, violation: Violation) {
         self.violations.fetch_add(1, Ordering::Relaxed);
+        if matches!(violation, Violation::HeaderTooLong | Violation::BodyTooLong) {
+            self.too_long.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     fn get(&self, peer: PeerId) -> Result<Arc<PeerEntry>, SendError> {
@@ -254,6 +270,7 @@ impl Listener {
             limits: limits.clone(),
             refused: AtomicU64::new(0),
             violations: AtomicU64::new(0),
+            too_long: AtomicU64::new(0),
         });
         let (task, tasks) = mpsc::channel(1);
         let intake = Intake {
@@ -391,10 +408,13 @@ impl FrameSender {
         sent.map_err(|_| SendError::Gone)
     }
 
-    /// Connections that were refused before they were open, and those that were closed because their bytes broke the rules.
-    pub(super) fn refused(&self) -> (u64, u64) {
+    pub(super) fn refused(&self) -> RefusedCounts {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        (count(&self.peers.refused), count(&self.peers.violations))
+        RefusedCounts {
+            handshakes: count(&self.peers.refused),
+            violations: count(&self.peers.violations),
+            too_long: count(&self.peers.too_long),
+        }
     }
 
     /// Closes a peer after the frames sent to it before are written (for at most [`Limits::slow_after`]). Frames from

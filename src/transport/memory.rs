@@ -12,6 +12,8 @@ use super::connection::ConnectionLink;
 use super::listener::{Intake, Outgoing, PeerIntake, PeerLink, Peers, QueuedEvent};
 use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
+use kvferry_types::User;
+
 use super::{
     Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, Origin,
     Transport, TransportError, Violation,
@@ -23,6 +25,8 @@ pub struct MemoryTransport {
     registry: Arc<Registry>,
     /// Process id reported for connections made through this instance. `None`: that of this process.
     pid: Option<i32>,
+    /// User reported for connections made through this instance.
+    user: User,
 }
 
 #[derive(Default)]
@@ -82,6 +86,15 @@ impl MemoryTransport {
         Self {
             registry: Arc::clone(&self.registry),
             pid: Some(pid),
+            user: self.user,
+        }
+    }
+
+    /// Returns a clone that shares the names and whose connections report `user` as their user.
+    pub fn of_user(&self, user: User) -> Self {
+        Self {
+            user,
+            ..self.clone()
         }
     }
 
@@ -141,7 +154,7 @@ impl MemoryTransport {
         let opened = QueuedEvent::Opened {
             peer,
             origin: Origin::Local {
-                uid: rustix::process::geteuid().as_raw(),
+                user: self.user,
                 pid: self.pid.or_else(|| i32::try_from(std::process::id()).ok()),
             },
         };

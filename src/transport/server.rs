@@ -11,7 +11,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use crate::process::ProcessWatch;
 use crate::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
-use kvferry_protocol::{Connections, ErrorBody, Message, decode};
+use kvferry_protocol::{Connections, ErrorBody, ErrorCode, Message, decode};
 use kvferry_session::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
     order_envelope,
@@ -117,9 +117,17 @@ impl Replier {
     /// The clients, and what was refused.
     pub fn connections(&self) -> Connections {
         let mut connections = lock(&self.session).connections();
-        let (refused, violations) = self.sender.refused();
-        connections.refused_handshakes = refused;
-        connections.malformed_messages += violations;
+        let refused = self.sender.refused();
+        connections.refused_handshakes = refused.handshakes;
+        connections.malformed_messages += refused.violations;
+        let malformed = refused.violations.saturating_sub(refused.too_long);
+        for (code, count) in [
+            (ErrorCode::Limit, refused.too_long),
+            (ErrorCode::Malformed, malformed),
+        ] {
+            let counted = connections.refused_messages.entry(code.name().to_owned());
+            *counted.or_default() += count;
+        }
         connections
     }
 

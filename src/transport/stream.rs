@@ -77,10 +77,15 @@ pub(super) struct FrameReader<R> {
 
 impl<R: AsyncRead + Unpin> FrameReader<R> {
     pub(super) fn new(read: R, parser: Parser) -> Self {
+        Self::with_buffer(read, parser, CHUNK_BYTES)
+    }
+
+    /// A reader of at most `bytes` at a time, for peers that send little.
+    pub(super) fn with_buffer(read: R, parser: Parser, bytes: usize) -> Self {
         Self {
             read,
             parser,
-            buffer: vec![0; CHUNK_BYTES],
+            buffer: vec![0; bytes],
             filled: 0..0,
             message: PartialMessage::default(),
         }
@@ -98,12 +103,19 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         }
     }
 
-    /// Reads the next frame, and notes PINGs.
+    /// Reads the next frame, and notes PINGs. A subscription by command is returned as the message that it replaces.
     pub(super) async fn frame(&mut self, ping: &Ping) -> Result<Frame, StreamEnd> {
         loop {
             let mut input = &self.buffer[self.filled.clone()];
             while let Some(item) = self.parser.next(&mut input)? {
-                if let Some(frame) = self.message.take(item, ping) {
+                let frame = match item {
+                    Item::Subscription { on } => {
+                        let message = [&[u8::from(on)], self.parser.topic()].concat();
+                        Some(Frame::new(Bytes::new(), message))
+                    }
+                    item => self.message.take(item, ping),
+                };
+                if let Some(frame) = frame {
                     self.filled.start = self.filled.end - input.len();
                     return Ok(frame);
                 }
@@ -157,7 +169,7 @@ impl PartialMessage {
                 return Some(Frame::new(header, body));
             }
             Item::Ping(context) => ping.put(context),
-            Item::Greeting | Item::Ready | Item::Ignored => {}
+            Item::Greeting | Item::Ready | Item::Ignored | Item::Subscription { .. } => {}
         }
         None
     }
@@ -201,18 +213,29 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
 
     /// Appends a frame; writes when [`CHUNK_BYTES`] are collected.
     pub(super) async fn frame(&mut self, frame: Frame) -> Result<(), StreamEnd> {
-        self.part(Part::Header, frame.header).await?;
-        self.part(Part::Body, frame.body).await
+        self.part(Part::Header, &frame.header).await?;
+        self.part(Part::Body, &frame.body).await
     }
 
-    async fn part(&mut self, part: Part, bytes: Bytes) -> Result<(), StreamEnd> {
+    /// Appends a message of several parts; writes when [`CHUNK_BYTES`] are collected.
+    pub(super) async fn message(&mut self, parts: &[&[u8]]) -> Result<(), StreamEnd> {
+        let Some((last, before)) = parts.split_last() else {
+            return Ok(());
+        };
+        for part in before {
+            self.part(Part::Header, part).await?;
+        }
+        self.part(Part::Body, last).await
+    }
+
+    async fn part(&mut self, part: Part, bytes: &[u8]) -> Result<(), StreamEnd> {
         zmtp::put_head(&mut self.buffer, part, bytes.len() as u64);
         if self.buffer.len() + bytes.len() <= CHUNK_BYTES {
-            self.buffer.extend_from_slice(&bytes);
+            self.buffer.extend_from_slice(bytes);
             return Ok(());
         }
         self.write_buffer().await?;
-        self.put(&bytes).await
+        self.put(bytes).await
     }
 
     /// Writes all bytes that are collected.

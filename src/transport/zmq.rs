@@ -32,7 +32,7 @@ const LOOK_PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::fr
 /// Longest single attempt to connect and complete the handshake.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
-/// The transport between processes of one machine and one user.
+/// The transport between processes of one machine: of one user, and at a listener of those that [`Limits::users`] names.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ZmqTransport;
 
@@ -69,9 +69,9 @@ pub(super) fn open(
 ) -> Result<(Listener, Arc<Gate>), TransportError> {
     let path = directory_of(address)?;
     limits.check()?;
-    directory::prepare(path)?;
+    directory::prepare_for(path, &limits.users)?;
     let mut claim = Claim::take(path, SOCKET_NAME)?;
-    let public = claim.bind()?;
+    let public = claim.bind(&limits.users)?;
     let limits = Arc::new(limits);
     let (listener, intake) = Listener::new(address.clone(), &limits, |_| Box::new(claim));
     let gate = Arc::new(Gate::new(intake, limits));

@@ -22,6 +22,7 @@ mod sharding;
 mod time;
 mod transfer;
 mod units;
+mod user;
 
 pub use answer::{
     Answer, CancelStoresAnswer, FlushAnswer, LoadAnswer, LookupAnswer, PagesBelow, ResetAnswer,
@@ -54,3 +55,4 @@ pub use transfer::{
     DeviceEnd, Direction, Edge, EndedCopy, QUARANTINED_PAGES_MAX, TierId, Transfer,
 };
 pub use units::{ByteSize, ParseByteSizeError};
+pub use user::{Caller, User};

@@ -333,7 +333,7 @@ async fn a_client_that_is_dropped_finishes_its_requests_and_cancels_its_stores()
     };
     world
         .client
-        .reset(ResetScope::Everything, WITHIN)
+        .reset(ResetScope::Namespace(Vec::new()), WITHIN)
         .await
         .expect_err("pages are held");
     let other = PromptPages {
@@ -396,8 +396,18 @@ async fn an_operator_reads_the_state_and_resets_pages() {
     let failure = absent.status(false, WITHIN).await.expect_err("no leader");
     assert_eq!(failure.code, ErrorCode::Deadline);
     let reset = world.client.reset(ResetScope::Everything, WITHIN);
+    let failure = reset
+        .await
+        .expect_err("an engine removes pages of a namespace");
+    assert_eq!(failure.code, ErrorCode::Forbidden);
+    let namespace = ResetScope::Namespace(Vec::new());
     // No worker confirms the invalidation.
-    assert!(reset.await.is_err());
+    let failure = world
+        .client
+        .reset(namespace, WITHIN)
+        .await
+        .expect_err("no confirmation");
+    assert_eq!(failure.code, ErrorCode::ResetUnconfirmed);
     assert!(
         world
             .client

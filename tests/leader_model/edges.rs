@@ -92,6 +92,31 @@ fn pages_that_an_engine_does_not_have_are_refused() {
 }
 
 #[test]
+fn a_load_that_names_a_device_page_twice_is_refused_before_any_copy() {
+    let mut world = World::new();
+    store(&mut world, 8);
+    world.request(0, lookup(1, 8, 0));
+    let mut load = |pages: [u32; 3]| {
+        let parts = vec![Part::new(GroupId(0), 0, pages.into_iter().collect())];
+        let request = Request::Load {
+            slot: SlotId(1),
+            parts,
+            after: RequestId(0),
+        };
+        world.request(0, request);
+        (answer_of(&world), world.open.len())
+    };
+    let refused = Err(Refusal::Invalid {
+        field: "parts.pages",
+        value: "device page 4 of group 0, twice".to_owned(),
+        remedy: "name each device page once in a load, because two pages would be written into it",
+    });
+    assert_eq!(load([4, 9, 4]), (Some(refused), 0));
+    // The hold of the lookup is still there.
+    assert_eq!(load([4, 9, 5]), (None, 1));
+}
+
+#[test]
 fn a_failed_load_is_counted_once_and_a_whole_one_is_not() {
     let mut world = World::new();
     store(&mut world, 8);

@@ -149,3 +149,35 @@ fn a_worker_that_died_does_not_keep_its_successors_disk_from_being_written() {
     tiered.step(LeaderEvent::WorkerDead(worker(0, 1)));
     assert!(tiered.leader.is_writable(TierId::Disk));
 }
+
+/// In a build with checks of arithmetic the leader ended.
+#[test]
+fn a_place_beyond_the_pages_of_a_write_is_of_no_page() {
+    for (index, out_of_use) in [(RATIO - 1, 1), (RATIO, 0), (u32::MAX, 0)] {
+        let mut tiered = Tiered::new(16, &[DOWN]);
+        tiered.stored(0);
+        let moves = tiered.take(DOWN);
+        tiered.end_faulty(&moves[0], 1, false, index);
+        assert_eq!(tiered.out_of_use(), out_of_use, "{index}");
+        assert_eq!(tiered.leader.check(), Ok(()));
+    }
+}
+
+#[test]
+fn a_bad_source_beyond_the_pages_of_a_move_is_of_no_page() {
+    for index in [RATIO, u32::MAX] {
+        let mut tiered = Tiered::new(16, &[DOWN]);
+        tiered.on_disk_only(0);
+        assert_eq!(tiered.lookup(0), RATIO);
+        tiered.load(0);
+        let moves = tiered.take(UP);
+        tiered.report_faulty(0, &moves[0], (index, true), Some(index));
+        assert_eq!(tiered.lookup(0), RATIO, "while other ranks read it");
+        for rank in 1..RANKS {
+            tiered.report_faulty(rank, &moves[0], (RATIO, false), None);
+        }
+        assert_eq!(tiered.lookup(0), RATIO, "after the end");
+        assert_eq!(tiered.out_of_use(), 0);
+        assert_eq!(tiered.leader.check(), Ok(()));
+    }
+}

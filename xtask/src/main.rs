@@ -32,8 +32,9 @@ const HELP: &str = "cargo xtask TASK
              [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
   disk       the tests that need disks with faults of their own, as root on a machine with loop devices and
              the block controller of cgroups (version 1)
-  fuzz       run the fuzzers of fuzz/, one after another, 10 minutes or 10 million runs each: [TARGET]
-             [--seconds N]; needs cargo-fuzz. live: send 100,000 changed messages to real processes
+  fuzz       run the fuzzers of fuzz/, 10 minutes or 10 million runs each, and print their figures: [TARGET...]
+             [--runs N] [--seconds N] [--at-once N]; needs cargo-fuzz. live: send 100,000 changed messages to
+             real processes
   gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu;
              [--pack FILE.tar.gz] packs all of it for such a machine without cargo and network
   vllm       the Python tests, with a real vLLM and a real SGLang on the CPU, which are installed into the cache

@@ -13,8 +13,6 @@ from kvferry import wire
 from kvferry.wire import Kind
 
 _HEADER = struct.Struct(">4sHHQIHHQ")
-#: Most pages of one message, runs counted out: the limit of the wire.
-PAGES_MAX = 1_048_576
 
 
 class Hello(msgspec.Struct):
@@ -163,12 +161,12 @@ def pages_of(items: list[Any]) -> list[int]:
                 raise wire.Malformed(f"pages: {item!r} is no page and no run")
             case int() if item >= 0:
                 pages.append(item)
-            case [int() as start, int() as count] if start >= 0 and 0 < count <= PAGES_MAX:
+            case [int() as start, int() as count] if start >= 0 and 0 < count <= wire.PAGES_MAX:
                 pages.extend(range(start, start + count))
             case _:
                 raise wire.Malformed(f"pages: {item!r} is no page and no run [start, count]")
-        if len(pages) > PAGES_MAX:
-            raise wire.Malformed(f"pages: more than {PAGES_MAX}")
+        if len(pages) > wire.PAGES_MAX:
+            raise wire.Malformed(f"pages: more than {wire.PAGES_MAX}")
     if not pages:
         raise wire.Malformed("pages: a part names at least one page")
     return pages

@@ -127,7 +127,7 @@ class Linker(UnifiedCacheLinker):
             leader = LeaderSide(
                 settings,
                 engine=self._engine,
-                namespaces=Namespaces(self._namespace, private=self._private),
+                namespaces=Namespaces(self._namespace, private=self._private, prefix=self._settings.namespace_prefix),
                 abandoned=abandoned,
                 weight_changes=updates.count,
                 counts=Counts(exported=exported),

@@ -17,6 +17,9 @@ class Settings:
     replica: int = 0
     #: Separates the pages of engines that otherwise look alike. Default: empty.
     namespace: str = ""
+    #: Start of every namespace that this engine names: one of an entry of the leader's setting ``namespaces``, such as
+    #: ``tenant-a/``. Default: empty.
+    namespace_prefix: str = ""
     #: Names weights that cannot be identified, because they are neither files that are older than the engine nor a
     #: commit of the Hub. A value promises that engines with the same text and path have the same weights, and that
     #: adapters of one name and path have the same files. Default: empty.
@@ -53,6 +56,7 @@ class Settings:
         options = Options("linker_extra_config", extra, [field.name for field in fields(cls)])
         options.socket_dir()
         options.texts("namespace", "weights")
+        options.short_text("namespace_prefix")
         options.flags("keep_on_flush")
         options.word("mode", ("both", "load", "store"))
         options.word("failed_load", ("compute", "abort"))

@@ -65,9 +65,10 @@ class Identity:
     shown: str
 
     def namespace(self, settings: Settings) -> bytes:
-        """Returns the namespace of the engine's pages, 32 bytes."""
+        """Returns the namespace of the engine's pages, 32 bytes after the prefix."""
         parts = [compat.version(), self.weights, self.arguments, settings.namespace, settings.weights]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).digest()
+        digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).digest()
+        return settings.namespace_prefix.encode() + digest
 
     def content(self) -> bytes:
         """Returns one line of at most :data:`CONTENT_BYTES_MAX` bytes that names model and arguments."""

@@ -17,7 +17,7 @@ PROGRAM_SOCKET_DIR = "KVFERRY_SOCKET_DIR"
 SOCKET_DIR_BYTES_MAX = 80
 #: Longest deadline of a request; the leader cuts longer ones to this.
 DEADLINE_MS_MAX = 120_000
-#: Longest ``namespace`` and ``weights``, in characters.
+#: Longest ``namespace``, ``namespace_prefix`` and ``weights``, in characters.
 TEXT_MAX = 256
 
 _MODES = ("both", "load", "store")
@@ -45,6 +45,9 @@ class Settings:
     replica: int = 0
     #: Separates the pages of engines that otherwise look alike. Default: empty.
     namespace: str = ""
+    #: Start of every namespace that this engine names: one of an entry of the leader's setting ``namespaces``, such as
+    #: ``tenant-a/``. Default: empty.
+    namespace_prefix: str = ""
     #: Names weights that cannot be identified. A value promises that engines with the same text and the same path have
     #: the same weights. Default: empty.
     weights: str = ""
@@ -126,6 +129,8 @@ def _value(name: str, text: str) -> str | int | Path:
         if not (text.isascii() and text.isdigit()) or len(text) > 9 or not least <= int(text) <= most:
             raise ValueError(f"{variable} is {text!r}: give a whole number from {least} to {most}")
         return int(text)
+    if name == "namespace_prefix" and not text.isascii():
+        raise ValueError(f"{variable} is {text!r}: give ASCII characters")
     if len(text) > TEXT_MAX:
         raise ValueError(f"{variable} has {len(text)} characters: give at most {TEXT_MAX}")
     return text

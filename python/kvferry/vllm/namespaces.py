@@ -59,11 +59,12 @@ class Namespaces:
     """Digests of the model and adapters that pages depend on. :meth:`leave` replaces them by private ones.
 
     ``start`` names this start of the engine; ``options`` are those with which it applies adapters. ``declared``: the
-    user promises that files do not change after they were loaded.
+    user promises that files do not change after they were loaded. Each namespace begins with ``prefix``.
     """
 
-    def __init__(self, base: str, start: str, options: str = "", *, declared: bool = False):
+    def __init__(self, base: str, start: str, options: str = "", *, declared: bool = False, prefix: str = ""):
         self._base = base
+        self._prefix = prefix.encode()
         self._start = start
         self._options = options
         self._declared = declared
@@ -88,7 +89,7 @@ class Namespaces:
         self._looks.next_step()
 
     def of(self, lora: "LoRARequest | None", own: str = "") -> bytes | None:
-        """Returns the namespace of requests with this adapter, 32 bytes; None when its weights are unknown.
+        """Returns the namespace of requests with this adapter, 32 bytes after the prefix; None for unknown weights.
 
         ``own`` is the request's own part. Checks the adapter's files once in a step, and waits for that
         :data:`kvferry.looks.LOOKS_S` at most.
@@ -101,7 +102,8 @@ class Namespaces:
         digest = self._digests.get((adapter, own))
         if digest is None:
             request = f"request={own!r}" if own else ""
-            digest = _digest("\n".join(filter(None, (self._base, self._private, adapter, request))))
+            text = "\n".join(filter(None, (self._base, self._private, adapter, request)))
+            digest = self._prefix + _digest(text)
             if not own or self._of_requests < OF_REQUESTS_MAX:
                 self._of_requests += bool(own)
                 self._digests[adapter, own] = digest

@@ -91,7 +91,9 @@ class SchedulerSide:
         self._served = served
         self._meters = meters or Meters()
         counts = Counts(self._meters, served)
-        self._namespaces = Namespaces(namespace, engine.hex(), adapters, declared=bool(settings.weights))
+        self._namespaces = Namespaces(
+            namespace, engine.hex(), adapters, declared=bool(settings.weights), prefix=settings.namespace_prefix
+        )
         if private:
             # The weights may change at any time: no other engine may find what is computed here.
             self._namespaces.leave()

@@ -44,6 +44,9 @@ class Settings:
     replica: int = 0
     #: Separates the pages of engines that otherwise look alike, such as other weights under one name. Default: empty.
     namespace: str = ""
+    #: Start of every namespace that this engine names: one of an entry of the leader's setting ``namespaces``, such as
+    #: ``tenant-a/``. Default: empty.
+    namespace_prefix: str = ""
     #: Names weights that cannot be identified, because they are neither files that are older than the engine nor a
     #: commit of the Hub. A value promises that engines with the same text and path have the same weights, and that
     #: files of adapters do not change after they were loaded. Default: empty.
@@ -117,6 +120,7 @@ class Settings:
         options = Options("kv_connector_extra_config", extra, [field.name for field in fields(cls)])
         options.socket_dir()
         options.texts("namespace", "weights", "events_endpoint", "events_replay_endpoint", "events_topic")
+        options.short_text("namespace_prefix")
         options.flags("shared_after_reset")
         record = extra.get("record", "")
         if not isinstance(record, str) or (record and not Path(record).is_absolute()) or record.endswith("/"):

@@ -42,7 +42,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -235,7 +235,7 @@ class Verification:
                 if sums is None or sums.page != page.page:
                     count = min(count, page.position - part.first_page)
             if count:
-                kept.append(Part(part.group, part.first_page, part.pages[:count]))
+                kept.append(replace(part, pages=part.pages[:count]))
         return kept
 
     def split(self, tracked: "Tracked", parts: Sequence[Part]) -> list[list[Part]]:
@@ -248,8 +248,8 @@ class Verification:
         for part in parts:
             given = -(-tracked.given_tokens // self._served.groups[part.group].page_tokens) - part.first_page
             count = min(max(given, self._known_pages(tracked, part)), len(part.pages))
-            before.append(Part(part.group, part.first_page, part.pages[:count]))
-            after.append(Part(part.group, part.first_page + count, part.pages[count:]))
+            before.append(replace(part, pages=part.pages[:count]))
+            after.append(replace(part, first_page=part.first_page + count, pages=part.pages[count:]))
         divided = [[part for part in side if part.pages] for side in (before, after)]
         return [side for side in divided if side]
 

@@ -1,5 +1,6 @@
 //! The live process of a worker: connections, the depot, engine memory, a GPU, and copies on threads of their own.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ use kvferry_protocol::{
 use kvferry_shell::{
     Fatal, HolderPeers, INVALIDATE_SLICE_ENTRIES, Registering, Unlisted, WorkerHost,
 };
-use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
+use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier, by_name};
 use kvferry_types::{
     DepotId, EndedCopy, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
@@ -201,6 +202,10 @@ impl WorkerHost for Host {
         self.leader.request_in_order(link, message, timeout)
     }
 
+    fn refused_orders(&self) -> BTreeMap<String, u64> {
+        by_name(&self.leader.refused())
+    }
+
     fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message) {
         self.leader.reply(link, order, message);
     }
@@ -230,8 +235,8 @@ impl WorkerHost for Host {
         self.close_memory(engine, memory);
     }
 
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engines: [EngineId; 2]) {
-        self.answer_when_closed(peer, request, engines);
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engine: EngineId) {
+        self.answer_when_closed(peer, request, engine);
     }
 
     fn watch_timeline(

@@ -179,15 +179,10 @@ impl Host {
         });
     }
 
-    /// Answers a rank once all memory of these engines is closed in this worker, or after [`LET_GO_LIMIT`].
-    pub(super) fn answer_when_closed(
-        &self,
-        peer: PeerId,
-        request: RequestId,
-        engines: [EngineId; 2],
-    ) {
+    /// Answers a rank once all memory of this engine is closed in this worker, or after [`LET_GO_LIMIT`].
+    pub(super) fn answer_when_closed(&self, peer: PeerId, request: RequestId, engine: EngineId) {
         let closing = self.closing.iter();
-        let its = closing.filter(|(engine, _)| engines.contains(engine));
+        let its = closing.filter(|(of, _)| of == &engine);
         let ends: Vec<DropWaiter> = its.map(|(_, end)| end.clone()).collect();
         let replier = self.replier.clone();
         tokio::task::spawn_blocking(move || {

@@ -14,12 +14,12 @@ use crate::cli::{ClientArguments, block_on, print_line, status};
 use crate::error::CommandError;
 use kvferry_client::AdminClient;
 use kvferry_events::{
-    Batch, Event, Feed, Followed, GONE_MAX, Join, JoinSettings, Kept, Mode, Numbers, PAGES_MAX,
+    Batch, Event, Feed, Followed, GONE_MAX, Join, JoinSettings, Mode, Numbers, PAGES_MAX,
     PLACES_MAX, Shape, Step,
 };
 use kvferry_protocol::Events;
-use kvferry_transport::{Clock, Failure};
-use streams::{EngineStream, Frame, Publisher};
+use kvferry_transport::{Clock, Failure, PublicAddress, Publisher, PublisherLimits};
+use streams::{EngineStream, Frame};
 
 /// Longest time that a read of the leader's changes waits for one, and time beyond that after which it fails.
 const WAIT: Duration = Duration::from_secs(10);
@@ -235,6 +235,30 @@ impl Follows {
     }
 }
 
+/// Opens the sockets of the merged stream.
+async fn publisher(arguments: &Arguments) -> Result<Publisher, CommandError> {
+    let failed = |at: &str, error| CommandError::Failed(format!("{at}: {error}"));
+    let limits = PublisherLimits::default();
+    let publisher = Publisher::new(&arguments.topic, micros_since_1970(), limits);
+    let mut publisher = publisher.map_err(|error| failed("--topic", error))?;
+    let at = &arguments.publish;
+    let opened = publisher.serve_subscribers(&address(at)).await;
+    opened.map_err(|error| failed(at, error))?;
+    if let Some(at) = &arguments.replay {
+        let opened = publisher.serve_replays(&address(at)).await;
+        opened.map_err(|error| failed(at, error))?;
+    }
+    Ok(publisher)
+}
+
+/// The address of an endpoint that [`endpoint`] has accepted.
+fn address(endpoint: &str) -> PublicAddress {
+    match endpoint.strip_prefix("ipc://") {
+        Some(path) => PublicAddress::Ipc(path.into()),
+        None => PublicAddress::Tcp(endpoint.trim_start_matches("tcp://").to_owned()),
+    }
+}
+
 /// A read of the leader's changes.
 type Reading = Pin<Box<dyn Future<Output = Result<Events, Failure>> + Send>>;
 
@@ -249,7 +273,6 @@ struct Merged {
     numbers: Numbers,
     feed: Feed,
     join: Join,
-    kept: Kept,
     /// Of the engine's last batch.
     rank: Option<u64>,
     signed: bool,
@@ -269,12 +292,7 @@ impl Merged {
         leader: AdminClient,
         follows: Follows,
     ) -> Result<Self, CommandError> {
-        let publisher = Publisher::bind(
-            &arguments.publish,
-            arguments.replay.as_deref(),
-            &arguments.topic,
-        )
-        .await?;
+        let publisher = publisher(arguments).await?;
         let engine = EngineStream::connect(
             &arguments.engine,
             arguments.engine_replay.as_deref(),
@@ -302,7 +320,6 @@ impl Merged {
                 gone_max: GONE_MAX,
                 groups: arguments.shape == ShapeName::Map,
             }),
-            kept: Kept::new(micros_since_1970()),
             rank: None,
             signed: false,
             no_namespace: Problem::default(),
@@ -331,7 +348,7 @@ impl Merged {
                         answered_at = Instant::now();
                         self.no_changes.is_over();
                         let changes = self.feed.answered(self.clock.now(), &events);
-                        self.kvferry(&changes).await;
+                        self.kvferry(&changes);
                         read = self.read(Duration::ZERO);
                     }
                     // A read fails in time, so that the absence is noticed here. Otherwise an answer could wait behind
@@ -340,34 +357,33 @@ impl Merged {
                         self.no_changes.is(format!("the leader's changes cannot be read: {failure}"));
                         if answered_at.elapsed() > ABSENT {
                             answered_at = Instant::now();
-                            self.leader_absent().await;
+                            self.leader_absent();
                         }
                         // The answer of an earlier read would continue what was forgotten.
                         read = self.read(RETRY);
                     }
                 },
-                request = self.publisher.request() => self.publisher.replay(request, &self.kept).await,
                 () = sleep_until(next) => {}
             }
             if Instant::now() >= look_at {
                 look_at = Instant::now() + LOOK;
-                if self.follow().await {
+                if self.follow() {
                     read = self.read(Duration::ZERO);
                 }
             }
             let changes = self.feed.turn(self.clock.now());
-            self.kvferry(&changes).await;
+            self.kvferry(&changes);
             self.tell_left_out();
             self.tell_missing();
         }
     }
 
-    async fn leader_absent(&mut self) {
+    fn leader_absent(&mut self) {
         let changes = self.feed.forget();
         if !changes.is_empty() {
             tracing::warn!("no leader answers for {ABSENT:?}: every page in kvferry is removed");
         }
-        self.kvferry(&changes).await;
+        self.kvferry(&changes);
     }
 
     /// Logs once that no connector has left the namespace of its pages.
@@ -400,7 +416,7 @@ impl Merged {
     }
 
     /// Follows the present namespace of the engine; returns whether it has changed.
-    async fn follow(&mut self) -> bool {
+    fn follow(&mut self) -> bool {
         let followed = match self.follows.look() {
             Ok(followed) => {
                 self.no_namespace.is_over();
@@ -416,7 +432,7 @@ impl Merged {
             return false;
         }
         let changes = self.feed.follow(followed);
-        self.kvferry(&changes).await;
+        self.kvferry(&changes);
         true
     }
 
@@ -437,11 +453,11 @@ impl Merged {
     async fn engine_frame(&mut self, frame: &Frame) {
         let mut step = self.numbers.live(frame.number, &frame.payload);
         if step == Step::Restarted {
-            self.engine_lost("the engine has started again").await;
+            self.engine_lost("the engine has started again");
             step = self.numbers.live(frame.number, &frame.payload);
         }
         match step {
-            Step::Apply => self.engine_batch(&frame.payload).await,
+            Step::Apply => self.engine_batch(&frame.payload),
             Step::Skip => {}
             Step::Replay(from) => self.heal(from, frame).await,
             // A second one in a row is impossible: the numbers begin with the first.
@@ -457,8 +473,7 @@ impl Merged {
             for each in frames {
                 let mut step = self.numbers.replayed(each.number, &each.payload);
                 if step == Step::Restarted {
-                    self.engine_lost("the engine has started again, or its replay has a gap")
-                        .await;
+                    self.engine_lost("the engine has started again, or its replay has a gap");
                     if from != 0 {
                         again = true;
                         break;
@@ -467,7 +482,7 @@ impl Merged {
                     step = self.numbers.replayed(each.number, &each.payload);
                 }
                 if step == Step::Apply {
-                    self.engine_batch(&each.payload).await;
+                    self.engine_batch(&each.payload);
                 }
             }
             if !again {
@@ -477,46 +492,45 @@ impl Merged {
         }
         let (step, lost) = self.numbers.after_replay(frame.number, &frame.payload);
         if lost {
-            self.engine_lost("batches of the engine are missing").await;
+            self.engine_lost("batches of the engine are missing");
         }
         if step == Step::Apply {
-            self.engine_batch(&frame.payload).await;
+            self.engine_batch(&frame.payload);
         }
     }
 
-    async fn engine_lost(&mut self, why: &str) {
+    fn engine_lost(&mut self, why: &str) {
         let events = self.join.engine_lost();
         if !events.is_empty() {
             tracing::warn!("{why}: the pages that it had announced are removed");
         }
-        self.publish(now(), events).await;
+        self.publish(now(), events);
     }
 
-    async fn engine_batch(&mut self, payload: &[u8]) {
+    fn engine_batch(&mut self, payload: &[u8]) {
         match Batch::read(payload) {
             Ok(batch) => {
                 self.rank = batch.rank;
                 self.signed |= batch.signed;
                 let events = self.join.engine(batch.events);
-                self.publish(batch.time, events).await;
+                self.publish(batch.time, events);
             }
             Err(error) => {
                 // Which pages it names is unknown.
                 tracing::warn!(%error, "a batch of the engine cannot be read");
-                self.engine_lost("a batch of the engine cannot be read")
-                    .await;
+                self.engine_lost("a batch of the engine cannot be read");
             }
         }
     }
 
-    async fn kvferry(&mut self, changes: &[kvferry_events::Change]) {
+    fn kvferry(&mut self, changes: &[kvferry_events::Change]) {
         if !changes.is_empty() {
             let events = self.join.kvferry(changes);
-            self.publish(now(), events).await;
+            self.publish(now(), events);
         }
     }
 
-    async fn publish(&mut self, time: f64, events: Vec<Event>) {
+    fn publish(&mut self, time: f64, events: Vec<Event>) {
         let mut events = events.into_iter().peekable();
         while events.peek().is_some() {
             let batch = Batch {
@@ -525,9 +539,7 @@ impl Merged {
                 rank: self.rank,
                 signed: self.signed,
             };
-            let payload = batch.write(self.shape);
-            let number = self.kept.add(payload.clone());
-            self.publisher.publish(number, payload).await;
+            self.publisher.publish(batch.write(self.shape));
         }
     }
 }

@@ -1,20 +1,19 @@
-//! The sockets of `kvferry events`: the engine's stream, its replay, and our own.
+//! The engine's stream and its replay, of which `kvferry events` is a client. The own stream is a [`Publisher`].
 //!
-//! A batch has the frames topic, number (8 bytes, big-endian) and payload. A subscriber that lacks batches sends the first
+//! A batch has the frames topic, number (8 bytes, big-endian) and payload. A client that lacks batches sends the first
 //! missing number to the replay socket, behind an empty frame, and gets the kept ones from there on, and a last one with
 //! the number 2^64 - 1.
+//!
+//! [`Publisher`]: kvferry_transport::Publisher
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::time::timeout;
-use zeromq::{
-    DealerSocket, PubSocket, RouterSocket, Socket as _, SocketRecv as _, SocketSend as _,
-    SubSocket, ZmqMessage,
-};
+use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, SubSocket, ZmqMessage};
 
 use crate::error::CommandError;
-use kvferry_events::{BATCH_BYTES_MAX, Kept};
+use kvferry_events::BATCH_BYTES_MAX;
 
 /// Time for one attempt to connect to the engine.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
@@ -24,8 +23,6 @@ const REPLAY_LIMIT: Duration = Duration::from_secs(30);
 /// Batches of one replay, and their bytes, at most.
 const REPLAY_BATCHES_MAX: usize = 100_000;
 const REPLAY_BYTES_MAX: usize = 256 << 20;
-/// Longest wait for a subscriber that takes a replay. Nothing is published meanwhile.
-const SEND_LIMIT: Duration = Duration::from_secs(5);
 /// The number that ends a replay.
 const END: u64 = u64::MAX;
 
@@ -144,106 +141,5 @@ async fn replay(endpoint: &str, from: u64, frames: &mut Vec<Frame>) -> Result<()
             ));
         }
         frames.push(frame);
-    }
-}
-
-/// Our own stream.
-pub(super) struct Publisher {
-    events: PubSocket,
-    replay: Option<RouterSocket>,
-    topic: Bytes,
-}
-
-/// A request for earlier batches.
-pub(super) struct ReplayRequest {
-    peer: Bytes,
-    from: u64,
-}
-
-impl Publisher {
-    pub(super) async fn bind(
-        endpoint: &str,
-        replay: Option<&str>,
-        topic: &str,
-    ) -> Result<Self, CommandError> {
-        let mut events = PubSocket::new();
-        let failed = |endpoint: &str, error| CommandError::Failed(format!("{endpoint}: {error}"));
-        let bound = events.bind(endpoint).await;
-        bound.map_err(|error| failed(endpoint, error))?;
-        let replay = match replay {
-            None => None,
-            Some(endpoint) => {
-                let mut socket = RouterSocket::new();
-                let bound = socket.bind(endpoint).await;
-                bound.map_err(|error| failed(endpoint, error))?;
-                Some(socket)
-            }
-        };
-        Ok(Self {
-            events,
-            replay,
-            topic: Bytes::copy_from_slice(topic.as_bytes()),
-        })
-    }
-
-    pub(super) async fn publish(&mut self, number: u64, payload: Vec<u8>) {
-        let mut message = ZmqMessage::from(self.topic.clone());
-        message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
-        message.push_back(Bytes::from(payload));
-        if let Err(error) = self.events.send(message).await {
-            tracing::warn!(%error, "batch {number} was not published: subscribers see a gap");
-        }
-    }
-
-    /// The next request for earlier batches; never, where none are answered.
-    pub(super) async fn request(&mut self) -> ReplayRequest {
-        let Some(socket) = &mut self.replay else {
-            return std::future::pending().await;
-        };
-        loop {
-            match socket.recv().await {
-                Ok(message) => {
-                    let last = message.get(message.len() - 1);
-                    let from = last.and_then(|last| last.as_ref().try_into().ok());
-                    if let (Some(peer), Some(from)) = (message.get(0), from) {
-                        return ReplayRequest {
-                            peer: peer.clone(),
-                            from: u64::from_be_bytes(from),
-                        };
-                    }
-                    tracing::warn!("a request for earlier batches has no number of 8 bytes");
-                }
-                Err(error) => tracing::debug!(%error, "a peer of the replay socket"),
-            }
-        }
-    }
-
-    /// Sends the kept batches, and the end.
-    pub(super) async fn replay(&mut self, request: ReplayRequest, kept: &Kept) {
-        let Some(socket) = &mut self.replay else {
-            return;
-        };
-        let send = async {
-            let last = (END, &[][..]);
-            for (number, payload) in kept.since(request.from).chain([last]) {
-                let mut message = ZmqMessage::from(request.peer.clone());
-                message.push_back(Bytes::new());
-                let topic = if number == END {
-                    Bytes::new()
-                } else {
-                    self.topic.clone()
-                };
-                message.push_back(topic);
-                message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
-                message.push_back(Bytes::copy_from_slice(payload));
-                socket.send(message).await?;
-            }
-            Ok::<(), zeromq::ZmqError>(())
-        };
-        match timeout(SEND_LIMIT, send).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::info!(%error, "a replay was not sent"),
-            Err(_) => tracing::info!("a subscriber does not take its replay within {SEND_LIMIT:?}"),
-        }
     }
 }

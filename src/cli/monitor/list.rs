@@ -7,7 +7,7 @@ use super::metric::{LABELS, Metric, Source};
 use super::reading::process_name;
 use super::sources::{
     EDGE, NS, US, connections, count, counted, counter, disks, edges, gauge, histogram, of_clients,
-    of_disks, of_edges, of_leader, of_ranks, of_tiers, ranks, tier, tiers,
+    of_disks, of_edges, of_leader, of_ranks, of_tiers, ranks, refused_orders, tier, tiers,
 };
 
 /// Every metric. Those of the leader are absent while it does not answer, and those of a worker while that one does not.
@@ -278,6 +278,11 @@ pub const METRICS: &[Metric] = &[
         "kvferry_failed_pages_total",
         "failed_pages",
         "Pages of stores that did not become ready, because their copy failed, was late or was cancelled",
+    ),
+    count(
+        "kvferry_withheld_pages_total",
+        "withheld_pages",
+        "Pages that lookups found and did not offer, because their engine would have held more than half of host memory",
     ),
     count(
         "kvferry_refused_pages_total",
@@ -664,6 +669,37 @@ pub const METRICS: &[Metric] = &[
         &["process"],
         "Clients whose hello was refused",
         of_clients!(refused_hellos),
+    ),
+    counter(
+        "kvferry_repeated_requests_total",
+        "",
+        &["process"],
+        "Requests that came again while they were open, and were not read",
+        of_clients!(repeated_requests),
+    ),
+    counter(
+        "kvferry_refused_messages_total",
+        "",
+        &["process", "code"],
+        "Messages that were refused by their bytes, header, role or credits; requests among them got that error",
+        Source::All(|reading, samples| {
+            connections(reading, |process, open| {
+                for (code, count) in &open.refused_messages {
+                    samples.add([process, code], *count);
+                }
+            });
+        }),
+    ),
+    counter(
+        "kvferry_refused_orders_total",
+        "",
+        &["process", "code"],
+        "Errors with which a worker answered orders of its leader",
+        Source::All(|reading, samples| {
+            refused_orders(reading, |process, code, count| {
+                samples.add([process, code], count)
+            });
+        }),
     ),
     counter(
         "kvferry_errors_total",

@@ -133,9 +133,9 @@ pub const LABELS: &[Label] = &[
 ];
 
 /// Most series of one leader, without those of its groups of layers, of which each has one for each tier.
-pub const LEADER_SERIES_MAX: usize = 250;
+pub const LEADER_SERIES_MAX: usize = 280;
 /// Most series of one worker, with four edges and a disk.
-pub const WORKER_SERIES_MAX: usize = 300;
+pub const WORKER_SERIES_MAX: usize = 350;
 
 /// Where the values of a metric come from.
 #[derive(Debug, Clone, Copy)]

@@ -19,6 +19,19 @@ pub(super) fn connections(reading: &Reading, mut add: impl FnMut(&str, &Connecti
     }
 }
 
+/// Adds a value for each code of each worker that answers.
+pub(super) fn refused_orders(reading: &Reading, mut add: impl FnMut(&str, &str, u64)) {
+    for (worker, measured) in &reading.workers {
+        let process = process_name(*worker);
+        for (code, count) in measured
+            .iter()
+            .flat_map(|measured| &measured.refused_orders)
+        {
+            add(&process, code, *count);
+        }
+    }
+}
+
 /// Adds a value for each edge of each worker that answers.
 pub(super) fn edges(reading: &Reading, mut add: impl FnMut([&str; 3], &EdgeMeasure)) {
     for (worker, measured) in &reading.workers {

@@ -57,6 +57,8 @@ pub struct LeaderCounts {
     pub failed_copies: u64,
     /// Copies that missed their deadline.
     pub late_copies: u64,
+    /// Pages that lookups found and did not offer, because their engine would have held more than half of host memory.
+    pub withheld_pages: u64,
     /// Lookups whose pages were released because the engine did not load or finish in time.
     pub expired_holds: u64,
     /// Loads that stopped waiting for other tiers at their deadline.
@@ -278,6 +280,12 @@ pub const COUNTERS: &[Counter] = &[
         |l, _| l.late_copies,
     ),
     counter(
+        "withheld_pages",
+        "Pages that lookups found and did not offer, because their engine, one of several, would have held more than half \
+         of host memory",
+        |l, _| l.withheld_pages,
+    ),
+    counter(
         "expired_holds",
         "Lookups whose pages were released, because they were neither loaded nor finished within 30 s",
         |l, _| l.expired_holds,
@@ -323,6 +331,7 @@ pub const COUNTERS: &[Counter] = &[
     refused!(Lookup, "lookups", Limit, "limit"),
     refused!(Lookup, "lookups", StaleRequest, "stale_request"),
     refused!(Lookup, "lookups", Draining, "draining"),
+    refused!(Lookup, "lookups", Quota, "quota"),
     refused!(Load, "loads", NotReady, "not_ready"),
     refused!(Load, "loads", UnknownSlot, "unknown_slot"),
     refused!(Load, "loads", Invalid, "invalid"),

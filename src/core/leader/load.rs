@@ -11,6 +11,7 @@ use crate::Contradiction;
 use crate::around::LooksAround;
 use crate::decision::Decision;
 use crate::event::LeaderEffect;
+use crate::held::HeldPages;
 use crate::refusal::Refusal;
 use crate::session::PinnedRun;
 use kvferry_types::{
@@ -19,7 +20,7 @@ use kvferry_types::{
 };
 
 use super::moves::{MoveSource, MoveTerms};
-use super::parts::{check_parts, end_of};
+use super::parts::{check_destinations, check_parts, end_of};
 use super::plan::{PlanWalk, plan};
 use super::stretch::{Below, OpenLoad, Promotion, Stage, Stretch, StretchId, Waited};
 use super::timers::{LoadKey, Timer};
@@ -50,6 +51,12 @@ impl Loads {
     pub(super) fn pins(&self) -> usize {
         let stretches = self.waiting.values().flat_map(OpenLoad::stretches);
         stretches.map(|stretch| stretch.lease.len()).sum()
+    }
+
+    /// Pages that loads hold, once for each owner.
+    pub(super) fn held_pages(&self) -> u64 {
+        let counted = self.waiting.values().flat_map(|load| &load.counted);
+        counted.map(HeldPages::counted).sum()
     }
 
     /// Checks that every load waits for a transfer, and is noted there, and recounts what it counts. `Err` names the first
@@ -98,6 +105,7 @@ impl Leader {
         }
         let (replica, model) = self.served(reply_to.engine)?;
         check_parts(model, parts)?;
+        check_destinations(parts)?;
         let layout = *model.layout_fingerprint();
         self.check_current(reply_to, id)?;
         if self.tiers.serving(TierId::Host).is_none() {
@@ -132,6 +140,8 @@ impl Leader {
 
         let mut stretches: Vec<Stretch> = Vec::new();
         let mut ends: BTreeMap<GroupId, u32> = BTreeMap::new();
+        // Pages that the load leases, in host memory and below.
+        let mut leased = [0; 2];
         for ((index, part), held) in parts.iter().enumerate().zip(sources) {
             let first = stretches.len();
             let mut position = part.first_page;
@@ -151,6 +161,7 @@ impl Leader {
                 };
                 slot.decide(part.group, Decision::Loaded { position, run });
                 self.counts.loaded += 1;
+                leased[usize::from(tier != TierId::Host)] += run.count;
                 let pin = pool.pin(block, offset + run.start + run.count - arena_start);
                 let last = stretches[first..].last_mut();
                 if tier != TierId::Host || !last.is_some_and(|last| last.extend(run)) {
@@ -195,6 +206,8 @@ impl Leader {
 
         let sequence = slot.sequence().clone();
         let mut load = OpenLoad::new((reply_to, replica), after, sequence, stretches, whole);
+        load.counted = [(leased[0], true), (leased[1], false)]
+            .map(|(pages, in_host_memory)| slot.owners().hold(pages, in_host_memory));
         load.wanted_pages = parts.iter().map(|part| part.pages.pages()).sum();
         self.loads.last += 1;
         self.advance_load(self.loads.last, load, effects);

@@ -6,6 +6,7 @@ use crate::blocks::BlockRef;
 use crate::cover::{TierRun, walk_tiers};
 use crate::decision::{Decision, RequestDigest};
 use crate::group::{GroupKind, LookupBounds};
+use crate::held::HoldOwners;
 use crate::model::Sequence;
 use crate::pool::Pool;
 use crate::reach::{Reach, UsedPages};
@@ -75,11 +76,20 @@ impl Leader {
         let key = &self.settings.anchor_key;
         let sequence = Sequence::new(Arc::clone(model), key, namespace, hashes);
         self.check_current(reply_to, id)?;
-        self.open_slot(reply_to, id, sequence.clone())?;
+        let owners = self.hold_owners(reply_to.engine, namespace);
+        self.open_slot(reply_to, id, sequence.clone(), owners.clone())?;
         if self.tiers.serving(TierId::Host).is_none() {
             return Err(Refusal::Reading);
         }
-        let (found, declined_pages) = self.find_offered(now, &sequence, device_pages, limit_pages);
+        let (mut found, mut declined_pages) =
+            self.find_offered(now, &sequence, device_pages, limit_pages);
+        if let Some(end) = self.end_within_half(reply_to.engine, &sequence, &found.needed)? {
+            let whole = found.hit_pages;
+            (found, declined_pages) =
+                self.find_offered(now, &sequence, device_pages, Some(end.max(device_pages)));
+            self.counts.withheld_pages += u64::from(whole.saturating_sub(found.hit_pages));
+        }
+        self.check_rule(namespace, &found.needed)?;
         self.tiers.use_runs(&found.used);
         self.use_below(&sequence, &found.used_pages, &found.used);
         let hit_pages = found.hit_pages;
@@ -113,6 +123,7 @@ impl Leader {
                 arena_start: pool.arena_page(&run, run.position),
                 block: run.block,
                 pin,
+                counted: owners.hold(run.pages, tier == TierId::Host),
             });
         }
         let until = now + self.settings.hold_for;
@@ -238,6 +249,7 @@ impl Leader {
         reply_to: ReplyTo,
         id: SlotId,
         sequence: Sequence,
+        owners: HoldOwners,
     ) -> Result<(), Refusal> {
         let before = self.sessions.open(reply_to.engine).take_slot(id);
         let digest = match before {
@@ -253,7 +265,7 @@ impl Leader {
             }
             None => RequestDigest::new(self.settings.record_decisions),
         };
-        let slot = Slot::new(reply_to.id, sequence, digest);
+        let slot = Slot::new(reply_to.id, sequence, digest).with_owners(owners);
         self.sessions.open(reply_to.engine).open_slot(id, slot)?;
         Ok(())
     }

@@ -11,6 +11,7 @@ mod cancel;
 mod counters;
 mod flush;
 mod gate;
+mod held;
 mod load;
 mod log;
 mod log_read;
@@ -32,12 +33,15 @@ mod timers;
 mod transfers;
 
 use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Contradiction;
 use crate::anchor::AnchorKey;
 use crate::decision::RunDigest;
 use crate::event::{LeaderEffect, LeaderEvent};
+use crate::held::HeldCount;
+use crate::namespaces::Namespaces;
 use crate::policy::TierPolicy;
 use crate::pool_counts::PoolCounts;
 use crate::session::{Session, Sessions, Slot};
@@ -86,8 +90,13 @@ pub struct LeaderSettings {
     /// How the pool of each tier places, evicts and admits pages. Default: see [`TierPolicy`]; a tier below host memory
     /// splits no run.
     pub tier_policies: PerTier<TierPolicy>,
-    /// Secret key of the anchors.
+    /// Secret key of the anchors, with the secrets of namespaces.
     pub anchor_key: AnchorKey,
+    /// Rules about namespaces. Default: none.
+    pub namespaces: Arc<Namespaces>,
+    /// While several engines have memory, the lookups and loads of each hold at most half of the pages of host memory.
+    /// Default: off.
+    pub halves_held_pages: bool,
     /// Time for which a lookup holds the pages that it found. Default: 30 s.
     pub hold_for: Duration,
     /// Time after its deadline in which a copy must end before its worker is fenced. Default: 10 s.
@@ -140,6 +149,8 @@ impl LeaderSettings {
             ratio,
             tier_policies: PerTier::default(),
             anchor_key,
+            namespaces: Arc::default(),
+            halves_held_pages: false,
             open_requests_max: OPEN_REQUESTS_MAX,
             hold_for: Duration::from_secs(30),
             fence: Duration::from_secs(10),
@@ -168,6 +179,8 @@ pub struct Leader {
     tiers: Tiers,
     /// The engines, their running requests, and the answers kept for them.
     sessions: Sessions,
+    /// Pages that lookups and loads hold, for each rule about namespaces.
+    held_of_rules: Vec<HeldCount>,
     /// Requests that are refused once no copy of an older leader can run.
     parked: Parked,
     /// Copies in flight.
@@ -207,6 +220,12 @@ impl Leader {
             roster: Roster::new(settings.replicas, settings.sharding, &settings.tiers),
             tiers: Tiers::new(settings.tiers.iter().copied()),
             digest: RunDigest::new(settings.record_decisions),
+            held_of_rules: settings
+                .namespaces
+                .rules()
+                .iter()
+                .map(|_| HeldCount::default())
+                .collect(),
             settings,
             sessions: Sessions::default(),
             parked: Parked::default(),
@@ -476,6 +495,7 @@ impl Leader {
         if held > 0 && self.tiers.key(TierId::Host).is_none() {
             return Err(format!("{held} held, and no pool serves").into());
         }
+        self.check_held()?;
         self.loads.check()?;
         self.moves.check(&self.tiers)
     }

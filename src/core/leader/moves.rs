@@ -484,6 +484,7 @@ impl Leader {
     /// because other moves and loads must not read that page meanwhile.
     pub(super) fn source_is_bad(&mut self, id: TransferId, page: u32) {
         if let Some(one) = self.moves.running.get(&id)
+            && page < one.pages
             && let Some(pool) = self.tiers.serving_mut(one.edge.from)
         {
             pool.cut(one.pin.block(), one.source + page);

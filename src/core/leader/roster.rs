@@ -264,6 +264,11 @@ impl Roster {
         self.complete().next().is_some()
     }
 
+    /// True when every rank of at least two replicas has memory.
+    pub(super) fn are_several(&self) -> bool {
+        self.complete().nth(1).is_some()
+    }
+
     /// True when every rank of some replica has memory that this key is for.
     pub(super) fn serve(&self, key: &TierKey) -> bool {
         self.complete().any(|(_, memory)| key.is_for(&memory.model))

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 
 use crate::Contradiction;
 use crate::blocks::BlockRef;
+use crate::held::HeldPages;
 use crate::model::Sequence;
 use crate::pool::Pin;
 use kvferry_types::{
@@ -151,6 +152,8 @@ pub(super) struct OpenLoad {
     pub(super) replica: Replica,
     pub(super) after: RequestId,
     pub(super) sequence: Sequence,
+    /// Counts its pages for those that hold them, until it has ended.
+    pub(super) counted: [HeldPages; 2],
     /// Pages that the engine requested. The stretches have fewer where a load is cut to its first runs, or a block was
     /// forgotten.
     pub(super) wanted_pages: u64,
@@ -182,6 +185,7 @@ impl OpenLoad {
             replica,
             after,
             sequence,
+            counted: Default::default(),
             wanted_pages: stretches
                 .iter()
                 .map(|stretch| u64::from(stretch.pages))

@@ -167,7 +167,9 @@ impl Transfers {
             let reads = transfer.edge.from > transfer.edge.to;
             let bad = bad_source.then_some(complete_pages);
             let faulty = faulty_page.filter(|_| reads);
-            for page in bad.into_iter().chain(faulty) {
+            // A worker may report any page; one that the transfer does not copy is of no block.
+            let pages = transfer.pages;
+            for page in bad.into_iter().chain(faulty).filter(|page| *page < pages) {
                 let first = transfer.bad_page.unwrap_or(u32::MAX);
                 transfer.bad_page = Some(first.min(page));
             }

@@ -30,9 +30,13 @@ impl Pool {
         let Some(reservation) = self.reservations.get(&transfer) else {
             return false;
         };
+        // A worker may report any index.
+        if index >= reservation.pages {
+            return false;
+        }
         let block = self.blocks.get(reservation.block);
         let page = block.start + u32::from(block.ready) + index;
-        index < reservation.pages && self.quarantine_place(page)
+        self.quarantine_place(page)
     }
 
     /// Number of places that failed and are out of use, or will be when their block frees them.

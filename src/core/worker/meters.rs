@@ -33,7 +33,7 @@ impl Meters {
             true => counts.complete += 1,
             false => counts.incomplete += 1,
         }
-        counts.bytes += ended.bytes;
+        counts.bytes = counts.bytes.saturating_add(ended.bytes);
         if let Some(ready_at) = task.ran_since() {
             let open = u64::try_from(ready_at.until(now).as_micros()).unwrap_or(u64::MAX);
             counts.queue.note(open.saturating_sub(ended.copy_us));

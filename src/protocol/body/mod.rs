@@ -33,7 +33,7 @@ pub use status::{
 pub(crate) use tier::tier_of;
 pub use worker::{
     Attach, AttachDepot, Attached, Cancel, Ended, Memory, MemoryAnswer, Readiness, StatedMemory,
-    TierPages, TransferBody, TransferOrder,
+    TierPages, TransferBody, TransferOrder, WorkerGone, WorkerGoneAnswer,
 };
 
 use schemars::JsonSchema;

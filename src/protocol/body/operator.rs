@@ -21,6 +21,9 @@ pub struct MeasureAnswer {
     pub hits: Vec<GroupHits>,
     /// Copies of the edges that were used; empty from a leader.
     pub edges: Vec<EdgeMeasure>,
+    /// Orders of the leader that the worker refused, and errors that it answered to them, by code; empty from a leader.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub refused_orders: BTreeMap<String, u64>,
     /// The leader refuses lookups, loads and stores.
     #[serde(skip_serializing_if = "is_false")]
     pub draining: bool,
@@ -50,6 +53,11 @@ pub struct Connections {
     pub refused_handshakes: u64,
     /// Clients whose hello was refused.
     pub refused_hellos: u64,
+    /// Requests that came again while they were open, and were not read.
+    pub repeated_requests: u64,
+    /// Messages that were refused by their bytes, their header, their sender's role or its credits, by the code of the
+    /// reason. A request among them was answered with that error, an answer was dropped.
+    pub refused_messages: BTreeMap<String, u64>,
     /// Errors that were sent, by code.
     pub errors: BTreeMap<String, u64>,
 }

@@ -49,6 +49,20 @@ pub struct Attached {
     pub after: u64,
 }
 
+/// States that no process of the worker that the sender's hello names has run since before that hello, and that none starts
+/// before the sender's connection has ended.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct WorkerGone {}
+
+/// Answer to [`WorkerGone`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct WorkerGoneAnswer {
+    /// The leader counts the worker's process as ended. False if a connection that is younger than the sender's has the
+    /// seat, or a process that the leader sees itself: the statement then had no effect.
+    pub gone: bool,
+}
+
 /// States the engine memory of an attached worker, or that it has none: no copy of other memory is in flight. Sent after
 /// each attach, and whenever that changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

@@ -177,6 +177,7 @@ pub(super) fn edges() -> Vec<(&'static str, Message)> {
         ("edge_hello_rank", Role::Rank),
         ("edge_hello_worker", Role::Worker),
         ("edge_hello_admin", Role::Admin),
+        ("edge_hello_supervisor", Role::Supervisor),
     ] {
         let hello = Hello {
             rank: u16::MAX,

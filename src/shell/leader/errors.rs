@@ -18,6 +18,7 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         RefusalReason::Busy => ErrorCode::Busy,
         RefusalReason::CopyFailed => ErrorCode::CopyFailed,
         RefusalReason::StaleRequest => ErrorCode::StaleRequest,
+        RefusalReason::Quota => ErrorCode::Quota,
     };
     ErrorBody {
         over: refusal.is_over(),

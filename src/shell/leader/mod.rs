@@ -1,5 +1,6 @@
 //! The leader's shell: messages of peers in, the core's steps, messages to peers out.
 
+mod access;
 mod batches;
 mod errors;
 mod host;
@@ -21,11 +22,11 @@ use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
     Attach, AttachDepot, Attached as AttachedBody, Cancel, DiskHealth, DrainAnswer, Empty,
     Envelope, ErrorBody, ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message,
-    ProbeAnswer, ReadInventory, Readiness, TransferOrder,
+    ProbeAnswer, ReadInventory, Readiness, TransferOrder, WorkerGoneAnswer,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
-    Request, RequestId, ResetId, TierId, Time, Transfer, TransferId, WorkerId,
+    Request, RequestId, ResetId, TierId, Time, Transfer, TransferId, User, WorkerId,
 };
 
 use batches::StoreBatches;
@@ -66,8 +67,12 @@ pub struct LeaderShell<P> {
     problems: LogLimit,
     refused_orders: LogLimit,
     refused_workers: LogLimit,
+    /// The users of the peers that are not of kvferry's own: at most one for each connection.
+    other_users: BTreeMap<PeerId, User>,
     /// For lines about seats that are given or refused.
     seat_lines: LogLimit,
+    /// For lines about requests that are not for their sender's user.
+    forbidden_lines: LogLimit,
     readers: LogReaders,
     batches: StoreBatches,
     next_order: u64,
@@ -92,7 +97,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
             problems: LogLimit::new(),
             refused_orders: LogLimit::new(),
             refused_workers: LogLimit::new(),
+            other_users: BTreeMap::new(),
             seat_lines: LogLimit::of(SEAT_LINES_MAX),
+            forbidden_lines: LogLimit::new(),
             readers: LogReaders::default(),
             batches: StoreBatches::default(),
             next_order: 0,
@@ -152,6 +159,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 | Message::Error(_) => {}
                 _ => host.reply(peer, correlation, Message::Error(error)),
             };
+        }
+        if let Err(error) = self.check_access(host, peer, &message) {
+            return host.reply(peer, correlation, Message::Error(error));
         }
         let role = self.roles.get(&peer).copied();
         match (role, message) {
@@ -245,6 +255,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 if let Some(left_out) = self.refused_orders.line(host.now()) {
                     tracing::warn!(%worker, message = error.message, left_out, "worker refuses an order");
                 }
+            }
+            (Some(PeerRole::Supervisor(worker)), Message::WorkerGone(_)) => {
+                let gone = self.worker_gone(host, peer, worker);
+                let answer = WorkerGoneAnswer { gone };
+                host.reply(peer, correlation, Message::WorkerGoneAnswer(answer));
             }
             (Some(PeerRole::Admin(..) | PeerRole::Engine(_)), Message::ReadEvents(read)) => {
                 self.read_events(host, (peer, correlation), deadline_ms, read)

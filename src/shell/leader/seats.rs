@@ -9,9 +9,11 @@ use std::fmt;
 
 use super::{LeaderHost, LeaderShell};
 use crate::{Holder, InUse};
-use kvferry_core::LeaderEvent;
+use kvferry_core::{LeaderEvent, engine_of};
 use kvferry_protocol::{ErrorBody, Hello, Role};
-use kvferry_types::{AttachId, EngineId, MemoryId, PeerId, Rank, Replica, RequestId, WorkerId};
+use kvferry_types::{
+    AttachId, Caller, EngineId, MemoryId, PeerId, Rank, Replica, RequestId, User, WorkerId,
+};
 
 /// Peers that wait for one seat, at most.
 const WAITING_MAX: usize = 4;
@@ -24,6 +26,8 @@ pub(super) enum PeerRole {
     /// An admin command. May request a reset, under a name given by this leader, so that no answer to the engine named
     /// in the hello reaches the command; with the id of its process.
     Admin(EngineId, Option<i32>),
+    /// The supervisor of a worker on another machine.
+    Supervisor(WorkerId),
     /// Names a seat that another process has; with the id of the peer's own process.
     Waiting(SeatId, Option<i32>),
 }
@@ -58,20 +62,29 @@ pub(super) struct WorkerPeer<P> {
 }
 
 impl<P: fmt::Debug> LeaderShell<P> {
-    /// Handles the hello of a peer. `pid` is the id of its process, if the system shows it.
+    /// Handles the hello of a peer.
     pub fn opened<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
         peer: PeerId,
         hello: &Hello,
-        pid: Option<i32>,
+        caller: impl Into<Caller>,
     ) {
+        let Caller { user, pid } = caller.into();
+        if user != User::Own {
+            self.other_users.insert(peer, user);
+        }
+        let worker = WorkerId {
+            replica: Replica(hello.replica),
+            rank: Rank(hello.rank),
+        };
         let seat = match hello.role {
-            Role::Engine => SeatId::Engine(EngineId(hello.engine)),
-            Role::Worker => SeatId::Worker(WorkerId {
-                replica: Replica(hello.replica),
-                rank: Rank(hello.rank),
-            }),
+            Role::Engine => SeatId::Engine(engine_of(user, hello.engine)),
+            Role::Worker => SeatId::Worker(worker),
+            Role::Supervisor => {
+                self.roles.insert(peer, PeerRole::Supervisor(worker));
+                return;
+            }
             Role::Rank | Role::Admin | Role::Unknown => {
                 let name = self.admin_name(host, hello.engine, pid);
                 self.roles.insert(peer, PeerRole::Admin(name, pid));
@@ -303,6 +316,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     /// role any longer, so its close has no effect on the seat.
     pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
         self.readers.forget(peer);
+        self.other_users.remove(&peer);
         match self.roles.remove(&peer) {
             Some(PeerRole::Engine(engine) | PeerRole::Admin(engine, _)) => {
                 let holds = |holder: &Holder<P>| holder.peer == peer;
@@ -322,7 +336,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 }
                 self.step(host, LeaderEvent::WorkerLost(worker));
             }
-            Some(PeerRole::Waiting(..)) | None => {}
+            Some(PeerRole::Supervisor(_) | PeerRole::Waiting(..)) | None => {}
         }
     }
 
@@ -331,12 +345,53 @@ impl<P: fmt::Debug> LeaderShell<P> {
         let mut workers = self.workers.iter();
         let dead = workers.find(|(_, worker)| worker.holder.pid == Some(pid));
         if let Some(worker) = dead.map(|(worker, _)| *worker) {
-            // Drops messages that the worker sent before its death and that arrive after this event.
-            if let Some(dead) = self.workers.remove(&worker) {
-                self.roles.remove(&dead.holder.peer);
-                host.disconnect(dead.holder.peer);
-            }
-            self.step(host, LeaderEvent::WorkerDead(worker));
+            self.worker_ended(host, worker);
         }
+    }
+
+    /// Handles the end of the process that has a worker's seat.
+    fn worker_ended<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
+        // Drops messages that the worker sent before its death and that arrive after this event.
+        if let Some(dead) = self.workers.remove(&worker) {
+            self.roles.remove(&dead.holder.peer);
+            host.disconnect(dead.holder.peer);
+        }
+        self.step(host, LeaderEvent::WorkerDead(worker));
+    }
+
+    /// Handles a supervisor's statement that no process of its worker has run since before the hello of `supervisor`.
+    /// Returns whether the statement has an effect.
+    ///
+    /// A worker connects while it runs, and the supervisor after that; ids of connections grow. So older connections for
+    /// the seat are of processes that have ended, and a younger one is of a process that was started later.
+    pub(super) fn worker_gone<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        supervisor: PeerId,
+        worker: WorkerId,
+    ) -> bool {
+        let holder = self.workers.get(&worker).map(|known| &known.holder);
+        let lives_on = holder.is_some_and(|holder| {
+            // The leader sees the ends of processes of its own machine itself.
+            holder.peer > supervisor || holder.process.is_some()
+        });
+        if lives_on || !self.seats().any(|seat| seat == worker) {
+            return false;
+        }
+        let seat = SeatId::Worker(worker);
+        let waits =
+            |role: &PeerRole| matches!(role, PeerRole::Waiting(wanted, _) if *wanted == seat);
+        let of_the_dead = self.roles.iter().filter(|(_, role)| waits(role));
+        let of_the_dead = of_the_dead.map(|(peer, _)| *peer);
+        let of_the_dead: Vec<PeerId> = of_the_dead.filter(|peer| *peer < supervisor).collect();
+        for peer in of_the_dead {
+            self.roles.remove(&peer);
+            host.disconnect(peer);
+        }
+        if let Some(left_out) = self.seat_lines.line(host.now()) {
+            tracing::warn!(%worker, left_out, "worker has ended, by its supervisor's word");
+        }
+        self.worker_ended(host, worker);
+        true
     }
 }

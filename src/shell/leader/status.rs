@@ -1,5 +1,6 @@
 //! The status of a leader, and of its workers while they prepare their depots.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
@@ -135,6 +136,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             connections: host.connections(),
             hits: hits.collect(),
             edges: Vec::new(),
+            refused_orders: BTreeMap::new(),
             draining: self.core.is_draining(),
         }
     }

@@ -1,8 +1,12 @@
 //! The leader's shell on a host that records what is sent: seats, fencing and status. The core's own tests cover the
 //! decisions.
 
+mod access;
 mod batches;
 mod readers;
+mod supervisors;
+
+use std::sync::Arc;
 
 use super::*;
 use crate::HolderPeers;
@@ -13,7 +17,8 @@ use kvferry_protocol::{
     VERSION,
 };
 use kvferry_types::{
-    EndedCopy, GroupGeometry, GroupId, PageList, Rank, Ratio, Replica, ResetScope, Sharding,
+    EndedCopy, GroupGeometry, GroupId, PageHashes, PageList, Rank, Ratio, Replica, ResetScope,
+    Sharding, SlotId,
 };
 
 const EPOCH: Epoch = Epoch(3);

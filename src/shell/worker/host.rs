@@ -1,5 +1,6 @@
 //! The interface between a [`WorkerShell`](super::WorkerShell) and its process.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::time::Duration;
 
@@ -63,6 +64,12 @@ pub trait WorkerHost: HolderPeers {
     /// Answers a request of a rank. Never waits for a peer that is gone or does not read.
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message);
 
+    /// Orders that were refused, and errors that were answered to them, by code. A host without a connection to its leader
+    /// has refused none.
+    fn refused_orders(&self) -> BTreeMap<String, u64> {
+        BTreeMap::new()
+    }
+
     /// Starts to map an engine's memory, or only to check it where [`Registering::not_served`] is set. Ends with a call
     /// of [`super::WorkerShell::mapped`] or [`super::WorkerShell::checked`]. An error refuses the registration at once.
     /// `serves` is true while other memory is registered.
@@ -82,9 +89,8 @@ pub trait WorkerHost: HolderPeers {
     /// Closes the memory of an engine, without waiting for copies that still hold it.
     fn close(&mut self, engine: EngineId, memory: Self::Memory);
 
-    /// Answers a request of a rank once all memory of these engines is closed, or with an error when that takes too
-    /// long.
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engines: [EngineId; 2]);
+    /// Answers a request of a rank once all memory of this engine is closed, or with an error when that takes too long.
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engine: EngineId);
 
     /// Watches a device's timeline and reports when it reaches `through`. Returns false for memory without a timeline:
     /// its rank reports what it has written.

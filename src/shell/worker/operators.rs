@@ -40,6 +40,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             connections: host.connections(),
             hits: Vec::new(),
             edges: edges.collect(),
+            refused_orders: host.refused_orders(),
             draining: false,
         }
     }

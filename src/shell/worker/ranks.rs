@@ -7,18 +7,26 @@ use super::host::Registering;
 use super::{Fatal, WorkerHost, WorkerShell};
 use crate::log_filter::set_log;
 use crate::{Holder, HolderPeers};
-use kvferry_core::{MemoryBounds, WorkerEvent};
+use kvferry_core::{MemoryBounds, WorkerEvent, engine_of};
 use kvferry_protocol::{
     Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Role,
     Written,
 };
-use kvferry_types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId, TierId};
+use kvferry_types::{
+    Allocation, AllocationHandle, Attention, Caller, EngineId, GroupId, PeerId, Rank, Registration,
+    RequestId, TierId, User,
+};
 
 /// A connected rank.
 #[derive(Debug)]
 struct RankPeer<P> {
-    /// The engine that the rank named in its hello.
+    /// The engine of its hello and its user.
     engine: EngineId,
+    /// The bytes that its hello named as the engine.
+    hello_engine: [u8; 16],
+    /// The rank that its hello named.
+    rank: Rank,
+    user: User,
     holder: Holder<P>,
 }
 
@@ -39,6 +47,7 @@ struct Mapped<M> {
 struct Opening {
     engine: EngineId,
     peer: PeerId,
+    user: User,
     /// The id of the rank's process, if the system shows it.
     pid: Option<i32>,
     /// The rank has unregistered it or is gone: the memory is closed when its opening ends.
@@ -63,6 +72,9 @@ pub(super) struct Ranks<P, M> {
     rank: Rank,
     connected: BTreeMap<PeerId, RankPeer<P>>,
     mapped: Option<Mapped<M>>,
+    /// The rank whose connection closed while its memory was registered. While its process lives, no other user gets its
+    /// seat.
+    left: Option<RankPeer<P>>,
     /// Memory that is being opened, by the number of its registration; also of ranks that are gone.
     opening: BTreeMap<u64, Opening>,
     last_registration: u64,
@@ -78,6 +90,7 @@ impl<P, M> Ranks<P, M> {
             rank,
             connected: BTreeMap::new(),
             mapped: None,
+            left: None,
             opening: BTreeMap::new(),
             last_registration: 0,
             abandoning: BTreeMap::new(),
@@ -134,13 +147,28 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         self.connected.get(&peer).and_then(|rank| rank.holder.pid)
     }
 
+    /// The user of a rank's process.
+    fn user_of(&self, peer: PeerId) -> User {
+        self.connected
+            .get(&peer)
+            .map_or_else(User::default, |rank| rank.user)
+    }
+
     /// Returns why a rank does not get the seat of the registered memory: another process has it, which is connected
     /// and lives.
     fn seat_taken(&self, host: &impl HolderPeers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
-        let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer != peer)?;
-        let rank = self.connected.get(&mapped.peer)?;
-        let pid = self.connected.get(&peer).and_then(|rank| rank.holder.pid);
-        let in_use = rank.holder.in_use(host, pid)?;
+        let newcomer = self.connected.get(&peer);
+        let pid = newcomer.and_then(|rank| rank.holder.pid);
+        let holder = match &self.mapped {
+            Some(mapped) if mapped.peer == peer => return None,
+            Some(mapped) => Some(self.connected.get(&mapped.peer)?),
+            None => None,
+        };
+        let in_use = holder.and_then(|rank| rank.holder.in_use(host, pid));
+        // A silent rank, or one that connects again, keeps its seat from other users.
+        let is_other = |rank: &&RankPeer<P>| newcomer.is_none_or(|new| new.user != rank.user);
+        let of_another = holder.or(self.left.as_ref()).filter(is_other);
+        let in_use = in_use.or_else(|| of_another?.holder.lives(host, pid))?;
         Some(in_use.refusal(&format!("the seat of {}", self.rank)))
     }
 
@@ -157,6 +185,18 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
     }
 }
 
+/// Returns why memory is not opened by its path: this process may open files that the rank's user may not.
+fn foreign_path(user: User, registration: &Registration) -> Option<String> {
+    let is_path = |allocation: &Allocation| matches!(allocation.handle, AllocationHandle::Path(_));
+    let index = registration.allocations.iter().position(is_path)?;
+    (user != User::Own).then(|| {
+        format!(
+            "registration.allocations[{index}].handle is a path, and {user} is not the user of kvferry: send the descriptor \
+             of the memory, and name its ticket"
+        )
+    })
+}
+
 /// Returns why memory is not copied although it is reachable: its engine asked for a check only, or a group is of a kind
 /// that this version does not know.
 fn not_served(registration: &Registration, check_only: bool) -> Option<String> {
@@ -169,6 +209,11 @@ fn not_served(registration: &Registration, check_only: bool) -> Option<String> {
         ));
     }
     check_only.then(|| "the engine asked for a check of its memory only".to_owned())
+}
+
+/// All bytes of an engine's id. Its `Display` has the first four.
+fn hex(id: &[u8; 16]) -> String {
+    format!("{:032x}", u128::from_be_bytes(*id))
 }
 
 fn refuse<H: WorkerHost>(
@@ -196,21 +241,26 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         }
     }
 
-    /// Handles the hello of a rank. `pid` is the id of its process, if the system shows it.
+    /// Handles the hello of a rank.
     pub fn opened<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
         peer: PeerId,
         hello: &Hello,
-        pid: Option<i32>,
+        caller: impl Into<Caller>,
     ) {
         if hello.role != Role::Rank {
             // An operator, who has no memory and no seat.
             return;
         }
-        let engine = EngineId(hello.engine);
-        let holder = Holder::new(host, peer, pid);
-        let rank = RankPeer { engine, holder };
+        let Caller { user, pid } = caller.into();
+        let rank = RankPeer {
+            engine: engine_of(user, hello.engine),
+            hello_engine: hello.engine,
+            rank: Rank(hello.rank),
+            user,
+            holder: Holder::new(host, peer, pid),
+        };
         self.ranks.connected.insert(peer, rank);
     }
 
@@ -222,12 +272,13 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     ) -> Result<(), Fatal> {
         self.probes.waiting.retain(|(waiting, _)| *waiting != peer);
         let ranks = &mut self.ranks;
-        ranks.connected.remove(&peer);
+        let rank = ranks.connected.remove(&peer);
         ranks.give_up_openings(|opening| opening.peer == peer);
         ranks.abandoning.retain(|_, (waiting, _)| *waiting != peer);
         let Some(gone) = ranks.mapped.take_if(|mapped| mapped.peer == peer) else {
             return Ok(());
         };
+        ranks.left = rank;
         let stepped = self.step(host, WorkerEvent::MemoryGone(gone.engine));
         host.close(gone.engine, gone.memory);
         stepped
@@ -311,9 +362,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         abandon: &Abandon,
     ) -> Result<(), Fatal> {
         let ranks = &mut self.ranks;
-        let mapped = ranks.mapped.as_ref().filter(|mapped| mapped.peer == peer);
-        let named = ranks.connected.get(&peer).map(|rank| rank.engine);
-        let Some(engine) = mapped.map(|mapped| mapped.engine).or(named) else {
+        let Some(engine) = ranks.connected.get(&peer).map(|rank| rank.engine) else {
             return Ok(());
         };
         if let Some(error) = ranks.registered_by_another(host, peer, engine) {
@@ -357,6 +406,26 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         })
     }
 
+    /// Returns why a registration is not that of the rank whose hello came over the connection: `abandon` and `unregister`
+    /// act for the engine of the hello.
+    fn not_of_hello(&self, peer: PeerId, register: &Register) -> Option<String> {
+        let named = self.ranks.connected.get(&peer)?;
+        if named.hello_engine != register.engine {
+            return Some(format!(
+                "register.engine is {}, and the engine in the hello of this connection {}: name the same engine in both",
+                hex(&register.engine),
+                hex(&named.hello_engine)
+            ));
+        }
+        let rank = register.registration.rank;
+        (named.rank != rank).then(|| {
+            format!(
+                "registration.rank is {}, and the rank in the hello of this connection {}: name the same rank in both",
+                rank.0, named.rank.0
+            )
+        })
+    }
+
     /// Checks what is known without the memory; the host then opens and maps the memory.
     fn register<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
@@ -365,18 +434,25 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         request: RequestId,
         register: Register,
     ) {
+        let not_of_hello = self.not_of_hello(peer, &register);
         let registration = register.registration;
         if let Some(error) = self.ranks.seat_taken(host, peer) {
             host.discard(registration);
             return host.reply(peer, request, Message::Error(error));
         }
-        if let Some(text) = self.wrong_rank(&registration) {
+        let user = self.ranks.user_of(peer);
+        if let Some(text) = foreign_path(user, &registration) {
+            host.discard(registration);
+            return refuse(host, peer, request, ErrorCode::Forbidden, text);
+        }
+        if let Some(text) = self.wrong_rank(&registration).or(not_of_hello) {
             host.discard(registration);
             self.rank_refused(host, &text);
             return refuse(host, peer, request, ErrorCode::Invalid, text);
         }
         self.ranks.last_registration += 1;
-        let (number, engine) = (self.ranks.last_registration, EngineId(register.engine));
+        let engine = engine_of(user, register.engine);
+        let number = self.ranks.last_registration;
         let registering = Registering {
             number,
             peer,
@@ -392,6 +468,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 let opening = Opening {
                     engine,
                     peer,
+                    user,
                     pid,
                     unwanted: false,
                 };
@@ -594,29 +671,27 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         // Memory that is being opened is closed when its opening ends.
-        let pid = ranks.pid_of(peer);
+        let (pid, user) = (ranks.pid_of(peer), ranks.user_of(peer));
         let being_opened = ranks.give_up_openings(|opening| {
-            opening.peer == peer || opening.engine == engine && opening.may_be_of(pid)
+            opening.peer == peer
+                || opening.engine == engine && opening.user == user && opening.may_be_of(pid)
         });
+        ranks.left = None;
         let mut stepped = Ok(());
-        // The registration may have named another engine than the hello.
-        let mut named = engine;
-        let its = |mapped: &mut Mapped<M>| mapped.peer == peer || mapped.engine == engine;
-        if let Some(mapped) = ranks.mapped.take_if(its) {
-            named = mapped.engine;
+        if let Some(mapped) = ranks.mapped.take_if(|mapped| mapped.engine == engine) {
             if let Some(request) = mapped.request {
                 let text = "unregistered meanwhile";
                 refuse(host, mapped.peer, request, ErrorCode::Invalid, text);
             }
-            stepped = self.step(host, WorkerEvent::MemoryGone(named));
-            host.close(named, mapped.memory);
+            stepped = self.step(host, WorkerEvent::MemoryGone(engine));
+            host.close(engine, mapped.memory);
         }
         if being_opened {
             let text = "the memory is being opened: retry";
             refuse(host, peer, request, ErrorCode::NotReady, text);
             return stepped;
         }
-        host.reply_when_closed(peer, request, [engine, named]);
+        host.reply_when_closed(peer, request, engine);
         stepped
     }
 }

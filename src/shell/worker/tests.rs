@@ -3,6 +3,7 @@
 mod operators;
 mod orders;
 mod ranks;
+mod users;
 
 use std::time::Duration;
 
@@ -45,6 +46,8 @@ struct Process {
     closed: Vec<Mapping>,
     disconnected: Vec<PeerId>,
     problem: String,
+    /// Nothing is received from the peers any longer.
+    silent: bool,
     /// Processes that have ended.
     ended: Vec<i32>,
     /// Calls of [`WorkerShell::continue_invalidations`] that were requested and have not come.
@@ -64,7 +67,7 @@ impl HolderPeers for Process {
     type Process = i32;
 
     fn is_live(&self, _: PeerId) -> bool {
-        true
+        !self.silent
     }
 
     fn open_process(&mut self, pid: i32) -> Option<i32> {
@@ -139,7 +142,7 @@ impl WorkerHost for Process {
         self.closed.push(memory);
     }
 
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: [EngineId; 2]) {
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: EngineId) {
         self.reply(peer, request, Message::Unregistered(Empty {}));
     }
 
@@ -310,9 +313,13 @@ impl World {
     }
 
     fn connect(&mut self, peer: u64, engine: u8, pid: i32) {
+        self.connect_as(peer, engine, WORKER.rank.0, pid);
+    }
+
+    fn connect_as(&mut self, peer: u64, engine: u8, rank: u16, pid: i32) {
         let hello = Hello {
             engine: [engine; 16],
-            rank: WORKER.rank.0,
+            rank,
             ..Hello::new(Role::Rank, String::new())
         };
         self.run(|shell, process| {

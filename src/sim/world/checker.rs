@@ -253,10 +253,10 @@ impl SimWorld {
         Ok(())
     }
 
-    /// Most engines that a leader may remember: all incarnations so far.
+    /// Most engines that a leader may remember: all incarnations so far, and the sessions of operators.
     fn engines_known(&self) -> usize {
         let lives: u32 = self.engines.iter().map(|engine| engine.incarnation).sum();
-        lives as usize
+        lives as usize + self.env.oracle.operators.len()
     }
 
     /// True when every process runs and nothing is pending.

@@ -38,6 +38,8 @@ struct OpenRequest {
     /// Ranks whose workers have not yet confirmed that no copy runs for the request.
     abandoning: BTreeSet<u16>,
     kind: RequestKind,
+    /// An operator's command, which has a session of its own.
+    by_operator: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,6 +98,8 @@ pub(super) struct EngineProcess {
     pub(super) scheduler: Scheduler,
     shape: Shape,
     leader: SimClient,
+    /// The session of commands, from the first one on.
+    operator: Option<SimClient>,
     ranks: Vec<RankSide>,
     requests: BTreeMap<RequestId, OpenRequest>,
     /// The highest request id so far.
@@ -156,6 +160,7 @@ impl EngineProcess {
             scheduler: env.setup.scheduler(memory.shape, memory.device_pages),
             shape: memory.shape,
             leader,
+            operator: None,
             ranks,
             requests: BTreeMap::new(),
             highest: RequestId(0),
@@ -210,10 +215,19 @@ impl EngineProcess {
             .min()
             .unwrap_or(Time::NEVER)
             .min(self.leader.next_timeout())
+            .min(
+                self.operator
+                    .as_ref()
+                    .map_or(Time::NEVER, SimClient::next_timeout),
+            )
     }
 
     pub(super) fn tick(&mut self, env: &mut SimContext) {
         for noticed in self.leader.tick(env) {
+            self.leader_event(env, noticed);
+        }
+        let operator = self.operator.as_mut().map(|operator| operator.tick(env));
+        for noticed in operator.into_iter().flatten() {
             self.leader_event(env, noticed);
         }
         for rank in 0..self.ranks.len() {
@@ -229,6 +243,10 @@ impl EngineProcess {
     pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, received: Received) {
         if self.leader.is(id) {
             for noticed in self.leader.receive(env, received) {
+                self.leader_event(env, noticed);
+            }
+        } else if let Some(operator) = self.operator.as_mut().filter(|operator| operator.is(id)) {
+            for noticed in operator.receive(env, received) {
                 self.leader_event(env, noticed);
             }
         } else if let Some(rank) = self.ranks.iter().position(|rank| rank.client.is(id)) {
@@ -313,8 +331,11 @@ impl EngineProcess {
             }
             requested.again = now + AGAIN;
             let wait = (now.until(requested.due).max(AGAIN), requested.kind.grace());
-            self.leader
-                .request(env, *id, wait, requested.message.clone());
+            let client = match (&mut self.operator, requested.by_operator) {
+                (Some(operator), true) => operator,
+                _ => &mut self.leader,
+            };
+            client.request(env, *id, wait, requested.message.clone());
             for rank in &requested.abandoning {
                 self.next += 1;
                 let correlation = RequestId(self.next);
@@ -530,6 +551,17 @@ impl EngineProcess {
         self.request(env, id, Request::CancelStores { slot }, RequestKind::Reset);
     }
 
+    /// The session of an operator's commands on the engine's machine.
+    fn new_operator(&self, env: &SimContext) -> SimClient {
+        let place = WorkerId {
+            replica: self.replica,
+            rank: Rank(0),
+        };
+        let hello = SimClient::hello(Role::Admin, self.id, place, env.setup.version_max);
+        let me = (NodeId::Engine(self.replica), self.incarnation);
+        SimClient::new(env, me, NodeId::Leader, hello)
+    }
+
     fn draw_id(&mut self) -> RequestId {
         self.highest = self.scheduler.draw_id();
         self.highest
@@ -543,10 +575,26 @@ impl EngineProcess {
         kind: RequestKind,
     ) {
         let now = env.now();
+        // An engine removes the pages of a namespace, and an operator those of all.
+        let by_operator = matches!(
+            request,
+            Request::Reset {
+                scope: ResetScope::Everything,
+                ..
+            }
+        );
         let message: Message = request.into();
         let timeout = env.setup.request_timeout;
         let wait = (timeout, kind.grace());
-        self.leader.request(env, id, wait, message.clone());
+        let client = match by_operator {
+            true => {
+                let operator = self.operator.take();
+                let operator = operator.unwrap_or_else(|| self.new_operator(env));
+                self.operator.insert(operator)
+            }
+            false => &mut self.leader,
+        };
+        client.request(env, id, wait, message.clone());
         let requested = OpenRequest {
             message,
             due: now + timeout,
@@ -554,6 +602,7 @@ impl EngineProcess {
             abandoned: false,
             abandoning: BTreeSet::new(),
             kind,
+            by_operator,
         };
         self.requests.insert(id, requested);
     }

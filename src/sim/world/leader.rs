@@ -16,6 +16,9 @@ use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_types::{Epoch, PeerId, RequestId, TierId, Time, WorkerId};
 
+/// Start of the names of operators' sessions, which no engine has.
+const ADMIN_KEY: [u8; 8] = [0x5a; 8];
+
 /// One incarnation of the leader.
 #[derive(Debug)]
 pub(super) struct LeaderProcess {
@@ -32,8 +35,8 @@ impl LeaderProcess {
     pub(super) fn start(env: &SimContext, settings: LeaderSettings) -> Self {
         let epoch = settings.epoch;
         Self {
-            shell: LeaderShell::new(settings, [0x5a; 8]),
-            server: SimServer::new(epoch, &[Role::Engine, Role::Worker], env.now()),
+            shell: LeaderShell::new(settings, ADMIN_KEY),
+            server: SimServer::new(epoch, &[Role::Engine, Role::Worker, Role::Admin], env.now()),
             epoch,
             attaching: BTreeMap::new(),
             stating: BTreeMap::new(),
@@ -151,7 +154,7 @@ impl LeaderHost for Host<'_> {
         let id = connection(peer);
         let engine = self.server.hello(id).map(|hello| hello.role) == Some(Role::Engine);
         if let Message::Error(error) = &message {
-            let misplaced = error.code() == ErrorCode::UnknownKind;
+            let misplaced = matches!(error.code(), ErrorCode::UnknownKind | ErrorCode::Forbidden);
             if misplaced || engine && error.code() == ErrorCode::Invalid {
                 let text = &error.message;
                 self.env.violated(format!(
@@ -202,7 +205,10 @@ impl LeaderHost for Host<'_> {
         let env = &mut *self.env;
         match event {
             LeaderEvent::EngineOpened(engine) => {
-                env.oracle.came(env.queue.now(), self.epoch, *engine)
+                if engine.0.starts_with(&ADMIN_KEY) {
+                    env.oracle.operators.insert(*engine);
+                }
+                env.oracle.came(env.queue.now(), self.epoch, *engine);
             }
             // Each start of an engine here has a name of its own.
             LeaderEvent::EngineReplaced(_) => {}

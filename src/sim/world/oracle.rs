@@ -246,6 +246,8 @@ pub(super) struct Oracle {
     resets: Vec<ConfirmedReset>,
     /// The workers that the leader has admitted.
     pub(super) roster: AdmittedWorkers,
+    /// Names that leaders have given to the sessions of operators.
+    pub(super) operators: BTreeSet<EngineId>,
     /// When the leader may forget each disconnected engine.
     away: BTreeMap<EngineId, Time>,
     /// The engine that connected again in this step, after the leader may have forgotten it.

@@ -11,7 +11,7 @@ use kvferry_session::{
     Encoded, Origin, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order,
     encode_reply, order_envelope,
 };
-use kvferry_types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Epoch, PeerId, RequestId, Time, User};
 
 /// The sessions of all clients of a process.
 #[derive(Debug)]
@@ -89,7 +89,10 @@ impl SimServer {
         };
         let pid = env.pid_of_client(id);
         if !self.session.knows(peer(id)) {
-            let origin = Origin::Local { uid: 0, pid };
+            let origin = Origin::Local {
+                user: User::Own,
+                pid,
+            };
             self.session.opened(&mut Host::new(env), peer(id), origin);
         }
         let mut host = Host::new(env);

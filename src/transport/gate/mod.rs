@@ -19,20 +19,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
+
+use kvferry_types::User;
 
 use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
 use super::stream::{FrameReader, FrameWriter, StreamEnd};
 use super::zmtp::Parser;
-use super::{Claims, Limits, Origin, PeerId, SendError, SharedLogLimit};
+use super::{Limits, Origin, PeerId, SendError, SharedLogLimit, USER_CONNECTIONS_MAX};
 use peer::OpenConnection;
-#[cfg(test)]
-pub(super) use tls::HANDSHAKES_OF_SOURCE_MAX;
-pub(super) use tls::{TlsSide, run_tls, set_up};
+pub(super) use tls::{HANDSHAKES_OF_SOURCE_MAX, TlsSide, run_tls, set_up};
 
 /// Most connections in the handshake. A further one closes the oldest. They do not count as open connections.
 pub(super) const HANDSHAKES_MAX: usize = 64;
@@ -49,8 +48,9 @@ pub(super) struct Gate {
     intake: Intake,
     limits: Arc<Limits>,
     open: Arc<Semaphore>,
-    /// Places of each certificate, by its claims. The root's owner decides how many there are.
-    certificates: Mutex<HashMap<String, Arc<Semaphore>>>,
+    /// Places of each certificate, by its claims, and of each other user. The root's owner, and the limits, decide how many
+    /// there are.
+    places: Mutex<HashMap<String, Arc<Semaphore>>>,
     refused: Arc<Refused>,
 }
 
@@ -65,7 +65,7 @@ impl Gate {
     pub(super) fn new(intake: Intake, limits: Arc<Limits>) -> Self {
         Self {
             open: Arc::new(Semaphore::new(limits.connections)),
-            certificates: Mutex::default(),
+            places: Mutex::default(),
             refused: Arc::default(),
             intake,
             limits,
@@ -78,18 +78,43 @@ impl Gate {
         Arc::clone(&self.refused)
     }
 
-    /// Takes a place of a certificate, so that its holder cannot use up those of all others.
-    fn place_of(&self, claims: &Claims) -> Result<OwnedSemaphorePermit, ConnectionRefusal> {
-        let certificates = self.certificates.lock();
-        let places = certificates
+    /// Takes a place of a certificate, or of another user, so that its holder cannot use up those of all others. This user's
+    /// own processes need none.
+    fn place_of(&self, origin: &Origin) -> Result<Option<OwnedSemaphorePermit>, ConnectionRefusal> {
+        let (holder, max) = match origin {
+            Origin::Local {
+                user: User::Own, ..
+            } => return Ok(None),
+            Origin::Local { user, .. } => (user.to_string(), USER_CONNECTIONS_MAX),
+            Origin::Certificate(claims) => (claims.to_string(), CERTIFICATE_CONNECTIONS_MAX),
+        };
+        let places = self.places.lock();
+        let places = places
             .unwrap_or_else(PoisonError::into_inner)
-            .entry(claims.to_string())
-            .or_insert_with(|| Arc::new(Semaphore::new(CERTIFICATE_CONNECTIONS_MAX)))
+            .entry(holder.clone())
+            .or_insert_with(|| Arc::new(Semaphore::new(max)))
             .clone();
         let place = places.try_acquire_owned();
-        place.map_err(|_| {
-            ConnectionRefusal::Certificate(format!("{claims} has as many connections as it may"))
+        place.map(Some).map_err(|_| ConnectionRefusal::Many(holder))
+    }
+
+    /// Where a connection of this machine comes from: the kernel knows its user.
+    fn origin_of(&self, stream: &UnixStream) -> Result<Origin, ConnectionRefusal> {
+        let cred = stream.peer_cred()?;
+        let user = self.limits.users.find(cred.uid());
+        Ok(Origin::Local {
+            user: user.ok_or(ConnectionRefusal::User(cred.uid()))?,
+            // The kernel reports 0 for a process of another PID namespace: unknown.
+            pid: cred.pid().filter(|pid| *pid > 0),
         })
+    }
+
+    /// Counts a refused connection of this machine, and logs some of them.
+    fn refused_local(&self, reason: &ConnectionRefusal) {
+        let refused = 1 + self.refused.local.fetch_add(1, Ordering::Relaxed);
+        if let Some(left_out) = REFUSALS.line() {
+            tracing::info!(%reason, refused, left_out, "refused a connection");
+        }
     }
 
     /// Accepts the next connection; `None` once the listener is gone.
@@ -118,15 +143,27 @@ impl Gate {
 /// Accepts connections of this machine until the listener is gone.
 pub(super) async fn run(gate: Arc<Gate>, public: UnixListener) {
     let handshakes = HandshakePermits::new(HANDSHAKES_MAX);
+    let of_others = HandshakePermits::new(HANDSHAKES_MAX);
     while let Some((stream, _)) = gate.accept(|| public.accept()).await {
-        let (gate, handshake) = (gate.clone(), handshakes.take());
+        // Before anything is read, and before a place is taken: processes of all users may reach the socket.
+        let origin = match gate.origin_of(&stream) {
+            Ok(origin) => origin,
+            Err(reason) => {
+                gate.intake.peers.note_refused();
+                gate.refused_local(&reason);
+                continue;
+            }
+        };
+        let handshake = match origin.caller().user {
+            User::Own => handshakes.take(),
+            User::Other(_) => of_others.take(),
+        };
+        let gate = gate.clone();
         tokio::spawn(async move {
-            let shaking = shake_hands(&gate, stream);
+            let (read, write) = stream.into_split();
+            let shaking = open_connection(&gate, read, write, origin);
             if let Some(reason) = serve(&gate, shaking, handshake).await {
-                let refused = 1 + gate.refused.local.fetch_add(1, Ordering::Relaxed);
-                if let Some(left_out) = REFUSALS.line() {
-                    tracing::info!(%reason, refused, left_out, "refused a connection");
-                }
+                gate.refused_local(&reason);
             }
         });
     }
@@ -137,6 +174,8 @@ pub(super) async fn run(gate: Arc<Gate>, public: UnixListener) {
 enum ConnectionRefusal {
     #[error("the peer runs as uid {0}")]
     User(u32),
+    #[error("{0} has as many connections as it may")]
+    Many(String),
     #[error("too many connections are open")]
     Full,
     #[error("no handshake in time")]
@@ -186,24 +225,6 @@ async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     }
 }
 
-/// Performs the handshake of a Unix socket, whose peer the kernel knows.
-async fn shake_hands(
-    gate: &Gate,
-    stream: UnixStream,
-) -> Result<OpenConnection<OwnedReadHalf, OwnedWriteHalf>, ConnectionRefusal> {
-    let cred = stream.peer_cred()?;
-    if cred.uid() != rustix::process::geteuid().as_raw() {
-        return Err(ConnectionRefusal::User(cred.uid()));
-    }
-    let origin = Origin::Local {
-        uid: cred.uid(),
-        // The kernel reports 0 for a process of another PID namespace: unknown.
-        pid: cred.pid().filter(|pid| *pid > 0),
-    };
-    let (read, write) = stream.into_split();
-    open_connection(gate, read, write, origin).await
-}
-
 /// Performs the handshake of ZMTP and opens the connection. It is visible to the listener only on success: then frames
 /// can be sent to it, and `Opened` is queued. The client gets its READY after that.
 async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
@@ -212,10 +233,7 @@ async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     write: W,
     origin: Origin,
 ) -> Result<OpenConnection<R, W>, ConnectionRefusal> {
-    let certificate = match &origin {
-        Origin::Local { .. } => None,
-        Origin::Certificate(claims) => Some(gate.place_of(claims)?),
-    };
+    let place = gate.place_of(&origin)?;
     let mut writer = FrameWriter::new(write, gate.limits.slow_after);
     writer.greet();
     writer.flush().await?;
@@ -233,7 +251,7 @@ async fn open_connection<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
         writer,
         link,
         permit,
-        certificate,
+        place,
     })
 }
 

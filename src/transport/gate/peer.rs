@@ -14,8 +14,8 @@ pub(super) struct OpenConnection<R, W> {
     pub(super) writer: FrameWriter<W>,
     pub(super) link: OpenPeer,
     pub(super) permit: OwnedSemaphorePermit,
-    /// The place of its certificate.
-    pub(super) certificate: Option<OwnedSemaphorePermit>,
+    /// The place of its certificate, or of its user.
+    pub(super) place: Option<OwnedSemaphorePermit>,
 }
 
 impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
@@ -32,13 +32,13 @@ impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
             reason = downward(&mut self.writer, &mut link.outbox, &ping) => reason,
             () = async { closing.await; tokio::time::sleep(slow_after).await } => CloseReason::ByUs,
         };
-        if matches!(reason, CloseReason::Violation(_)) {
-            gate.intake.peers.note_violation();
+        if let CloseReason::Violation(violation) = reason {
+            gate.intake.peers.note_violation(violation);
         }
         drop(self.reader);
         drop(self.writer);
         drop(self.link);
-        drop((self.permit, self.certificate));
+        drop((self.permit, self.place));
         tracing::debug!(%peer, %reason, "closed a connection");
         gate.intake
             .push(QueuedEvent::Closed { peer, reason })

@@ -38,7 +38,10 @@ impl Bench {
         let (gate, handshake) = (self.gate.clone(), self.handshakes.take());
         tokio::spawn(async move {
             let (read, write) = split(theirs);
-            let origin = Origin::Local { uid: 0, pid: None };
+            let origin = Origin::Local {
+                user: User::Own,
+                pid: None,
+            };
             let shaking = open_connection(&gate, read, write, origin);
             assert!(serve(&gate, shaking, handshake).await.is_none());
         });

@@ -93,7 +93,8 @@ async fn refused_before_open(bytes: &[u8]) {
         read_to_end(&mut stream).await;
     }
     serves(&address, &mut listener).await;
-    assert_eq!(listener.sender().refused(), (2, 0));
+    let refused = listener.sender().refused();
+    assert_eq!((refused.handshakes, refused.violations), (2, 0));
 }
 
 /// Asserts that the bytes close an open connection for this reason, sent in one piece and byte by byte.
@@ -109,7 +110,10 @@ async fn closed_after_open(bytes: &[u8], violation: Violation) {
         assert_eq!(closed(&mut listener).await, (peer, reason));
     }
     serves(&address, &mut listener).await;
-    assert_eq!(listener.sender().refused(), (0, 2));
+    let refused = listener.sender().refused();
+    assert_eq!((refused.handshakes, refused.violations), (0, 2));
+    let long = matches!(violation, Violation::HeaderTooLong | Violation::BodyTooLong);
+    assert_eq!(refused.too_long, if long { 2 } else { 0 }, "{violation}");
 }
 
 fn forged(flags: u8) -> Vec<u8> {

@@ -6,11 +6,14 @@ mod directories;
 mod hostile;
 mod parser;
 mod pressure;
+mod publish;
 mod semantics;
 mod tls;
+mod users;
 
 use std::time::Duration;
 
+use kvferry_types::User;
 use tokio::time::timeout;
 
 use super::{
@@ -33,9 +36,8 @@ async fn event(listener: &mut Listener) -> ListenerEvent {
 async fn opened(listener: &mut Listener) -> PeerId {
     match event(listener).await {
         ListenerEvent::Opened { peer, origin } => {
-            let own = rustix::process::geteuid().as_raw();
             match origin {
-                Origin::Local { uid, .. } => assert_eq!(uid, own),
+                Origin::Local { user, .. } => assert_eq!(user, User::Own),
                 Origin::Certificate(claims) => assert_eq!(claims.deployment, "test"),
             }
             peer

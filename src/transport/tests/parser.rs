@@ -13,6 +13,7 @@ enum Found {
     Ready,
     Ping,
     Ignored,
+    Subscription(bool),
     Part(Part, u64, Vec<u8>),
     End,
 }
@@ -50,6 +51,7 @@ fn note(found: &mut Vec<Found>, item: Item<'_>) {
         Item::Ready => found.push(Found::Ready),
         Item::Ping(_) => found.push(Found::Ping),
         Item::Ignored => found.push(Found::Ignored),
+        Item::Subscription { on } => found.push(Found::Subscription(on)),
         Item::End => found.push(Found::End),
         Item::Part { part, bytes } => found.push(Found::Part(part, bytes, Vec::new())),
         Item::Payload(bytes) => match found.last_mut() {
@@ -135,6 +137,12 @@ proptest! {
         let mut bytes = if shaken { hello() } else { Vec::new() };
         bytes.extend(noise);
         prop_assert_eq!(whole(&bytes), by_bytes(&bytes));
+        for (parser, socket_type) in [(Parser::subscriber as fn() -> Parser, "SUB"), (Parser::requester, "REQ")] {
+            let ready = zmtp::ready(socket_type, b"");
+            let start = [&zmtp::greeting()[..], &ready].concat();
+            let bytes = [if shaken { &start[..] } else { &[] }, &bytes[bytes.len().min(start.len())..]].concat();
+            prop_assert_eq!(parse(parser(), [&bytes[..]]), parse(parser(), bytes.chunks(1)));
+        }
     }
 }
 

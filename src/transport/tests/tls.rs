@@ -445,8 +445,8 @@ async fn greeted(keys: &Keys, name: &str, hello: Hello) -> Result<Role, ErrorCod
     let serving = async {
         loop {
             for event in server.next().await.expect("tasks run") {
-                if let ServerEvent::Opened { hello, pid, .. } = event {
-                    assert_eq!(pid, None);
+                if let ServerEvent::Opened { hello, caller, .. } = event {
+                    assert_eq!(caller.pid, None);
                     return hello.role;
                 }
             }

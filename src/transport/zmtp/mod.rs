@@ -1,5 +1,6 @@
-//! The part of ZMTP 3.0 that the gate needs: an incremental parser that refuses before it buffers, and encoders for the
-//! gate's own frames. Sans I/O. Source: <https://rfc.zeromq.org/spec/23/>.
+//! The part of ZMTP 3 that the listeners need: an incremental parser that refuses before it buffers, and encoders for their
+//! own frames. Sans I/O. Sources: <https://rfc.zeromq.org/spec/23/>, and <https://rfc.zeromq.org/spec/37/> for the commands
+//! of subscribers.
 //!
 //! A stream is a greeting of 64 bytes, then frames: a flags byte (1 more, 2 long, 4 command), a length of 1 or 8 bytes,
 //! big-endian, and that many bytes. The parser buffers at most 64 bytes of a greeting, 9 of a frame's head or
@@ -15,6 +16,12 @@ pub(super) use write::{greeting, pong, put_head, ready};
 
 /// Longest command in bytes, including READY with all its properties.
 pub const COMMAND_BYTES_MAX: usize = 1024;
+/// Longest topic of a subscription, in bytes.
+pub const TOPIC_BYTES_MAX: usize = 512;
+/// Longest first part of a request for earlier batches in bytes: as long as an identity may be.
+const DELIMITER_BYTES_MAX: usize = 255;
+/// Length of a batch's number in bytes.
+const NUMBER_BYTES: usize = 8;
 /// Length of a greeting in bytes.
 pub(super) const GREETING_BYTES: usize = 64;
 /// Longest context of a PING in bytes, by the specification.
@@ -50,8 +57,8 @@ pub enum Violation {
     /// A message before READY.
     #[error("a message before READY")]
     NotReady,
-    /// A client that is no DEALER, or a server that is no ROUTER.
-    #[error("a socket type other than DEALER of a client, ROUTER of a server")]
+    /// A socket type that does not fit the own one.
+    #[error("a socket type that does not fit that of this side")]
     SocketType,
     /// The first part is longer than the limit.
     #[error("a header longer than its limit")]
@@ -59,17 +66,23 @@ pub enum Violation {
     /// The second part is longer than the limit.
     #[error("a body longer than its limit")]
     BodyTooLong,
-    /// A message that has not exactly two parts.
-    #[error("a message without exactly two parts")]
+    /// A message with another number of parts: a subscription has one, every other message two.
+    #[error("a message with too few or too many parts")]
     Parts,
+    /// A message to a PUB that is no subscription.
+    #[error("a message that is no subscription")]
+    NoSubscription,
+    /// A request for earlier batches whose number does not have 8 bytes.
+    #[error("a request without a number of {NUMBER_BYTES} bytes")]
+    NoNumber,
 }
 
-/// The two parts of a message.
+/// The parts of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// The first one.
+    /// The first one of two. Every part that another one follows is written in the same way.
     Header,
-    /// The second one.
+    /// The last one.
     Body,
 }
 

@@ -1,8 +1,9 @@
 //! The parser of one direction of a connection.
 
 use super::{
-    COMMAND_BYTES_MAX, FLAG_COMMAND, FLAG_LONG, FLAG_MORE, GREETING_BYTES, HEAD_BYTES_MAX,
-    PING_CONTEXT_BYTES_MAX, Part, PingContext, Violation, check_part,
+    COMMAND_BYTES_MAX, DELIMITER_BYTES_MAX, FLAG_COMMAND, FLAG_LONG, FLAG_MORE, GREETING_BYTES,
+    HEAD_BYTES_MAX, NUMBER_BYTES, PING_CONTEXT_BYTES_MAX, Part, PingContext, TOPIC_BYTES_MAX,
+    Violation, check_part,
 };
 use crate::Limits;
 
@@ -17,6 +18,11 @@ pub enum Item<'a> {
     Ping(PingContext),
     /// A PONG or an ERROR, both without effect.
     Ignored,
+    /// A SUBSCRIBE, or a CANCEL, of the topic that [`Parser::topic`] has until the next item.
+    Subscription {
+        /// Whether it subscribes.
+        on: bool,
+    },
     /// Start of a part; its length is within the limits.
     Part {
         /// The part that starts.
@@ -38,6 +44,16 @@ enum State {
     Payload { left: u64 },
 }
 
+/// What the other side may send.
+#[derive(Debug, Clone, Copy)]
+struct Rules {
+    socket_types: &'static [&'static [u8]],
+    /// The first part of each message.
+    first: Part,
+    /// Whether the other side may subscribe by commands.
+    subscribes: bool,
+}
+
 /// Parses one direction of a connection. After an `Err` the parser must not be used again.
 #[derive(Debug)]
 pub struct Parser {
@@ -46,31 +62,74 @@ pub struct Parser {
     held: Vec<u8>,
     ready: bool,
     part: Part,
-    /// The socket type of the other side.
-    expected: &'static [u8],
+    /// Of the last SUBSCRIBE or CANCEL.
+    topic: Vec<u8>,
+    rules: Rules,
     limits: Limits,
 }
 
 impl Parser {
     /// A parser for a client's stream from its start.
     pub fn client(limits: &Limits) -> Self {
-        Self::expecting(b"DEALER", limits)
+        Self::of_messages(&[b"DEALER"], limits.clone())
     }
 
     /// A parser for a server's stream from its start.
     pub fn server(limits: &Limits) -> Self {
-        Self::expecting(b"ROUTER", limits)
+        Self::of_messages(&[b"ROUTER"], limits.clone())
     }
 
-    fn expecting(expected: &'static [u8], limits: &Limits) -> Self {
+    /// A parser for the stream of a subscriber: messages of one part, the first byte of which says whether the topic behind
+    /// it is subscribed (1) or cancelled (0), and the commands SUBSCRIBE and CANCEL.
+    pub fn subscriber() -> Self {
+        let limits = Limits {
+            header_bytes: 0,
+            body_bytes: 1 + TOPIC_BYTES_MAX,
+            ..Limits::default()
+        };
+        let rules = Rules {
+            socket_types: &[b"SUB", b"XSUB"],
+            first: Part::Body,
+            subscribes: true,
+        };
+        Self::new(rules, limits)
+    }
+
+    /// A parser for the stream of a client that requests earlier batches: messages of two parts, the second of which is a
+    /// number.
+    pub fn requester() -> Self {
+        let limits = Limits {
+            header_bytes: DELIMITER_BYTES_MAX,
+            body_bytes: NUMBER_BYTES,
+            ..Limits::default()
+        };
+        Self::of_messages(&[b"DEALER", b"REQ"], limits)
+    }
+
+    fn of_messages(socket_types: &'static [&'static [u8]], limits: Limits) -> Self {
+        let rules = Rules {
+            socket_types,
+            first: Part::Header,
+            subscribes: false,
+        };
+        Self::new(rules, limits)
+    }
+
+    fn new(rules: Rules, limits: Limits) -> Self {
         Self {
-            expected,
+            rules,
             state: State::Greeting,
             held: Vec::with_capacity(GREETING_BYTES),
             ready: false,
-            part: Part::Header,
-            limits: limits.clone(),
+            part: rules.first,
+            topic: Vec::new(),
+            limits,
         }
+    }
+
+    /// The topic of the last SUBSCRIBE or CANCEL.
+    pub fn topic(&self) -> &[u8] {
+        &self.topic
     }
 
     /// Bytes of a greeting, a head or a command that are buffered.
@@ -189,7 +248,7 @@ impl Parser {
             let ended = self.part;
             self.part = match ended {
                 Part::Header => Part::Body,
-                Part::Body => Part::Header,
+                Part::Body => self.rules.first,
             };
             return (ended == Part::Body).then_some(Item::End);
         }
@@ -211,14 +270,23 @@ impl Parser {
         let (name, rest) = take_string(&held).ok_or(Violation::Command)?;
         match (name, self.ready) {
             (b"READY", false) => {
-                check_ready(rest, self.expected)?;
+                check_ready(rest, self.rules.socket_types)?;
                 self.ready = true;
                 Ok(Item::Ready)
             }
             (b"PING", true) => ping_context(rest).map(Item::Ping),
             (b"PONG", true) | (b"ERROR", _) => Ok(Item::Ignored),
+            (b"SUBSCRIBE", true) if self.rules.subscribes => self.subscription(true, rest),
+            (b"CANCEL", true) if self.rules.subscribes => self.subscription(false, rest),
             _ => Err(Violation::UnexpectedCommand),
         }
+    }
+
+    fn subscription<'a>(&mut self, on: bool, topic: &[u8]) -> Result<Item<'a>, Violation> {
+        check_part(&self.limits, Part::Body, 1 + topic.len() as u64)?;
+        self.topic.clear();
+        self.topic.extend_from_slice(topic);
+        Ok(Item::Subscription { on })
     }
 }
 
@@ -249,7 +317,7 @@ fn take_value(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     rest.split_at_checked(usize::try_from(u32::from_be_bytes(*len)).ok()?)
 }
 
-fn check_ready(mut rest: &[u8], expected: &[u8]) -> Result<(), Violation> {
+fn check_ready(mut rest: &[u8], expected: &[&[u8]]) -> Result<(), Violation> {
     let mut socket_type = None;
     while !rest.is_empty() {
         let (name, after) = take_string(rest).ok_or(Violation::Command)?;
@@ -260,7 +328,7 @@ fn check_ready(mut rest: &[u8], expected: &[u8]) -> Result<(), Violation> {
         }
     }
     match socket_type {
-        Some(found) if found == expected => Ok(()),
+        Some(found) if expected.contains(&found) => Ok(()),
         _ => Err(Violation::SocketType),
     }
 }

@@ -184,6 +184,9 @@ fn values_are_written_with_their_labels_and_histograms_add_up() {
         "kvferry_disk_health{process=\"worker-0-0\",health=\"read_only\"} 1",
         "kvferry_disk_health{process=\"worker-0-0\",health=\"ok\"} 0",
         "kvferry_errors_total{process=\"leader\",code=\"busy\"} 10",
+        "kvferry_refused_messages_total{process=\"leader\",code=\"malformed\"} 11",
+        "kvferry_repeated_requests_total{process=\"leader\"} 12",
+        "kvferry_refused_orders_total{process=\"worker-0-0\",code=\"stale_epoch\"} 13",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}");
     }
@@ -224,6 +227,7 @@ fn a_deployment_has_no_more_series_than_the_documents_say() {
         panic!("it answered")
     };
     leader.measured.connections.errors = errors();
+    leader.measured.connections.refused_messages = errors();
     leader.measured.hits.clear();
     let states = [
         "free",
@@ -245,6 +249,8 @@ fn a_deployment_has_no_more_series_than_the_documents_say() {
         panic!("it answered")
     };
     measured.connections.errors = errors();
+    measured.connections.refused_messages = errors();
+    measured.refused_orders = errors();
     let edges = [(1, 2), (2, 1), (2, 3), (3, 2)];
     let edges = edges.map(|(from, to)| EdgeMeasure {
         from,
@@ -259,6 +265,7 @@ fn a_deployment_has_no_more_series_than_the_documents_say() {
         panic!("it answered")
     };
     leader.measured.connections.errors = errors();
+    leader.measured.connections.refused_messages = errors();
     leader.measured.hits.clear();
     leader.status.tiers = vec![tier(2), tier(3)];
     leader.status.ranks.clear();

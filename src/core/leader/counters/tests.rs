@@ -130,6 +130,12 @@ fn each_counter_of_refusals_counts_its_request_and_reason() {
         first_page: 0,
         end: 1,
     };
+    let quota = Refusal::Quota {
+        limit: "",
+        max: 1,
+        held: 1,
+        pages: 1,
+    };
     let refusals = [
         ("not_ready", Refusal::Reading),
         ("unknown_slot", Refusal::UnknownSlot(SlotId(1))),
@@ -139,6 +145,7 @@ fn each_counter_of_refusals_counts_its_request_and_reason() {
         ("stale_request", Refusal::StaleRequest(RequestId(1))),
         ("draining", Refusal::Draining),
         ("busy", Refusal::Crowded { max: 1 }),
+        ("quota", quota),
     ];
     let mut found = 0;
     for (requests, kind) in requests {

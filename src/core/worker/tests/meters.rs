@@ -61,6 +61,20 @@ fn a_copy_that_did_not_run_or_ended_late_is_incomplete_and_only_one_that_ran_has
 }
 
 #[test]
+fn bytes_of_copies_are_counted_up_to_the_largest_number() {
+    let mut worker = serving(WorkerSettings::new(1));
+    order(&mut worker, 1, 1, vec![slow(load(1)), slow(load(2))]);
+    for id in [1, 2] {
+        let copied = EndedCopy {
+            bytes: u64::MAX - 1,
+            ..complete(id)
+        };
+        ended(&mut worker, MS, vec![copied]);
+    }
+    assert_eq!(counts(&worker, Edge::LOAD).bytes, u64::MAX);
+}
+
+#[test]
 fn open_copies_are_counted_by_what_they_wait_for() {
     let mut worker = serving(WorkerSettings::new(1));
     let all = vec![load(1), load(2), load(3), store(4, 5), between(5)];

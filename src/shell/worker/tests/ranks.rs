@@ -8,10 +8,10 @@ use kvferry_types::{EndedCopy, FragmentPair, PageList};
 const COPY: u64 = 3;
 
 impl World {
-    /// Registers memory of `engine` over a connection whose hello named engine 1.
+    /// Registers memory of `engine`.
     fn registered_as(engine: u8) -> Self {
         let mut world = Self::new();
-        world.connect(5, 1, 50);
+        world.connect(5, engine, 50);
         world.register(5, 1, engine);
         world.answer_memory(Ok(()));
         world.received();
@@ -81,7 +81,7 @@ fn each_connection_is_answered_when_no_copy_of_its_abandoned_requests_runs() {
 }
 
 #[test]
-fn a_rank_abandons_requests_of_the_engine_that_it_registered() {
+fn a_rank_abandons_requests_of_its_own_engine() {
     let mut world = World::registered_as(2);
     world.connect(6, 1, 50);
     world.load(2);
@@ -89,7 +89,7 @@ fn a_rank_abandons_requests_of_the_engine_that_it_registered() {
     assert_eq!(
         world.received(),
         [abandoned(6, 1)],
-        "engine 1, of its hello"
+        "engine 1, which copies nothing"
     );
     world.abandon(5, 2);
     assert_eq!(world.received(), [], "engine 2, whose copy runs");
@@ -106,7 +106,7 @@ fn memory_is_unregistered_by_its_connection_or_by_another_one_of_its_process_and
     let done = |peer, id| [(peer, id, MessageKind::Unregistered, None)];
     let mut world = World::registered_as(2);
     assert_eq!(unregister(&mut world, 5, 2), done(5, 2));
-    assert_eq!(world.process.closed, [1], "its own, of another engine");
+    assert_eq!(world.process.closed, [1], "its own");
 
     let mut world = World::registered_as(1);
     world.connect(6, 1, 50);
@@ -241,4 +241,39 @@ fn memory_that_is_not_served_is_checked_and_the_rank_receives_the_reason() {
     world.send_registration(5, 1, 1, registration());
     let registering = world.process.opening.pop().expect("it is mapped");
     assert_eq!(registering.not_served, None);
+}
+
+#[test]
+fn a_registration_that_differs_from_the_hello_is_refused_and_both_are_named() {
+    let cases = [
+        (
+            2,
+            1,
+            "register.engine is 02020202020202020202020202020202, and the engine in the hello of this connection \
+                01010101010101010101010101010101",
+        ),
+        (
+            1,
+            0,
+            "registration.rank is 1, and the rank in the hello of this connection 0",
+        ),
+    ];
+    for (engine, hello_rank, named) in cases {
+        let mut world = World::new();
+        world.connect_as(5, 1, hello_rank, 50);
+        world.send_registration(5, 1, engine, registration());
+        assert!(world.process.opening.is_empty(), "nothing is mapped");
+        let Some((PeerId(5), RequestId(1), Message::Error(error))) = world.process.to_ranks.pop()
+        else {
+            panic!("an answer");
+        };
+        assert_eq!(error.code(), ErrorCode::Invalid);
+        assert!(error.message.starts_with(named), "{}", error.message);
+        assert_eq!(world.process.problem, error.message);
+        // The right name is taken over the same connection.
+        world.connect(5, 1, 50);
+        world.register(5, 2, 1);
+        world.answer_memory(Ok(()));
+        assert_eq!(world.received(), [(5, 2, MessageKind::Registered, None)]);
+    }
 }

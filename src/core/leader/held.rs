@@ -1,0 +1,102 @@
+//! Limits on the pages that lookups hold: of the namespaces of one rule, and of one engine among several.
+
+use crate::Contradiction;
+use crate::cover::TierRun;
+use crate::held::{HeldCount, HoldOwners};
+use crate::model::Sequence;
+use crate::refusal::Refusal;
+use kvferry_types::{EngineId, GroupId, TierId};
+
+use super::Leader;
+
+impl Leader {
+    /// Recounts the pages that count for rules and engines. Those of engines that are forgotten count for nobody.
+    pub(super) fn check_held(&self) -> Result<(), Contradiction> {
+        let (held, of_engines) = self.sessions.held_pages();
+        let all = held + self.loads.held_pages();
+        let of_rules: u64 = self.held_of_rules.iter().map(HeldCount::pages).sum();
+        match of_engines + of_rules <= all {
+            true => Ok(()),
+            false => Err(format!(
+                "{all} pages are held, engines count {of_engines} of them and rules {of_rules}"
+            )
+            .into()),
+        }
+    }
+
+    /// For whom the pages count that a lookup of this namespace holds.
+    pub(super) fn hold_owners(&mut self, engine: EngineId, namespace: &[u8]) -> HoldOwners {
+        let rule = self.settings.namespaces.find(namespace);
+        let rule = rule.and_then(|rule| self.held_of_rules.get(rule));
+        HoldOwners {
+            rule: rule.cloned(),
+            engine: Some(self.sessions.open(engine).held().clone()),
+        }
+    }
+
+    /// Refuses a lookup whose pages, with those that are held already, exceed the limit of the namespace's rule.
+    pub(super) fn check_rule(
+        &self,
+        namespace: &[u8],
+        needed: &[(GroupId, TierRun)],
+    ) -> Result<(), Refusal> {
+        let Some(rule) = self.settings.namespaces.find(namespace) else {
+            return Ok(());
+        };
+        let max = self.settings.namespaces.rules()[rule].held_pages;
+        let held = self.held_of_rules.get(rule).map(HeldCount::pages);
+        let (Some(max), Some(held)) = (max, held) else {
+            return Ok(());
+        };
+        let pages = needed.iter().map(|(_, run)| u64::from(run.run.pages)).sum();
+        match held.saturating_add(pages) > max.get() {
+            true => Err(Refusal::Quota {
+                limit: "held_pages of the namespace",
+                max: max.get(),
+                held,
+                pages,
+            }),
+            false => Ok(()),
+        }
+    }
+
+    /// Where a hit of a sequence must end for its engine to hold no more than half of host memory, so that other engines
+    /// can store; `None` if it may end where it does. A hit of several groups cannot end anywhere: its lookup is refused.
+    pub(super) fn end_within_half(
+        &self,
+        engine: EngineId,
+        sequence: &Sequence,
+        needed: &[(GroupId, TierRun)],
+    ) -> Result<Option<u32>, Refusal> {
+        let pool = self.tiers.serving(TierId::Host);
+        let Some(pool) =
+            pool.filter(|_| self.settings.halves_held_pages && self.roster.are_several())
+        else {
+            return Ok(None);
+        };
+        let max = u64::from(pool.capacity_pages() / 2);
+        let held = self
+            .sessions
+            .get(engine)
+            .map_or(0, |session| session.held().pages());
+        let mut pages = 0;
+        let mut in_host_memory = needed.iter().filter(|(_, run)| run.tier == TierId::Host);
+        let beyond = in_host_memory.find(|(_, run)| {
+            pages += u64::from(run.run.pages);
+            held + pages > max
+        });
+        match beyond {
+            None => Ok(None),
+            Some((_, run)) if sequence.model().is_plain() => Ok(Some(run.run.position)),
+            Some(_) => Err(Refusal::Quota {
+                limit: "half of the pages of host memory, the limit of one engine among several,",
+                max,
+                held,
+                pages,
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,71 @@
+//! Which requests the engines of a user may send: their own namespaces, and nothing about those of all.
+//!
+//! Operators are processes of kvferry's own user, or have its certificates, and may request everything.
+
+use std::fmt;
+
+use super::seats::PeerRole;
+use super::{LeaderHost, LeaderShell};
+use kvferry_core::Namespaces;
+use kvferry_protocol::{ErrorBody, ErrorCode, Message};
+use kvferry_types::{PeerId, User};
+
+/// Characters of a namespace that an error shows.
+const SHOWN_MAX: usize = 64;
+
+impl<P: fmt::Debug> LeaderShell<P> {
+    /// Refuses requests of engines about namespaces that are not their user's.
+    pub(super) fn check_access<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &H,
+        peer: PeerId,
+        message: &Message,
+    ) -> Result<(), ErrorBody> {
+        if !matches!(self.roles.get(&peer), Some(PeerRole::Engine(_))) {
+            return Ok(());
+        }
+        let user = self.other_users.get(&peer).copied().unwrap_or_default();
+        let refused = refusal(&self.settings.namespaces, user, message);
+        if refused.is_some()
+            && let Some(left_out) = self.forbidden_lines.line(host.now())
+        {
+            let kind = message.kind().name();
+            tracing::warn!(%user, kind, left_out, "request refused: it is not for this user");
+        }
+        refused.map_or(Ok(()), |text| {
+            Err(ErrorBody::new(ErrorCode::Forbidden, text))
+        })
+    }
+}
+
+/// Why an engine of a user may not send a message.
+fn refusal(namespaces: &Namespaces, user: User, message: &Message) -> Option<String> {
+    let named = |field: &str, namespace: &[u8]| {
+        (!namespaces.permits(user, namespace)).then(|| {
+            let shown: String = namespace.escape_ascii().map(char::from).take(SHOWN_MAX).collect();
+            format!(
+                "{field} is '{shown}', and is not of {user}: use a namespace whose entry in the file of the setting \
+                 `namespaces` names this user"
+            )
+        })
+    };
+    match message {
+        Message::Lookup(lookup) => named("lookup.namespace", &lookup.namespace),
+        Message::Reset(reset) => match &reset.namespace {
+            Some(namespace) => named("reset.namespace", namespace),
+            None => Some(
+                "reset.namespace is absent: an engine names a namespace; `kvferry reset` removes the pages of all"
+                    .to_owned(),
+            ),
+        },
+        Message::ReadEvents(read) => match &read.namespace {
+            Some(namespace) => named("read_events.namespace", namespace),
+            None => (user != User::Own).then(|| {
+                format!("read_events.namespace is absent: {user} names a namespace of its own")
+            }),
+        },
+        Message::Status(status) => (status.check && user != User::Own)
+            .then(|| format!("status.check is true: {user} requests a status without it")),
+        _ => None,
+    }
+}
