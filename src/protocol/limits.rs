@@ -44,11 +44,13 @@ pub const REQUEST_CREDITS: u32 = 1024;
 pub const BYTE_CREDITS: u64 = 64 << 20;
 
 /// Every limit with its public name: of `schema/messages.json`, and of a welcome.
-pub const NAMED: [(&str, u64); 15] = [
+pub const NAMED: [(&str, u64); 18] = [
     ("abandoned_requests", ABANDONED_MAX as u64),
     ("body_bytes", BODY_BYTES_MAX as u64),
+    ("byte_credits", BYTE_CREDITS),
     ("content_bytes", CONTENT_BYTES_MAX as u64),
     ("copies", COPIES_MAX as u64),
+    ("deadline_max_ms", DEADLINE_MAX_MS as u64),
     ("depth", DEPTH_MAX as u64),
     ("event_pages", EVENT_PAGES_MAX as u64),
     ("namespace_bytes", NAMESPACE_BYTES_MAX as u64),
@@ -57,6 +59,7 @@ pub const NAMED: [(&str, u64); 15] = [
     ("pages", PAGES_MAX),
     ("pairs", PAIRS_MAX as u64),
     ("parts", PARTS_MAX as u64),
+    ("request_credits", REQUEST_CREDITS as u64),
     ("small_body_bytes", SMALL_BODY_BYTES_MAX as u64),
     ("stores", STORES_MAX as u64),
     ("text_bytes", TEXT_BYTES_MAX as u64),

@@ -76,6 +76,7 @@ pub struct Welcome {
     /// Most bytes of requests that may be unanswered at one time.
     pub byte_credits: u64,
     /// Longest deadline of a request; a later one is cut to it.
+    #[serde(default)]
     pub deadline_max_ms: u32,
     /// Name and version of the program, for logs.
     #[serde(default)]
