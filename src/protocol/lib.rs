@@ -10,6 +10,8 @@ mod bounded;
 mod call;
 mod catalogue;
 mod codec;
+#[cfg(test)]
+mod encodings_tests;
 mod error;
 mod examples;
 mod header;

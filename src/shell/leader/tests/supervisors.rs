@@ -167,7 +167,7 @@ fn a_new_leader_refuses_parked_requests_once_the_last_seat_is_empty() {
             group: 0,
             first_page: 0,
             pages: PageList::run(2, 2).into(),
-            count: None,
+            count: 2,
             priority: None,
         }],
         after: 0,
