@@ -125,7 +125,7 @@ async fn a_kind_that_a_role_may_not_send_is_refused_unread() {
             .await;
         let code = match kind {
             MessageKind::Hello => ErrorCode::Invalid,
-            _ => ErrorCode::UnknownKind,
+            _ => ErrorCode::Forbidden,
         };
         assert_eq!(engine.receive_error().await, (id, code), "{}", kind.name());
     }

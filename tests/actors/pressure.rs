@@ -139,7 +139,7 @@ async fn invalid_messages_to_a_leader_are_answered_with_typed_errors() {
         raw.send_message(1, Message::Unregister(Unregister {}))
             .await
     );
-    assert_eq!(raw.receive_error().await, (1, ErrorCode::UnknownKind));
+    assert_eq!(raw.receive_error().await, (1, ErrorCode::Forbidden));
     let beyond = Message::Load(Load {
         slot: 1,
         parts: vec![PartBody {

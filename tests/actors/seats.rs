@@ -178,7 +178,7 @@ async fn a_command_gets_its_own_answers_whatever_its_name() {
     engine.lookup(8, 1, 4).await.expect("an answer");
     let requested = thief.call(lookup(1, 4), TEST_TIMEOUT).await;
     let failure = requested.expect_err("it is no engine");
-    assert_eq!(failure.code, ErrorCode::UnknownKind);
+    assert_eq!(failure.code, ErrorCode::Forbidden);
     process.stop().await;
 }
 

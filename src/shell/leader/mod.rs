@@ -284,7 +284,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             (_, message) => {
                 let kind = message.kind().name();
                 let text = format!("{kind} is not for this peer to send here: check its role");
-                let error = ErrorBody::new(ErrorCode::UnknownKind, text);
+                let error = ErrorBody::new(ErrorCode::Forbidden, text);
                 host.reply(peer, correlation, Message::Error(error));
             }
         }

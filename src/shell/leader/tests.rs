@@ -724,7 +724,7 @@ fn an_operator_measures_and_probes_and_an_engine_may_not() {
     };
     assert_eq!(*probe, Message::ProbeAnswer(answer));
     assert_eq!(*measured, Message::MeasureAnswer(MeasureAnswer::default()));
-    assert_eq!(refused.code(), ErrorCode::UnknownKind);
+    assert_eq!(refused.code(), ErrorCode::Forbidden);
 }
 
 #[test]

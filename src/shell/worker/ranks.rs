@@ -316,7 +316,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             }
             other => {
                 let text = format!("{} is not for a worker to answer", other.kind().name());
-                refuse(host, peer, request, ErrorCode::UnknownKind, text);
+                refuse(host, peer, request, ErrorCode::Forbidden, text);
                 Ok(())
             }
         }

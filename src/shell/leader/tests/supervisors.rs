@@ -152,7 +152,7 @@ fn a_seat_beyond_the_settings_and_other_roles_state_nothing() {
     let Some((8, Message::Error(error))) = world.process.replies.pop() else {
         panic!("{:?}", world.process.replies)
     };
-    assert_eq!(error.code(), ErrorCode::UnknownKind);
+    assert_eq!(error.code(), ErrorCode::Forbidden);
 }
 
 #[test]
