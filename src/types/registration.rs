@@ -13,6 +13,7 @@ pub const CONTENT_BYTES_MAX: usize = 1024;
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorRole {
     /// Keys only.
@@ -47,6 +48,7 @@ impl TensorRole {
 
 /// The tokens that a token of a group's layers attends to, which decides how long its pages are needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum Attention {
     /// Every token before it (also with a latent, MLA).
@@ -79,6 +81,7 @@ impl Attention {
 
 /// Kind of an allocation's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum AllocationKind {
     /// Host memory that both processes map.
@@ -93,6 +96,7 @@ pub enum AllocationKind {
 
 /// How the worker opens an allocation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum AllocationHandle {
     /// A file under a memory file system, by its absolute path.
@@ -101,19 +105,19 @@ pub enum AllocationHandle {
     /// device memory exported by CUDA's virtual memory management.
     Ticket(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 16],
     ),
     /// `cudaIpcMemHandle_t` of device memory: the whole allocation that holds the tensors, from its first byte.
     CudaIpc(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 64],
     ),
     /// `CUmemFabricHandle` of device memory.
     CudaFabric(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 64],
     ),
     /// Device memory in chunks, each shared on its own. The chunks lie one after another: offsets count over all of
@@ -136,18 +140,19 @@ pub struct Chunk {
 
 /// How the worker opens a chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum ChunkHandle {
     /// Like [`AllocationHandle::Ticket`].
     Ticket(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 16],
     ),
     /// Like [`AllocationHandle::CudaFabric`].
     CudaFabric(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 64],
     ),
     /// A handle that this version does not know.
@@ -213,6 +218,7 @@ pub struct TensorView {
 /// How the ranks of an engine share the bytes of a tensor, from which a plan is made for an engine with another number of
 /// ranks or tokens of a page. Rank r of T holds:
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum Slices {
     /// The heads from r x `kv_heads` / T to (r + 1) x `kv_heads` / T, or, with more ranks than heads, head
@@ -302,7 +308,7 @@ pub struct Nonce {
     pub offset_bytes: u64,
     /// The bytes, 16 to 64 of them.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "super::BinarySchema")]
     pub bytes: Vec<u8>,
 }
 
@@ -346,7 +352,7 @@ pub struct Registration {
     /// Opaque, 1 to [`CONTENT_BYTES_MAX`] bytes. Memory with other content shares no page with this one. An absent
     /// field reads as an empty one, so that the check of the registration can name it with its remedy.
     #[serde(default, with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "super::BinarySchema")]
     pub content: Vec<u8>,
     /// The rank that this memory belongs to.
     #[schemars(with = "u16")]

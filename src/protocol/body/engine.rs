@@ -17,14 +17,14 @@ pub struct Lookup {
     pub slot: u64,
     /// Namespace of the pages.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub namespace: Vec<u8>,
     /// Bytes of one page hash, 16 to 64.
     pub hash_bytes: u8,
     /// Hashes of the prompt, packed: one for each unit of the registered `hash_tokens`, which is the page of a model with
     /// one group.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub hashes: Vec<u8>,
     /// Number of hashes, from the first one on, whose pages the engine has itself, in every group.
     #[serde(default)]
@@ -122,7 +122,7 @@ pub struct Store {
     pub hash_bytes: u8,
     /// Hashes of pages that the slot may not have yet, packed.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub more_hashes: Vec<u8>,
     /// Position of the first of them. Hashes that the slot has must be equal, and none may be left out.
     #[serde(default)]
@@ -192,6 +192,7 @@ pub struct Flush {}
 
 /// The pages that a [`Reset`] removes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = kvferry_types::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum ResetPages {
     /// Every page.
@@ -214,14 +215,14 @@ pub struct Reset {
     pub which: ResetPages,
     /// Namespace of the pages; absent for `all`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Option<Vec<u8>>")]
+    #[schemars(with = "Option<kvferry_types::BinarySchema>")]
     pub namespace: Option<serde_bytes::ByteBuf>,
     /// Bytes of one hash; 0 without hashes.
     #[serde(default)]
     pub hash_bytes: u8,
     /// Hashes of the pages, packed.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub hashes: Vec<u8>,
     /// Number of the tier that forgets the pages: 2 for host memory, 3 for the disk; 0 for all tiers.
     #[serde(default)]

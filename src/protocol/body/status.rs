@@ -17,6 +17,7 @@ pub struct Status {
 
 /// How far a disk can be used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = kvferry_types::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskHealth {
     /// It is read and written.
