@@ -254,8 +254,8 @@ fn limits_hold_on_both_sides() {
                 parts: vec![PartBody {
                     group: 0,
                     first_page: 0,
+                    count: list.pages(),
                     pages: list.into(),
-                    count: None,
                     priority: None,
                 }],
                 after: 0,
@@ -270,10 +270,10 @@ fn limits_hold_on_both_sides() {
             .contains("pages is 1048577, more than the limit of 1048576"),
         "{error}"
     );
-    // An equal message from a sender that does not check its limits: 82 a4 slot 01, a5 parts of one: 82 aa first_page
+    // An equal message from a sender that does not check its limits: 82 a4 slot 01, a5 parts of one: 83 aa first_page, count
     // 00, a5 pages [[0, n]].
     let mut body =
-        b"\x82\xa4slot\x01\xa5parts\x91\x82\xaafirst_page\x00\xa5pages\x91\x92\x00\xce".to_vec();
+        b"\x82\xa4slot\x01\xa5parts\x91\x83\xaafirst_page\x00\xa5count\x00\xa5pages\x91\x92\x00\xce".to_vec();
     body.extend_from_slice(
         &u32::try_from(limits::PAGES_MAX + 1)
             .expect("small")

@@ -37,7 +37,7 @@ class AdminClient(Client):
         With a ``tier``, 2 for host memory or 3 for the disk, the other tiers keep them. ``leased`` while lookups or
         loads hold some of the pages: then none is removed.
         """
-        answer: wire.ResetAnswer = self._answer(self.request(wire.Reset(namespace, tier=tier), timeout_s))
+        answer: wire.ResetAnswer = self._answer(self.request(wire.reset(namespace, tier=tier), timeout_s))
         return answer.pages
 
     def flush(self, *, timeout_s: float = 30.0) -> int:

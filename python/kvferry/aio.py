@@ -344,7 +344,7 @@ class AdminClient(Client):
 
     async def reset(self, namespace: bytes | None = None, *, tier: int = 0, timeout_s: float = 30.0) -> int:
         """Removes pages, and returns their number: see :meth:`kvferry.admin.AdminClient.reset`."""
-        answer: wire.ResetAnswer = await self.request(wire.Reset(namespace, tier=tier), timeout_s)
+        answer: wire.ResetAnswer = await self.request(wire.reset(namespace, tier=tier), timeout_s)
         return answer.pages
 
     async def flush(self, *, timeout_s: float = 30.0) -> int:

@@ -32,7 +32,7 @@ def lookup(slot: int, hashes: Sequence[bytes], namespace: bytes, device_pages: i
             namespace=namespace,
             hash_bytes=width,
             hashes=b"".join(hashes),
-            device_pages=device_pages,
+            have_pages=device_pages,
             limit_pages=limit_pages,
         )
 
@@ -75,8 +75,8 @@ def read_events(
 def reset(namespace: bytes, hashes: Sequence[bytes]) -> wire.Reset:
     """Removes the pages of a namespace, or those of them that have one of the hashes."""
     width = len(hashes[0]) if hashes else 0
-    return wire.Reset(namespace, hash_bytes=width, hashes=b"".join(hashes))
+    return wire.reset(namespace, hash_bytes=width, hashes=b"".join(hashes))
 
 
 def _part(part: Part, priority: int | None = None) -> wire.Part:
-    return wire.Part(part.first_page, wire.runs(part.pages), part.group, priority=priority)
+    return wire.part(part.first_page, wire.runs(part.pages), part.group, priority=priority)

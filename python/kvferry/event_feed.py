@@ -283,6 +283,8 @@ class Feed:
         reader.epoch, reader.next, reader.cursor, reader.asks = 0, 0, 0, True
 
     def _record(self, reader: _Reader, record: wire.EventRecord, hash_bytes: int) -> None:
+        if record.event not in ("stored", "gone", "cleared"):
+            return
         first = record.tier << 32
         if record.event == "cleared":
             for place in [each for each in reader.places if each >> 32 == record.tier]:

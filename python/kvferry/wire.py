@@ -165,7 +165,7 @@ class Lookup(msgspec.Struct, kw_only=True):
     namespace: bytes
     hash_bytes: int
     hashes: bytes
-    device_pages: int = 0
+    have_pages: int = 0
     limit_pages: int | None = None
 
 
@@ -193,9 +193,15 @@ class Part(msgspec.Struct, omit_defaults=True):
 
     first_page: int
     pages: list[int | list[int]]
+    count: int
     group: int = 0
-    count: int | None = None
     priority: int | None = None
+
+
+def part(first_page: int, pages: list[int | list[int]], group: int = 0, *, priority: int | None = None) -> Part:
+    """A part with the number of its pages."""
+    count = sum(1 if isinstance(item, int) else item[1] for item in pages)
+    return Part(first_page, pages, count, group, priority)
 
 
 class Load(msgspec.Struct):
@@ -274,15 +280,22 @@ class Finish(msgspec.Struct):
 
 
 class Reset(msgspec.Struct, omit_defaults=True):
-    """Removes pages: those of a namespace, or all; from one ``tier``, 2 or 3, or from all of them.
+    """Removes the pages that ``which`` names: ``all``, those of a ``namespace``, or those of it that have one of the ``hashes``.
 
-    With ``hashes``, packed with ``hash_bytes`` each, only the pages of the namespace that have one of them.
+    The hashes are packed, ``hash_bytes`` each. From one ``tier``, 2 or 3, or from all of them.
     """
 
+    which: str
     namespace: bytes | None = None
     tier: int = 0
     hash_bytes: int = 0
     hashes: bytes = b""
+
+
+def reset(namespace: bytes | None = None, *, tier: int = 0, hash_bytes: int = 0, hashes: bytes = b"") -> Reset:
+    """A reset of the hashes, of the namespace where there are none, or of all pages."""
+    which = "all" if namespace is None else "hashes" if hashes else "namespace"
+    return Reset(which, namespace, tier, hash_bytes, hashes)
 
 
 class ResetAnswer(msgspec.Struct):
@@ -375,12 +388,12 @@ class Unregister(msgspec.Struct):
 
 
 class Register(msgspec.Struct):
-    """Registers a rank's KV memory (docs/wire.md); requests up to ``after`` are over.
+    """Registers a rank's KV memory (docs/wire.md); requests up to ``abandoned_through`` are over.
 
     With ``check_only`` the worker checks and opens the memory, and serves none of it.
     """
 
-    after: int
+    abandoned_through: int
     engine: bytes
     registration: dict
     check_only: bool = False
@@ -465,7 +478,7 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     epoch: int = 0
     ready: bool = False
     ratio: int = 0
-    engine_page_tokens: int = 0
+    hash_tokens: int = 0
     ranks: list[RankStatus] = []
     slots: int = 0
     pins: int = 0
@@ -489,8 +502,9 @@ class Drain(msgspec.Struct):
 
 
 class DrainAnswer(msgspec.Struct):
-    """What still runs. The leader is drained when all of it is 0."""
+    """Whether the leader is drained, and what still runs."""
 
+    drained: bool
     loads: int = 0
     stores: int = 0
     transfers: int = 0

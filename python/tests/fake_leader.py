@@ -127,7 +127,7 @@ class Leader(EngineRequests):
             return asked
         if isinstance(message, wire.Lookup):
             known = self.weights.setdefault(message.namespace, self.device.weights)
-            let_go = message.device_pages * message.hash_bytes == len(message.hashes)
+            let_go = message.have_pages * message.hash_bytes == len(message.hashes)
             assert let_go or known == self.device.weights, "a lookup in a namespace of other weights"
         elif isinstance(message, wire.Load | wire.Store):
             copy = self._new_copy(asked)
@@ -275,17 +275,17 @@ class Leader(EngineRequests):
         slot = self.slots[message.slot] = Slot(message.namespace, hashes)
         limit = len(hashes) if message.limit_pages is None else message.limit_pages
         unit, hit = self.device.hash_tokens, self.device.hit_tokens
-        device = message.device_pages * unit
-        slot.device_pages, slot.held_until = message.device_pages, self.clock.now + HOLD_S
+        device = message.have_pages * unit
+        slot.device_pages, slot.held_until = message.have_pages, self.clock.now + HOLD_S
         shorter = self._fault(0.1)
         for end in range(limit * unit // hit * hit, device, -hit):
             pins = self._pins(slot, end, device)
             if pins is not None and not (shorter and self._chance(0.5)):
                 slot.pins, slot.end = pins, end
                 break
-        found = max(slot.end // unit - message.device_pages, 0)
+        found = max(slot.end // unit - message.have_pages, 0)
         self._count("hits" if found else "misses")
-        self._count("lookups beside device pages" if message.device_pages else "lookups from the first page")
+        self._count("lookups beside device pages" if message.have_pages else "lookups from the first page")
         if not self._fault(0.02):
             self._answer(asked, wire.LookupAnswer(found))
 

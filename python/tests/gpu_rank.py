@@ -151,11 +151,11 @@ def main(socket_dir: Path, kind: str) -> None:
     stored, target = [4, 5, 1], [0, 7, 8]
     kept = [page(number) for number in stored]
     assert lookup(1) == 0
-    request(wire.Store(1, [wire.Part(0, wire.runs(stored))]), written=True)
+    request(wire.Store(1, [wire.part(0, wire.runs(stored))]), written=True)
     fill()
     expected = [page(number) for number in range(PAGES)]
     assert lookup(2) == 3
-    assert request(wire.Load(2, [wire.Part(0, wire.runs(target))])).pages == 3  # type: ignore[attr-defined]
+    assert request(wire.Load(2, [wire.part(0, wire.runs(target))])).pages == 3  # type: ignore[attr-defined]
     for number, content in zip(target, kept, strict=True):
         expected[number] = content
     assert [page(number) for number in range(PAGES)] == expected
@@ -171,7 +171,7 @@ def main(socket_dir: Path, kind: str) -> None:
     hashes = b"".join(number.to_bytes(16, "big") for number in range(11, 14))
     found = request(wire.Lookup(slot=3, namespace=b"", hash_bytes=16, hashes=hashes))
     assert found.hit_pages == 0  # type: ignore[attr-defined]
-    again = scheduler.request(wire.Store(3, [wire.Part(0, wire.runs([9, 3, 6]))]), TIMEOUT_S)
+    again = scheduler.request(wire.Store(3, [wire.part(0, wire.runs([9, 3, 6]))]), TIMEOUT_S)
     rank.wrote(again.id, no_event, stream.value)
     assert again.wait(TIMEOUT_S)
     assert again.answer is not None, again.failure
@@ -179,7 +179,7 @@ def main(socket_dir: Path, kind: str) -> None:
     fill()
     found = request(wire.Lookup(slot=4, namespace=b"", hash_bytes=16, hashes=hashes))
     assert found.hit_pages == 3  # type: ignore[attr-defined]
-    request(wire.Load(4, [wire.Part(0, wire.runs([1, 2, 10]))]))
+    request(wire.Load(4, [wire.part(0, wire.runs([1, 2, 10]))]))
     assert [page(number) for number in (1, 2, 10)] == kept
     scheduler.close()
     worker = Path(f"/proc/{rank._process}/maps")

@@ -184,13 +184,13 @@ def check_open_request(daemon: Daemon) -> None:
     counters: dict[str, Any] = daemon.status()["counters"]
     with RawPeer.connect(leader) as peer:
         side = Side(peer, peer.hello("engine", NAME).epoch)
-        hashes = {"namespace": b"", "hash_bytes": 16, "hashes": b"h" * 16, "device_pages": 0}
+        hashes = {"namespace": b"", "hash_bytes": 16, "hashes": b"h" * 16, "have_pages": 0}
         found = peer.ask(number("lookup"), msgspec.msgpack.encode({"slot": 1, **hashes}))
         assert outcome([found]) == "lookup_answer", found.body
         expected = Expected(leader)
         before = measured(leader)["connections"]["repeated_requests"]
         # No rank reports that the page is written.
-        store = msgspec.msgpack.encode({"slot": 1, "parts": [{"first_page": 0, "pages": [3]}]})
+        store = msgspec.msgpack.encode({"slot": 1, "parts": [{"first_page": 0, "pages": [3], "count": 1}]})
         id_ = peer.send(number("store"), store, deadline_ms=1000)
         for _ in range(3):
             peer.send(number("store"), store, deadline_ms=1000, id=id_)

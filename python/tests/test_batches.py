@@ -23,7 +23,7 @@ STORED = wire.StoreAnswer(1, 0)
 
 def send(client: Client, count: int, *, timeout_s: float = TIMEOUT_S, hashes: int = 0) -> list[PendingRequest]:
     """Sends stores of one step."""
-    store = wire.Store(slot=7, parts=[wire.Part(0, [3])], hash_bytes=16, more_hashes=b"h" * 16 * hashes)
+    store = wire.Store(slot=7, parts=[wire.part(0, [3])], hash_bytes=16, more_hashes=b"h" * 16 * hashes)
     stores = [client.request(store, timeout_s, wake=False) for _ in range(count)]
     client.poke()
     return stores
@@ -87,7 +87,7 @@ def test_other_requests_and_single_stores_have_messages_of_their_own(directory: 
         (first,) = send(client, 1)
         assert server.receive_bytes(Kind.STORE)[1] == first.id
         stores = [
-            client.request(wire.Store(slot=7, parts=[wire.Part(0, [3])]), TIMEOUT_S, wake=False) for _ in range(2)
+            client.request(wire.Store(slot=7, parts=[wire.part(0, [3])]), TIMEOUT_S, wake=False) for _ in range(2)
         ]
         client.request(LOOKUP, TIMEOUT_S, wake=False)
         long = send(client, 2, hashes=batches.STORE_BYTES_MAX // 16)
@@ -194,7 +194,7 @@ def test_a_daemon_copies_the_stores_of_a_message(daemon: Daemon) -> None:
         assert talk.lookup(3, slot=1).hit_pages == 0
         asked = [(1, 0, [4]), (9, 0, [2]), (1, 1, [5, 1])]
         stores = [
-            talk.scheduler.request(wire.Store(slot, [wire.Part(first, wire.runs(pages))]), TIMEOUT_S, wake=False)
+            talk.scheduler.request(wire.Store(slot, [wire.part(first, wire.runs(pages))]), TIMEOUT_S, wake=False)
             for slot, first, pages in asked
         ]
         talk.rank.wrote(talk.scheduler.draw())

@@ -338,7 +338,7 @@ def test_a_leader_that_never_answers_delays_no_request_beyond_its_time(directory
 
 
 def test_pages_are_in_use_until_an_answer_or_an_error_with_over(directory: Path) -> None:
-    load = wire.Load(1, [wire.Part(0, [3])])
+    load = wire.Load(1, [wire.part(0, [3])])
     server = Fake(directory)
     with talking(directory) as client:
         ends = [

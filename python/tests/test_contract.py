@@ -434,7 +434,7 @@ def unreadable(run: Run, raw: Raw) -> None:
 
 
 def load_of_no_slot(run: Run, raw: Raw) -> None:
-    raw.send(wire.Kind.LOAD, 1, wire.Load(5, [wire.Part(0, [1])]))
+    raw.send(wire.Kind.LOAD, 1, wire.Load(5, [wire.part(0, [1])]))
     raw.receive()
 
 
@@ -541,7 +541,7 @@ def test_a_rank_that_lost_its_connection_registers_and_reports_again(
             hashes = bytes(16)
             found = engine.ask(wire.Kind.LOOKUP, 6, wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=hashes))
             assert found == wire.LookupAnswer(0)
-            engine.send(wire.Kind.STORE, 7, wire.Store(1, [wire.Part(0, [1])], after=5))
+            engine.send(wire.Kind.STORE, 7, wire.Store(1, [wire.part(0, [1])], after=5))
         rule = {"no_registration": "registers-again", "no_written": "written-again"}.get(mistake)
         if rule:
 

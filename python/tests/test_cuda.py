@@ -457,7 +457,7 @@ def store(slot, page):
     hashes = slot.to_bytes(16, "big")
     found = scheduler.request(wire.Lookup(slot=slot, namespace=b"", hash_bytes=16, hashes=hashes), TIMEOUT_S)
     assert found.wait(TIMEOUT_S) and found.answer is not None, found.failure
-    pending = scheduler.request(wire.Store(slot, [wire.Part(0, wire.runs([page]))]), TIMEOUT_S)
+    pending = scheduler.request(wire.Store(slot, [wire.part(0, wire.runs([page]))]), TIMEOUT_S)
     rank.wrote(pending.id, record, stream.value)
     return pending
 """
@@ -546,11 +546,11 @@ content = random.Random(1).randbytes(pages * size)
 gpu.write(base, content)
 page = lambda number: content[number * size :][:size]
 assert answer(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=hashes)).hit_pages == 0
-answer(wire.Store(1, [wire.Part(0, wire.runs([4, 9, 1]))]), written=True)
+answer(wire.Store(1, [wire.part(0, wire.runs([4, 9, 1]))]), written=True)
 gpu.write(base, bytes(pages * size))
 found = answer(wire.Lookup(slot=2, namespace=b"", hash_bytes=16, hashes=hashes)).hit_pages
 assert found == 3, f"{found} pages were stored"
-answer(wire.Load(2, [wire.Part(0, wire.runs([0, 7, 3]))]))
+answer(wire.Load(2, [wire.part(0, wire.runs([0, 7, 3]))]))
 if whole:
     expected = [bytes(size)] * pages
     expected[0], expected[7], expected[3] = page(4), page(9), page(1)

@@ -34,6 +34,7 @@ FIRST_WORDS = ("hello", "ping", "pong")
 MALFORMED = "error malformed"
 LIMIT = "error limit"
 UNKNOWN_KIND = "error unknown_kind"
+FORBIDDEN = "error forbidden"
 SILENCE = "silence"
 
 #: How a leader without an engine's memory, and a worker without a registration, answer the examples.
@@ -204,8 +205,8 @@ def check_kind(side: Side, expected: Expected, name: str, is_request: bool, allo
         expected.refused[code_of(answer)] += 1
 
     if not allowed:
-        refused("as the example", example(name), UNKNOWN_KIND)
-        refused("with trailing bytes", example(name) + b"\xc0", UNKNOWN_KIND)
+        refused("as the example", example(name), FORBIDDEN)
+        refused("with trailing bytes", example(name) + b"\xc0", FORBIDDEN)
         return
     if name == "hello":
         # A second hello on a connection.

@@ -66,15 +66,15 @@ def lookup(hashes: int = 1, namespace: int = 0) -> wire.Lookup:
 
 
 def load(*parts: list[Any]) -> wire.Load:
-    return wire.Load(1, [wire.Part(at, pages) for at, pages in enumerate(parts)])
+    return wire.Load(1, [wire.part(at, pages) for at, pages in enumerate(parts)])
 
 
 def store(parts: list[list[Any]], hashes: int = 0) -> wire.Store:
-    return wire.Store(1, [wire.Part(at, pages) for at, pages in enumerate(parts)], 16, b"h" * 16 * hashes)
+    return wire.Store(1, [wire.part(at, pages) for at, pages in enumerate(parts)], 16, b"h" * 16 * hashes)
 
 
 def reset(hashes: int = 0, namespace: int = 0) -> wire.Reset:
-    return wire.Reset(b"n" * namespace, hash_bytes=16, hashes=b"h" * 16 * hashes)
+    return wire.reset(b"n" * namespace, hash_bytes=16, hashes=b"h" * 16 * hashes)
 
 
 def register(content: int) -> wire.Register:

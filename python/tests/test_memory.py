@@ -112,13 +112,13 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int =
         stored = [4, 5, 1]
         kept = [[page(tensors, number * rows + row) for row in range(rows)] for number in stored]
         assert talk.lookup(3, slot=1).hit_pages == 0
-        answer = talk.request(wire.Store(1, [wire.Part(0, wire.runs(stored))]), written=True)
+        answer = talk.request(wire.Store(1, [wire.part(0, wire.runs(stored))]), written=True)
         assert answer.stored_pages == 3
         fill(tensors, seed=2)
         assert talk.lookup(3, slot=2).hit_pages == 3
         expected = [page(tensors, number) for number in range(PAGES * rows)]
         target = [0, 7, 8]
-        assert talk.request(wire.Load(2, [wire.Part(0, wire.runs(target))])).pages == 3
+        assert talk.request(wire.Load(2, [wire.part(0, wire.runs(target))])).pages == 3
         for number, content in zip(target, kept, strict=True):
             for row in range(rows):
                 expected[number * rows + row] = content[row]
@@ -138,7 +138,7 @@ def test_pages_of_other_content_are_not_found(daemon: Daemon) -> None:
         try:
             daemon.wait_ready()
             found.append(talk.lookup(3, slot=1).hit_pages)
-            talk.request(wire.Store(1, [wire.Part(0, wire.runs([4, 5, 1]))]), written=True)
+            talk.request(wire.Store(1, [wire.part(0, wire.runs([4, 5, 1]))]), written=True)
         finally:
             talk.close()
     assert found == [0, 0, 3]
@@ -268,12 +268,12 @@ def test_groups_in_the_same_memory_come_back_together(daemon: Daemon) -> None:
         fill({"all": storage}, seed=1)
         kept = storage.clone()
         assert talk.lookup(3, slot=1).hit_pages == 0
-        parts = [wire.Part(0, [4, 5, 1], 0), wire.Part(1, [2, 7], 1), wire.Part(2, [9], 2)]
+        parts = [wire.part(0, [4, 5, 1], 0), wire.part(1, [2, 7], 1), wire.part(2, [9], 2)]
         assert talk.request(wire.Store(1, parts), written=True).stored_pages == 6
         fill({"all": storage}, seed=2)
         expected = storage.clone()
         assert talk.lookup(3, slot=2).hit_pages == 3
-        parts = [wire.Part(0, [8, 3, 2], 0), wire.Part(1, [1, 10], 1), wire.Part(2, [0], 2)]
+        parts = [wire.part(0, [8, 3, 2], 0), wire.part(1, [1, 10], 1), wire.part(2, [0], 2)]
         assert talk.request(wire.Load(2, parts)).pages == 6
         for target, source in ((8, 4), (3, 5), (2, 1), (1, 2), (10, 7)):
             expected[target] = kept[source]

@@ -498,7 +498,7 @@ def main(socket_dir: Path, *child: str) -> None:
     hashes = b"h" * 64
     for message in (
         wire.Lookup(slot=1, namespace=b"", hash_bytes=32, hashes=hashes),
-        wire.Store(1, [wire.Part(0, [[0, 2]])]),
+        wire.Store(1, [wire.part(0, [[0, 2]])]),
         wire.Lookup(slot=2, namespace=b"", hash_bytes=32, hashes=hashes),
     ):
         pending = client.request(message, TIMEOUT_S)

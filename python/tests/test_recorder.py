@@ -64,8 +64,8 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
     made = recorder(path)
     call = made.called("on_new_request", {"request": "a"}, pages(3))
     first, second = pending(7, lookup(1, pages(5))), pending(8, lookup(2, [*pages(4), *pages(2, 100)]))
-    store = pending(9, wire.Store(1, [wire.Part(0, [4, [6, 2]])], 32, b"".join(pages(1, 5)), 5))
-    reset = pending(10, wire.Reset(b"n"))
+    store = pending(9, wire.Store(1, [wire.part(0, [4, [6, 2]])], 32, b"".join(pages(1, 5)), 5))
+    reset = pending(10, wire.reset(b"n"))
     for each in (first, second, store, reset):
         made.requested(each)
     made.requested(pending(11, wire.Status()))

@@ -135,7 +135,7 @@ def test_another_answer_to_hello_makes_no_connection(body: Any, kind: Kind, text
 def test_a_request_beyond_the_limits_of_the_peer_fails_alone() -> None:
     talk = Talk(limits={"body_bytes": 300, "stores": 2, "of_a_later_version": 1})
     long = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 320)
-    stores = [talk.request(5, body=wire.Store(1, [wire.Part(0, [3])])) for _ in range(3)]
+    stores = [talk.request(5, body=wire.Store(1, [wire.part(0, [3])])) for _ in range(3)]
     first, again = talk.request(5, body=long), talk.request(5, body=long)
     again.repeated = True
     talk.connect()
@@ -166,7 +166,7 @@ def test_every_request_ends_once_and_in_time_whatever_the_peer_does(seed: int) -
     rng = random.Random(seed)
     talk = Talk(request_credits=rng.choice([1, 3, 200]), byte_credits=rng.choice([100, 1 << 20]))
     made: list[PendingRequest] = []
-    bodies = [LOOKUP, wire.Finish(1), wire.Store(1, [wire.Part(0, [3])]), wire.Load(1, [wire.Part(0, [3])])]
+    bodies = [LOOKUP, wire.Finish(1), wire.Store(1, [wire.part(0, [3])]), wire.Load(1, [wire.part(0, [3])])]
     answers = {Kind.LOOKUP: FOUND, Kind.STORE: wire.StoreAnswer(1, 0), Kind.LOAD: wire.LoadAnswer(1)}
     received: dict[int, PendingRequest] = {}
     batches: dict[int, int] = {}
@@ -228,7 +228,7 @@ def test_every_request_ends_once_and_in_time_whatever_the_peer_does(seed: int) -
 
 def test_a_peer_of_version_1_gets_pages_one_by_one_and_stores_alone() -> None:
     talk = Talk(version=1)
-    parts = [wire.Part(0, wire.runs([7, 3, 4, 5])), wire.Part(9, [[1, 2]])]
+    parts = [wire.part(0, wire.runs([7, 3, 4, 5])), wire.part(9, [[1, 2]])]
     load = talk.request(5, body=wire.Load(1, parts))
     first, second = (talk.request(5, body=wire.Store(1, parts)) for _ in range(2))
     talk.connect()
@@ -248,7 +248,7 @@ def test_a_peer_of_version_1_gets_pages_one_by_one_and_stores_alone() -> None:
 @pytest.mark.parametrize("sent_before", [False, True])
 def test_pages_that_version_1_cannot_name_are_refused_before_they_are_sent(sent_before: bool) -> None:
     talk = Talk()
-    load = talk.request(5, body=wire.Load(1, [wire.Part(0, [[0, wire.PAGE_ITEMS_MAX + 1]])]))
+    load = talk.request(5, body=wire.Load(1, [wire.part(0, [[0, wire.PAGE_ITEMS_MAX + 1]])]))
     next_one = talk.request(5)
     if sent_before:
         talk.connect()

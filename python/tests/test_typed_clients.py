@@ -131,14 +131,14 @@ def test_an_operator_reads_changes_drains_and_changes_the_log(clients: Clients) 
         assert (changed.epoch, changed.next, changed.records) == (begun.epoch, begun.next, [])
         assert (admin.epoch, admin.listening, admin.open_requests) == (begun.epoch, True, (0, 0))
 
-        assert admin.drain() == wire.DrainAnswer()
+        assert admin.drain() == wire.DrainAnswer(True)
         engine = clients.engine(daemon.socket_dir / "leader", ENGINE, first_id=1, name="test")
         engine.start()
         try:
             lookup = engine.lookup(1, HASHES, timeout_s=TIMEOUT_S)
             assert lookup.wait(TIMEOUT_S)
             assert lookup.failure.code == wire.Code.DRAINING
-            assert admin.drain(resume=True) == wire.DrainAnswer()
+            assert admin.drain(resume=True) == wire.DrainAnswer(False)
             lookup = engine.lookup(1, HASHES, timeout_s=TIMEOUT_S)
             assert lookup.wait(TIMEOUT_S)
             assert lookup.failure.code == wire.Code.NOT_READY, "no rank is registered"

@@ -257,7 +257,7 @@ def test_a_tenant_gets_nothing_of_another_and_cannot_disturb_it(daemon: Daemon) 
         assert bob("reset", OF_ALICE) == "FORBIDDEN"
         assert bob("read", OF_ALICE) == "FORBIDDEN"
         assert bob("read", None) == "FORBIDDEN"
-        assert bob("raw", "leader", "engine", wire.Kind.RESET) == "FORBIDDEN"
+        assert bob("raw", "leader", "engine", wire.Kind.RESET, msgspec.msgpack.encode({"which": "all"})) == "FORBIDDEN"
         assert bob("raw", "leader", "engine", wire.Kind.STATUS, msgspec.msgpack.encode({"check": True})) == "FORBIDDEN"
         # He has drawn the name of her engine, and ends its requests and copies.
         bob("finish", 2)

@@ -42,7 +42,7 @@ impl Arguments {
                     print_line("requests are taken again");
                     return Ok(());
                 }
-                if runs == DrainAnswer::default() {
+                if runs.drained {
                     print_line("drained");
                     return Ok(());
                 }
@@ -67,6 +67,7 @@ fn what(runs: DrainAnswer) -> String {
         loads,
         stores,
         transfers,
+        ..
     } = runs;
     format!("{loads} loads, {stores} stores and {transfers} transfers run")
 }

@@ -485,7 +485,7 @@ impl<M: SessionMemory> Requester<M> {
     async fn register(&self, link: LinkId, after: u64) -> Result<(), Failure> {
         let described = self.memory.registration().await;
         let register = Register {
-            after,
+            abandoned_through: after,
             engine: self.settings.engine.0,
             registration: Registration {
                 timeline: self.timeline(),

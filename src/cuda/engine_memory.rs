@@ -140,7 +140,7 @@ fn chunks(
             return Ok(vec![(SharedChunk::Fabric(*handle), bytes)]);
         }
         AllocationHandle::Chunks(list) => list,
-        AllocationHandle::Path(_) | AllocationHandle::CudaIpc(_) => {
+        AllocationHandle::Path(_) | AllocationHandle::CudaIpc(_) | AllocationHandle::Other => {
             return Err(DeviceOpenError::Path(index));
         }
     };
@@ -148,6 +148,7 @@ fn chunks(
         let shared = match &chunk.handle {
             ChunkHandle::Ticket(ticket) => taken(place, ticket)?,
             ChunkHandle::CudaFabric(handle) => SharedChunk::Fabric(*handle),
+            ChunkHandle::Other => return Err(DeviceOpenError::Path(index)),
         };
         Ok((shared, chunk.bytes))
     };

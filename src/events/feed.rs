@@ -155,11 +155,7 @@ impl Feed {
         for record in &events.records {
             self.apply(record, usize::from(events.hash_bytes), &mut changes);
         }
-        let unknown = |record: &EventRecord| record.event == EventKind::Unknown;
-        if events.records.iter().any(unknown) {
-            // A later kind: what it changes is unknown.
-            changes.extend(self.forget());
-        } else if events.lost && self.cursor.is_none() {
+        if events.lost && self.cursor.is_none() {
             // Only changes were requested: the pages that are present come first.
             (self.epoch, self.next, self.cursor) = (0, 0, Some(0));
         } else {

@@ -229,6 +229,7 @@ fn role_number(role: TensorRole) -> u8 {
         TensorRole::Kv => 2,
         TensorRole::Latent => 3,
         TensorRole::State => 4,
+        TensorRole::Other => u8::MAX,
     }
 }
 

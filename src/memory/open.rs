@@ -86,7 +86,8 @@ impl RegisteredMemory {
                 }
                 AllocationHandle::CudaIpc(_)
                 | AllocationHandle::CudaFabric(_)
-                | AllocationHandle::Chunks(_) => return Err(OpenError::Device(index)),
+                | AllocationHandle::Chunks(_)
+                | AllocationHandle::Other => return Err(OpenError::Device(index)),
             };
             buffers.push(buffer.map_err(|source| OpenError::Buffer { index, source })?);
         }

@@ -58,7 +58,7 @@ codes! {
     Malformed = 1, "malformed", false;
     /// Both sides have no version in common: update the older one.
     UnsupportedVersion = 2, "unsupported_version", false;
-    /// A kind of message that the receiver does not know, or does not accept from this peer.
+    /// A kind of message that the receiver does not know, or that is not for a client.
     UnknownKind = 3, "unknown_kind", false;
     /// A limit of the leader, such as that of open requests, slots or hashes: retry when something has ended. Or a
     /// limit of the wire, with `retry` false: send less in one message. The text names the limit.
@@ -99,8 +99,8 @@ codes! {
     /// The pages are not served any longer, but not every worker has confirmed that they do not return after a restart:
     /// retry.
     ResetUnconfirmed = 19, "reset_unconfirmed", true;
-    /// The sender's user may not do this: the namespace is of another user, the request covers all namespaces, or the
-    /// user has no such role. The text names the field and the remedy.
+    /// The sender may not do this: its role, user or certificate does not send such a message, the namespace is of another
+    /// user, or the request covers all namespaces. The text names the field and the remedy.
     Forbidden = 20, "forbidden", false;
     /// Lookups hold as many pages as those of the namespace, or those of the engine, may hold together; the text names the
     /// limit: compute, and retry when other lookups have ended.

@@ -10,9 +10,9 @@ use crate::body::{
     Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
     FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
     MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness,
-    RecordBody, Register, Registered, RequestsStatus, Reset, StatedMemory, Status, StatusAnswer,
-    Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody,
-    TransferOrder, Unregister, Welcome, Written,
+    RecordBody, Register, Registered, RequestsStatus, Reset, ResetPages, StatedMemory, Status,
+    StatusAnswer, Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus,
+    TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -95,7 +95,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                 namespace: b"tenant".to_vec(),
                 hash_bytes: 16,
                 hashes: (0..48).collect(),
-                device_pages: 1,
+                have_pages: 1,
                 limit_pages: Some(2),
             }),
         ),
@@ -117,7 +117,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                     group: 0,
                     first_page: 1,
                     pages: pages(&[7, 9, 10]).into(),
-                    count: None,
+                    count: 3,
                     priority: None,
                 }],
                 after: 0,
@@ -131,7 +131,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                     group: 0,
                     first_page: 1,
                     pages: pages(&[7, 9, 10]).into(),
-                    count: None,
+                    count: 3,
                     priority: None,
                 }],
                 after: 12,
@@ -146,7 +146,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                     group: 0,
                     first_page: 0,
                     pages: pages(&[1, 2, 3, 70_000]).into(),
-                    count: Some(4),
+                    count: 4,
                     priority: None,
                 }],
                 hash_bytes: 16,
@@ -164,14 +164,14 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                         group: 0,
                         first_page: 0,
                         pages: pages(&[1, 2, 3, 4]).into(),
-                        count: None,
+                        count: 4,
                         priority: None,
                     },
                     PartBody {
                         group: 1,
                         first_page: 3,
                         pages: pages(&[9]).into(),
-                        count: None,
+                        count: 1,
                         priority: Some(7),
                     },
                 ],
@@ -221,6 +221,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
         (
             "reset",
             Message::Reset(Reset {
+                which: ResetPages::Hashes,
                 namespace: Some(serde_bytes::ByteBuf::from(b"tenant".to_vec())),
                 hash_bytes: 16,
                 hashes: vec![0xab; 32],
@@ -283,7 +284,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
         (
             "register",
             Message::Register(Register {
-                after: 0,
+                abandoned_through: 0,
                 engine: [1; 16],
                 registration: registration(),
                 check_only: false,
@@ -292,7 +293,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
         (
             "register_group",
             Message::Register(Register {
-                after: 0,
+                abandoned_through: 0,
                 engine: [1; 16],
                 check_only: true,
                 registration: of_two_groups(),
@@ -301,7 +302,7 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
         (
             "register_device",
             Message::Register(Register {
-                after: 0,
+                abandoned_through: 0,
                 engine: [1; 16],
                 registration: device_registration(),
                 check_only: false,
@@ -628,7 +629,7 @@ fn numbered_store(id: u64, slot: u64) -> NumberedStore {
                 group: 0,
                 first_page: 8,
                 pages: PageList::run(12, 8).into(),
-                count: None,
+                count: 8,
                 priority: None,
             }],
             hash_bytes: 0,
@@ -645,7 +646,7 @@ fn status_answer() -> StatusAnswer {
         epoch: 3,
         ready: true,
         ratio: 32,
-        engine_page_tokens: 16,
+        hash_tokens: 16,
         ranks: vec![RankStatus {
             rank: 0,
             attached: true,

@@ -10,6 +10,8 @@ mod bounded;
 mod call;
 mod catalogue;
 mod codec;
+#[cfg(test)]
+mod encodings_tests;
 mod error;
 mod examples;
 mod header;
@@ -31,9 +33,9 @@ pub use body::{
     GroupHits, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
     Memory, MemoryAnswer, MovesStatus, NumberedStore, PartBody, Probe, ProbeAnswer, RankStatus,
     ReadEvents, ReadInventory, Readiness, RecordBody, Register, Registered, RequestsStatus, Reset,
-    SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult, Stores,
-    StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister,
-    Welcome, WorkerGone, WorkerGoneAnswer, Written,
+    ResetPages, SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult,
+    Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
+    Unregister, Welcome, WorkerGone, WorkerGoneAnswer, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -1,13 +1,19 @@
-//! Restricts structs on the wire to maps keyed by field name.
+//! Restricts bodies to the one encoding that `docs/wire.md` describes.
 //!
-//! Serde also reads a struct from a list of its field values. That would be a second, undocumented format, and a way to
-//! amplify memory: two bytes of a list would become 40 in memory. [`Named`] forwards everything else to the
-//! deserializer that it wraps.
+//! Serde reads more: a struct from a list of its field values, fields and variants by their number, binary fields from
+//! text and from lists of numbers. These would be further, undocumented formats, which depend on the order in which fields
+//! are declared; and a list is a way to amplify memory, because two bytes of it would become 40. [`Named`] refuses them,
+//! and forwards everything else to the deserializer that it wraps.
+//!
+//! A variant that an enum does not know is read with any content, so that an enum with a catch-all
+//! (`#[serde(other)]`) takes words and maps of later versions.
 
 use std::fmt;
 
+use serde::de::value::StrDeserializer;
 use serde::de::{
-    DeserializeSeed, Deserializer, EnumAccess, Error, MapAccess, SeqAccess, VariantAccess, Visitor,
+    DeserializeSeed, Deserializer, EnumAccess, Error, IgnoredAny, IntoDeserializer as _, MapAccess,
+    SeqAccess, Unexpected, VariantAccess, Visitor,
 };
 
 use crate::limits::RESERVED_ITEMS_MAX;
@@ -20,6 +26,25 @@ struct Anything<V>(V);
 
 /// Wraps the visitor of a struct: accepts a map, refuses a list.
 struct Fields<V>(V);
+
+/// Wraps the visitor of a text, of a field's name or of a variant's name: accepts text alone.
+struct Text<V>(V);
+
+/// Wraps the visitor of a binary field: accepts binary alone.
+struct Binary<V>(V);
+
+/// Wraps the visitor of an enum: accepts a variant's name, or a map of one to its content.
+struct Variant<V> {
+    known: &'static [&'static str],
+    visitor: V,
+}
+
+/// The variant of an enum that is encoded as a map, after its name has been read.
+struct Content<A> {
+    name: String,
+    known: bool,
+    map: A,
+}
 
 macro_rules! forward {
     ($($name:ident)*) => {
@@ -35,9 +60,28 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Named<D> {
     forward! {
         deserialize_any deserialize_bool deserialize_i8 deserialize_i16 deserialize_i32 deserialize_i64
         deserialize_u8 deserialize_u16 deserialize_u32 deserialize_u64 deserialize_f32 deserialize_f64
-        deserialize_char deserialize_str deserialize_string deserialize_bytes deserialize_byte_buf
-        deserialize_option deserialize_unit deserialize_seq deserialize_map deserialize_identifier
+        deserialize_char deserialize_option deserialize_unit deserialize_seq deserialize_map
         deserialize_ignored_any
+    }
+
+    fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        self.0.deserialize_str(Text(visitor))
+    }
+
+    fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        self.0.deserialize_string(Text(visitor))
+    }
+
+    fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        self.0.deserialize_str(Text(visitor))
+    }
+
+    fn deserialize_bytes<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        self.0.deserialize_bytes(Binary(visitor))
+    }
+
+    fn deserialize_byte_buf<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        self.0.deserialize_byte_buf(Binary(visitor))
     }
 
     fn deserialize_unit_struct<V: Visitor<'de>>(
@@ -85,11 +129,11 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Named<D> {
 
     fn deserialize_enum<V: Visitor<'de>>(
         self,
-        name: &'static str,
-        variants: &'static [&'static str],
+        _name: &'static str,
+        known: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        self.0.deserialize_enum(name, variants, Anything(visitor))
+        self.0.deserialize_any(Variant { known, visitor })
     }
 
     fn is_human_readable(&self) -> bool {
@@ -148,10 +192,6 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Anything<V> {
 
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<V::Value, A::Error> {
         self.0.visit_map(Named(map))
-    }
-
-    fn visit_enum<A: EnumAccess<'de>>(self, variant: A) -> Result<V::Value, A::Error> {
-        self.0.visit_enum(Named(variant))
     }
 }
 
@@ -213,39 +253,111 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for Named<A> {
     }
 }
 
-impl<'de, A: EnumAccess<'de>> EnumAccess<'de> for Named<A> {
-    type Error = A::Error;
-    type Variant = Named<A::Variant>;
+impl<'de, V: Visitor<'de>> Visitor<'de> for Text<V> {
+    type Value = V::Value;
 
-    fn variant_seed<T: DeserializeSeed<'de>>(
-        self,
-        seed: T,
-    ) -> Result<(T::Value, Self::Variant), A::Error> {
-        let (value, variant) = self.0.variant_seed(Named(seed))?;
-        Ok((value, Named(variant)))
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("text: ")?;
+        self.0.expecting(f)
+    }
+
+    visit! {
+        visit_str: &str;
+        visit_borrowed_str: &'de str;
+        visit_string: String;
     }
 }
 
-impl<'de, A: VariantAccess<'de>> VariantAccess<'de> for Named<A> {
+impl<'de, V: Visitor<'de>> Visitor<'de> for Binary<V> {
+    type Value = V::Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("binary: ")?;
+        self.0.expecting(f)
+    }
+
+    visit! {
+        visit_bytes: &[u8];
+        visit_borrowed_bytes: &'de [u8];
+        visit_byte_buf: Vec<u8>;
+    }
+}
+
+impl<'de, V: Visitor<'de>> Visitor<'de> for Variant<V> {
+    type Value = V::Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "one of {}", self.known.join(", "))
+    }
+
+    fn visit_str<E: Error>(self, name: &str) -> Result<V::Value, E> {
+        let name: StrDeserializer<'_, E> = name.into_deserializer();
+        self.visitor.visit_enum(name)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<V::Value, A::Error> {
+        let name = map.next_key_seed(Named(std::marker::PhantomData::<String>))?;
+        let name = name.ok_or_else(|| A::Error::invalid_length(0, &"a map of one variant"))?;
+        let content = Content {
+            known: self.known.contains(&name.as_str()),
+            name,
+            map: &mut map,
+        };
+        let value = self.visitor.visit_enum(content)?;
+        match map.next_key::<IgnoredAny>()? {
+            None => Ok(value),
+            Some(_) => Err(A::Error::invalid_length(2, &"a map of one variant")),
+        }
+    }
+}
+
+impl<'de, A: MapAccess<'de>> EnumAccess<'de> for Content<&mut A> {
+    type Error = A::Error;
+    type Variant = Self;
+
+    fn variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<(T::Value, Self), A::Error> {
+        let name: StrDeserializer<'_, A::Error> = self.name.as_str().into_deserializer();
+        let value = seed.deserialize(name)?;
+        Ok((value, self))
+    }
+}
+
+impl<'de, A: MapAccess<'de>> VariantAccess<'de> for Content<&mut A> {
     type Error = A::Error;
 
+    /// A variant without content is its name alone, unless it stands for one that this version does not know.
     fn unit_variant(self) -> Result<(), A::Error> {
-        self.0.unit_variant()
+        if self.known {
+            return Err(A::Error::invalid_type(Unexpected::Map, &"the name alone"));
+        }
+        self.map.next_value::<IgnoredAny>()?;
+        Ok(())
     }
 
     fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, A::Error> {
-        self.0.newtype_variant_seed(Named(seed))
+        self.map.next_value_seed(Named(seed))
     }
 
-    fn tuple_variant<V: Visitor<'de>>(self, len: usize, visitor: V) -> Result<V::Value, A::Error> {
-        self.0.tuple_variant(len, Anything(visitor))
+    fn tuple_variant<V: Visitor<'de>>(self, _: usize, visitor: V) -> Result<V::Value, A::Error> {
+        self.map.next_value_seed(Seed(Anything(visitor)))
     }
 
     fn struct_variant<V: Visitor<'de>>(
         self,
-        fields: &'static [&'static str],
+        _: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, A::Error> {
-        self.0.struct_variant(fields, Fields(visitor))
+        self.map.next_value_seed(Seed(Fields(visitor)))
+    }
+}
+
+/// Visits the content of a variant.
+struct Seed<V>(V);
+
+impl<'de, V: Visitor<'de>> DeserializeSeed<'de> for Seed<V> {
+    type Value = V::Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<V::Value, D::Error> {
+        deserializer.deserialize_any(self.0)
     }
 }

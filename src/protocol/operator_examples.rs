@@ -30,6 +30,7 @@ pub(crate) fn examples() -> Vec<(&'static str, Message)> {
         (
             "drain_answer",
             Message::DrainAnswer(DrainAnswer {
+                drained: false,
                 loads: 1,
                 stores: 2,
                 transfers: 3,

@@ -100,7 +100,22 @@ impl Serialize for Pairs {
 impl<'de> Deserialize<'de> for Pages {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut budget = PAGE_ITEMS_MAX;
-        Ok(Side(&mut budget).deserialize(deserializer)?.into())
+        Ok(deserializer.deserialize_seq(ListedPages(&mut budget))?.into())
+    }
+}
+
+/// Decodes a list of items. Unlike a side of a pair, it is not a page alone.
+struct ListedPages<'a>(&'a mut usize);
+
+impl<'de> Visitor<'de> for ListedPages<'_> {
+    type Value = PageList;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of page indices and runs [start, count]")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<PageList, A::Error> {
+        Side(self.0).visit_seq(seq)
     }
 }
 

@@ -1,7 +1,8 @@
 //! Requests of engines and their answers as messages, and back.
 
 use crate::body::{
-    CancelStores, Empty, ErrorBody, Finish, Flush, Load, Lookup, PartBody, Reset, Store, tier_of,
+    CancelStores, Empty, ErrorBody, Finish, Flush, Load, Lookup, PartBody, Reset, ResetPages,
+    Store, tier_of,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -24,7 +25,7 @@ impl From<Request> for Message {
                 namespace,
                 hash_bytes: width(&hashes),
                 hashes: hashes.into_bytes(),
-                device_pages,
+                have_pages: device_pages,
                 limit_pages,
             }),
             Request::Load { slot, parts, after } => Self::Load(Load {
@@ -68,7 +69,7 @@ impl TryFrom<Message> for Request {
                 slot: SlotId(lookup.slot),
                 namespace: lookup.namespace,
                 hashes: page_hashes("hashes", lookup.hash_bytes, lookup.hashes)?,
-                device_pages: lookup.device_pages,
+                device_pages: lookup.have_pages,
                 limit_pages: lookup.limit_pages,
             }),
             Message::Load(load) => Ok(Self::Load {
@@ -142,12 +143,13 @@ fn parts(bodies: Vec<PartBody>) -> Result<Vec<Part>, ErrorBody> {
 }
 
 fn reset(scope: ResetScope, tier: Option<TierId>) -> Reset {
-    let (namespace, hashes) = match scope {
-        ResetScope::Everything => (None, None),
-        ResetScope::Namespace(namespace) => (Some(namespace), None),
-        ResetScope::Pages(namespace, hashes) => (Some(namespace), Some(hashes)),
+    let (which, namespace, hashes) = match scope {
+        ResetScope::Everything => (ResetPages::All, None, None),
+        ResetScope::Namespace(namespace) => (ResetPages::Namespace, Some(namespace), None),
+        ResetScope::Pages(namespace, hashes) => (ResetPages::Hashes, Some(namespace), Some(hashes)),
     };
     Reset {
+        which,
         namespace: namespace.map(serde_bytes::ByteBuf::from),
         hash_bytes: hashes.as_ref().map_or(0, width),
         hashes: hashes.map_or_else(Vec::new, PageHashes::into_bytes),
@@ -156,18 +158,24 @@ fn reset(scope: ResetScope, tier: Option<TierId>) -> Reset {
 }
 
 fn reset_scope(reset: Reset) -> Result<ResetScope, ErrorBody> {
-    match (reset.namespace, reset.hashes.is_empty()) {
-        (None, true) => Ok(ResetScope::Everything),
-        (None, false) => {
-            let text = "hashes without a namespace: name the namespace";
-            Err(ErrorBody::new(ErrorCode::Invalid, text))
+    let hashed = !reset.hashes.is_empty();
+    let text = match (reset.which, reset.namespace, hashed) {
+        (ResetPages::All, None, false) => return Ok(ResetScope::Everything),
+        (ResetPages::Namespace, Some(namespace), false) => {
+            return Ok(ResetScope::Namespace(namespace.into_vec()));
         }
-        (Some(namespace), true) => Ok(ResetScope::Namespace(namespace.into_vec())),
-        (Some(namespace), false) => {
+        (ResetPages::Hashes, Some(namespace), true) => {
             let hashes = page_hashes("hashes", reset.hash_bytes, reset.hashes)?;
-            Ok(ResetScope::Pages(namespace.into_vec(), hashes))
+            return Ok(ResetScope::Pages(namespace.into_vec(), hashes));
         }
-    }
+        (ResetPages::All, ..) => "which is all: leave namespace and hashes out",
+        (ResetPages::Namespace, ..) => "which is namespace: name it, and leave hashes out",
+        (ResetPages::Hashes, ..) => "which is hashes: name them, and their namespace",
+        (ResetPages::Unknown, ..) => {
+            "which is a word that this version does not know: name all, namespace or hashes, or update kvferry"
+        }
+    };
+    Err(ErrorBody::new(ErrorCode::Invalid, text))
 }
 
 fn width(hashes: &PageHashes) -> u8 {
@@ -191,7 +199,7 @@ mod tests {
     use kvferry_types::{PageList, PageRun};
 
     /// A load of pages in one of both shapes, beside a count.
-    fn load(pages: PageList, count: Option<u32>) -> Result<Request, ErrorBody> {
+    fn load(pages: PageList, count: u64) -> Result<Request, ErrorBody> {
         let part = PartBody {
             group: 0,
             first_page: 0,
@@ -210,13 +218,12 @@ mod tests {
     fn pages_that_were_meant_as_a_run_are_refused_by_their_count() {
         let pages: PageList = [5, 2].into_iter().collect();
         let run = PageList([PageRun { start: 5, count: 3 }].as_slice().into());
-        assert!(load(pages.clone(), None).is_ok());
-        assert!(load(pages.clone(), Some(2)).is_ok());
-        assert!(load(run.clone(), Some(3)).is_ok());
-        let refused = load(pages, Some(3)).expect_err("two pages");
+        assert!(load(pages.clone(), 2).is_ok());
+        assert!(load(run.clone(), 3).is_ok());
+        let refused = load(pages, 3).expect_err("two pages");
         assert_eq!(refused.code, ErrorCode::Invalid.number());
         assert!(refused.message.starts_with("count is 3, and pages names 2"));
-        let refused = load(run, Some(2)).expect_err("three pages");
+        let refused = load(run, 2).expect_err("three pages");
         assert!(refused.message.starts_with("count is 2, and pages names 3"));
     }
 }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 /// The role of a client. More may be added: an unknown role is answered with an error, and is no protocol violation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
+#[schemars(transform = kvferry_types::open_words)]
 pub enum Role {
     /// The scheduler of an engine: sends lookups, loads, stores.
     Engine,

@@ -125,9 +125,9 @@ macro_rules! for_each_kind {
             /// Answer to `drain`: what still runs.
             73 DrainAnswer "drain_answer": DrainAnswer, [Server] to client, public, answer;
             /// Operator to leader or worker: changes the filter of the log.
-            74 SetLog "set_log": SetLog, [Admin] to server, public, call SetLogAnswer(SetLogAnswer);
+            74 SetLog "set_log": SetLog, [Admin] to server, internal, call SetLogAnswer(SetLogAnswer);
             /// Answer to `set_log`.
-            75 SetLogAnswer "set_log_answer": SetLogAnswer, [Server] to client, public, answer;
+            75 SetLogAnswer "set_log_answer": SetLogAnswer, [Server] to client, internal, answer;
             /// Supervisor to leader: the worker of this seat has ended.
             76 WorkerGone "worker_gone": WorkerGone, [Supervisor] to leader, internal,
                 call WorkerGoneAnswer(WorkerGoneAnswer);

@@ -133,7 +133,7 @@ impl Peer {
                 "{} is not for this peer to send here: check its role, and its certificate if it has one",
                 kind.name()
             );
-            let verdict = refuse(ErrorBody::new(ErrorCode::UnknownKind, text));
+            let verdict = refuse(ErrorBody::new(ErrorCode::Forbidden, text));
             return (verdict, !is_request);
         }
         if first_words || !is_request {

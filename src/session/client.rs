@@ -514,12 +514,18 @@ impl<R> ClientSession<R> {
                 Ok(())
             }
             Class::Answer => {
-                let envelope = decode(header, body)?;
-                let answer = match envelope.message {
-                    Message::Error(error) => Err(error.into()),
-                    message => Ok(message),
+                let id = header.correlation;
+                let answer = match decode(header, body) {
+                    Ok(envelope) => match envelope.message {
+                        Message::Error(error) => Err(error.into()),
+                        message => Ok(message),
+                    },
+                    // Of the request nothing is known: the error does not say that its copies are over.
+                    Err(unreadable) => {
+                        let text = format!("the answer cannot be read: {unreadable}");
+                        Err(ErrorBody::new(ErrorCode::Internal, text).into())
+                    }
                 };
-                let id = envelope.correlation;
                 self.in_flight.remove(id);
                 if let Some(pending) = self.pending.remove(&id) {
                     let to = pending.request.to;

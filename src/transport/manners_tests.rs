@@ -125,7 +125,7 @@ async fn a_kind_that_a_role_may_not_send_is_refused_unread() {
             .await;
         let code = match kind {
             MessageKind::Hello => ErrorCode::Invalid,
-            _ => ErrorCode::UnknownKind,
+            _ => ErrorCode::Forbidden,
         };
         assert_eq!(engine.receive_error().await, (id, code), "{}", kind.name());
     }
@@ -312,13 +312,15 @@ async fn a_message_that_never_fits_is_answered_limit_without_retry() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
-    // A load with one page more than a message may name: slot, parts of one: first_page, pages [[0, n]].
+    // A load with one page more than a message may name: slot, parts of one: first_page, count, pages [[0, n]].
     let mut pages =
-        b"\x82\xa4slot\x01\xa5parts\x91\x82\xaafirst_page\x00\xa5pages\x91\x92\x00\xce".to_vec();
+        b"\x82\xa4slot\x01\xa5parts\x91\x83\xaafirst_page\x00\xa5count\x00\xa5pages\x91\x92\x00\xce"
+            .to_vec();
     let count = u32::try_from(limits::PAGES_MAX + 1).expect("small");
     pages.extend_from_slice(&count.to_be_bytes());
     // A list with one item more than allowed: parts of one, pages [0, 0, ...].
-    let mut items = b"\x82\xa4slot\x01\xa5parts\x91\x82\xaafirst_page\x00\xa5pages\xdd".to_vec();
+    let mut items =
+        b"\x82\xa4slot\x01\xa5parts\x91\x83\xaafirst_page\x00\xa5count\x00\xa5pages\xdd".to_vec();
     let count = u32::try_from(limits::PAGE_ITEMS_MAX + 1).expect("small");
     items.extend_from_slice(&count.to_be_bytes());
     items.resize(items.len() + count as usize, 0);

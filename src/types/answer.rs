@@ -97,7 +97,7 @@ pub struct LookupAnswer {
     pub below_pages: PagesBelow,
     /// Estimate of the time until those are in host memory, in milliseconds; absent if there are none, or nothing was read
     /// from their tier lately.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ready_in_ms: Option<u32>,
     /// Further pages that lie below host memory and are not offered, because computing them takes less time than loading.
     #[serde(default)]

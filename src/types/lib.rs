@@ -18,6 +18,7 @@ mod per_tier;
 mod record;
 mod registration;
 mod request;
+mod schema;
 mod sharding;
 mod time;
 mod transfer;
@@ -49,6 +50,7 @@ pub use registration::{
     GroupMemory, Nonce, Registration, Slices, StatePart, TensorRole, TensorView, Timeline,
 };
 pub use request::{PRIORITIES, PRIORITY_DEFAULT, Part, Request, ResetScope};
+pub use schema::{BinarySchema, open_words};
 pub use sharding::Sharding;
 pub use time::Time;
 pub use transfer::{

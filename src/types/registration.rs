@@ -2,7 +2,7 @@
 //! is guessed from shapes.
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Rank;
 
@@ -13,6 +13,7 @@ pub const CONTENT_BYTES_MAX: usize = 1024;
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorRole {
     /// Keys only.
@@ -25,6 +26,10 @@ pub enum TensorRole {
     Latent,
     /// The state of a recurrent layer (SSM).
     State,
+    /// A role that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 impl TensorRole {
@@ -36,12 +41,14 @@ impl TensorRole {
             Self::Kv => "kv",
             Self::Latent => "latent",
             Self::State => "state",
+            Self::Other => "other",
         }
     }
 }
 
 /// The tokens that a token of a group's layers attends to, which decides how long its pages are needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum Attention {
     /// Every token before it (also with a latent, MLA).
@@ -55,6 +62,7 @@ pub enum Attention {
     State,
     /// A kind that this version does not support.
     #[serde(other)]
+    #[schemars(skip)]
     Other,
 }
 
@@ -73,16 +81,22 @@ impl Attention {
 
 /// Kind of an allocation's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum AllocationKind {
     /// Host memory that both processes map.
     SharedMemory,
     /// Memory of the GPU that [`Registration::device_uuid`] names.
     Device,
+    /// A kind that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 /// How the worker opens an allocation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum AllocationHandle {
     /// A file under a memory file system, by its absolute path.
@@ -91,24 +105,28 @@ pub enum AllocationHandle {
     /// device memory exported by CUDA's virtual memory management.
     Ticket(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 16],
     ),
     /// `cudaIpcMemHandle_t` of device memory: the whole allocation that holds the tensors, from its first byte.
     CudaIpc(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 64],
     ),
     /// `CUmemFabricHandle` of device memory.
     CudaFabric(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 64],
     ),
     /// Device memory in chunks, each shared on its own. The chunks lie one after another: offsets count over all of
     /// them.
     Chunks(Vec<Chunk>),
+    /// A handle that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 /// A part of an allocation of device memory.
@@ -122,20 +140,25 @@ pub struct Chunk {
 
 /// How the worker opens a chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum ChunkHandle {
     /// Like [`AllocationHandle::Ticket`].
     Ticket(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 16],
     ),
     /// Like [`AllocationHandle::CudaFabric`].
     CudaFabric(
         #[serde(with = "serde_bytes")]
-        #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+        #[schemars(with = "super::BinarySchema")]
         [u8; 64],
     ),
+    /// A handle that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 /// One piece of memory that the engine allocated.
@@ -182,14 +205,20 @@ pub struct TensorView {
     pub page_bytes: u64,
     /// Distance from one page to the next, in bytes.
     pub page_stride_bytes: u64,
-    /// Which part of the model's KV the rank's pages hold. `None`: pages are usable by ranks of equal engines only.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Which part of the model's KV the rank's pages hold. `None`: pages are usable by ranks of equal engines only. Slices
+    /// that this version does not know are read as `None`.
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "known_slices"
+    )]
     pub slices: Option<Slices>,
 }
 
 /// How the ranks of an engine share the bytes of a tensor, from which a plan is made for an engine with another number of
 /// ranks or tokens of a page. Rank r of T holds:
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = super::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum Slices {
     /// The heads from r x `kv_heads` / T to (r + 1) x `kv_heads` / T, or, with more ranks than heads, head
@@ -212,6 +241,41 @@ pub enum Slices {
         /// The parts in their order in memory, which fill the page.
         parts: Vec<StatePart>,
     },
+}
+
+fn known_slices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Slices>, D::Error> {
+    /// [`Slices`], or those of a later version.
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Word {
+        Heads {
+            kv_heads: u32,
+            head_axis: u32,
+            token_axis: u32,
+        },
+        Whole {
+            token_axis: u32,
+        },
+        Parts {
+            parts: Vec<StatePart>,
+        },
+        #[serde(other)]
+        Other,
+    }
+    Ok(match Option::<Word>::deserialize(deserializer)? {
+        Some(Word::Heads {
+            kv_heads,
+            head_axis,
+            token_axis,
+        }) => Some(Slices::Heads {
+            kv_heads,
+            head_axis,
+            token_axis,
+        }),
+        Some(Word::Whole { token_axis }) => Some(Slices::Whole { token_axis }),
+        Some(Word::Parts { parts }) => Some(Slices::Parts { parts }),
+        Some(Word::Other) | None => None,
+    })
 }
 
 impl Slices {
@@ -244,7 +308,7 @@ pub struct Nonce {
     pub offset_bytes: u64,
     /// The bytes, 16 to 64 of them.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "super::BinarySchema")]
     pub bytes: Vec<u8>,
 }
 
@@ -288,7 +352,7 @@ pub struct Registration {
     /// Opaque, 1 to [`CONTENT_BYTES_MAX`] bytes. Memory with other content shares no page with this one. An absent
     /// field reads as an empty one, so that the check of the registration can name it with its remedy.
     #[serde(default, with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "super::BinarySchema")]
     pub content: Vec<u8>,
     /// The rank that this memory belongs to.
     #[schemars(with = "u16")]

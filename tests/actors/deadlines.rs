@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use kvferry_protocol::limits::PAIRS_MAX;
-use kvferry_protocol::{ErrorCode, LoadAnswer, Lookup, Reset, StoreAnswer};
+use kvferry_protocol::{ErrorCode, LoadAnswer, Lookup, Reset, ResetPages, StoreAnswer};
 use kvferry_transport::MemoryTransport;
 use kvferry_types::RequestId;
 use tokio::task::JoinHandle;
@@ -168,7 +168,7 @@ async fn a_load_that_cannot_be_sent_to_its_workers_fails_at_once() {
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: hashes.clone(),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     let found = engine
@@ -204,6 +204,7 @@ async fn an_invalidation_gives_the_deadline_of_its_reset() {
     let mut workers = puppets(&transport).await;
     engine.until_ready().await;
     let reset = Reset {
+        which: ResetPages::All,
         tier: 0,
         namespace: Some(b"tenant".to_vec().into()),
         hash_bytes: 0,

@@ -63,7 +63,7 @@ async fn bytes_beyond_the_credits_are_refused() {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(0, 1).into(),
-                count: None,
+                count: 1,
                 priority: None,
             }],
             hash_bytes: 64,
@@ -139,14 +139,14 @@ async fn invalid_messages_to_a_leader_are_answered_with_typed_errors() {
         raw.send_message(1, Message::Unregister(Unregister {}))
             .await
     );
-    assert_eq!(raw.receive_error().await, (1, ErrorCode::UnknownKind));
+    assert_eq!(raw.receive_error().await, (1, ErrorCode::Forbidden));
     let beyond = Message::Load(Load {
         slot: 1,
         parts: vec![PartBody {
             group: 0,
             first_page: 0,
             pages: PageList::run(1000, 1).into(),
-            count: None,
+            count: 1,
             priority: None,
         }],
         after: 0,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvferry_actors::{LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
-use kvferry_protocol::{Abandon, ErrorCode, Message, Reset, Role, Status, Unregister};
+use kvferry_protocol::{Abandon, ErrorCode, Message, Reset, ResetPages, Role, Status, Unregister};
 use kvferry_transport::{Client, Failure, Limits, MemoryTransport};
 use kvferry_types::{Epoch, Ratio, RequestId, WorkerId};
 
@@ -157,6 +157,7 @@ async fn a_command_gets_its_own_answers_whatever_its_name() {
     }
     engine.until_ready().await;
     let reset = |namespace: &[u8]| Reset {
+        which: ResetPages::Namespace,
         tier: 0,
         namespace: Some(namespace.to_vec().into()),
         hash_bytes: 0,
@@ -177,7 +178,7 @@ async fn a_command_gets_its_own_answers_whatever_its_name() {
     engine.lookup(8, 1, 4).await.expect("an answer");
     let requested = thief.call(lookup(1, 4), TEST_TIMEOUT).await;
     let failure = requested.expect_err("it is no engine");
-    assert_eq!(failure.code, ErrorCode::UnknownKind);
+    assert_eq!(failure.code, ErrorCode::Forbidden);
     process.stop().await;
 }
 

@@ -76,7 +76,7 @@ impl Memory {
             timeline: None,
         };
         Message::Register(Register {
-            after: 0,
+            abandoned_through: 0,
             engine: [engine; 16],
             registration,
             check_only: false,

@@ -139,7 +139,7 @@ impl Engine {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(0, pages).into(),
-                count: None,
+                count: u64::from(pages),
                 priority: None,
             }],
             after: 0,
@@ -192,7 +192,7 @@ pub fn lookup(slot: u64, pages: u8) -> Lookup {
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: (0..pages).flat_map(|page| [page + 1; 16]).collect(),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }
@@ -204,7 +204,7 @@ pub fn store(slot: u64, pages: u32) -> Store {
             group: 0,
             first_page: 0,
             pages: PageList::run(0, pages).into(),
-            count: None,
+            count: u64::from(pages),
             priority: None,
         }],
         hash_bytes: 0,

@@ -65,12 +65,12 @@ impl Calls {
     }
 
     fn store(&mut self, slot: u64, pages: u32, first: u32) -> u64 {
-        let parts = json!([{"first_page": 0, "pages": [[first, pages]]}]);
+        let parts = json!([{"first_page": 0, "pages": [[first, pages]], "count": pages}]);
         self.request(20, json!({"slot": slot, "parts": parts}), json!([]))
     }
 
     fn load(&mut self, slot: u64, pages: u32, first: u32) -> u64 {
-        let parts = json!([{"first_page": 0, "pages": [[first, pages]]}]);
+        let parts = json!([{"first_page": 0, "pages": [[first, pages]], "count": pages}]);
         self.request(
             18,
             json!({"slot": slot, "parts": parts, "after": 5}),
@@ -254,8 +254,8 @@ fn an_engine_with_several_groups_is_replayed() {
     let mut calls = Calls::of(json!([group("full", 0), group("sliding_window", 32)]));
     let parts = |first: u32| {
         json!([
-            {"first_page": 0, "pages": [[first, 4]]},
-            {"first_page": 2, "pages": [[first + 4, 2]], "group": 1},
+            {"first_page": 0, "pages": [[first, 4]], "count": 4},
+            {"first_page": 2, "pages": [[first + 4, 2]], "count": 2, "group": 1},
         ])
     };
     let lookup = calls.lookup(1, fresh(4, 1));

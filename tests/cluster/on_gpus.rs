@@ -650,7 +650,7 @@ fn on_the_first_gpu() -> Message {
         timeline: None,
     };
     Message::Register(Register {
-        after: 0,
+        abandoned_through: 0,
         engine: [9; 16],
         registration,
         check_only: false,

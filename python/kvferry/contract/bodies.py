@@ -35,7 +35,7 @@ class Lookup(msgspec.Struct):
     hash_bytes: int
     hashes: bytes
     namespace: bytes = b""
-    device_pages: int = 0
+    have_pages: int = 0
     limit_pages: int | None = None
 
 
@@ -44,13 +44,14 @@ class Register(msgspec.Struct):
 
     engine: bytes
     registration: dict[str, Any]
-    after: int = 0
+    abandoned_through: int = 0
     check_only: bool = False
 
 
 class Reset(msgspec.Struct):
     """Removes pages."""
 
+    which: str
     namespace: bytes | None = None
     tier: int = 0
     hash_bytes: int = 0

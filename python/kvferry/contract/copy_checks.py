@@ -109,7 +109,7 @@ class CopyChecks:
         work, identity = next(self._engine.ids), next(self._engine.ids)
         pages = list(range(LENGTH))
         self._engine.talk.send(
-            Kind.LOAD, identity, wire.Load(slot, [wire.Part(0, [[0, LENGTH]])], work), deadline_ms=_MS
+            Kind.LOAD, identity, wire.Load(slot, [wire.part(0, [[0, LENGTH]])], work), deadline_ms=_MS
         )
         want(not self._engine.talk.answered(identity), f"a load after work {work} was answered before it was written")
         self._engine.fill(pages)
@@ -151,7 +151,7 @@ class CopyChecks:
         data = self._engine.fill([0, 1, 2, 3])
         first, second = next(self._engine.ids), next(self._engine.ids)
         stores = [
-            wire.NumberedStore(identity, _MS, msgspec.Raw(wire.body_of(wire.Store(slot, [wire.Part(at, [[at, 2]])]))))
+            wire.NumberedStore(identity, _MS, msgspec.Raw(wire.body_of(wire.Store(slot, [wire.part(at, [[at, 2]])]))))
             for identity, at in ((first, 0), (second, 2))
         ]
         together = next(self._engine.ids)
@@ -173,7 +173,7 @@ class CopyChecks:
         slot = self._engine.lookup(hashes)
         self._engine.fill(list(range(LENGTH)))
         identity = next(self._engine.ids)
-        body = wire.Store(slot, [wire.Part(0, [[0, LENGTH]])])
+        body = wire.Store(slot, [wire.part(0, [[0, LENGTH]])])
         self._engine.talk.send(Kind.STORE, identity, body, deadline_ms=_MS)
         self._engine.talk.send(Kind.STORE, identity, body, deadline_ms=_MS)
         # Both have arrived before the store can end.
@@ -191,7 +191,7 @@ class CopyChecks:
         slot = self._engine.lookup(hashes)
         data = self._engine.fill(list(range(LENGTH)))
         identity = next(self._engine.ids)
-        body = wire.Store(slot, [wire.Part(0, [[0, LENGTH]])])
+        body = wire.Store(slot, [wire.part(0, [[0, LENGTH]])])
         self._engine.talk.send(Kind.STORE, identity, body, deadline_ms=_MS)
         self._engine.talk.answered(-1)
         self._engine.reconnect()
@@ -221,7 +221,7 @@ class CopyChecks:
         hashes, _ = self._engine.stored()
         slot = self._engine.lookup(hashes)
         error = refused(
-            self._engine.ask(Kind.RESET, wire.Reset(self._engine.namespace)), Code.LEASED, "a reset of held pages"
+            self._engine.ask(Kind.RESET, wire.reset(self._engine.namespace)), Code.LEASED, "a reset of held pages"
         )
         want(error.retry, "leased has retry: false")
         again = self._engine.lookup(hashes)
@@ -230,7 +230,7 @@ class CopyChecks:
         )
         self._engine.finish(slot)
         self._engine.finish(again)
-        of(self._engine.ask(Kind.RESET, wire.Reset(self._engine.namespace)), wire.ResetAnswer, "a reset after finish")
+        of(self._engine.ask(Kind.RESET, wire.reset(self._engine.namespace)), wire.ResetAnswer, "a reset after finish")
         slot = self._engine.lookup(hashes)
         want(self._engine.found == 0, f"after a reset a lookup finds {self._engine.found} pages")
         self._engine.finish(slot)
@@ -240,8 +240,8 @@ class CopyChecks:
         slot = self._engine.lookup(hashes)
         early = next(self._engine.ids)
         self._engine.finish(slot)
-        load = wire.Load(slot, [wire.Part(0, [0])])
-        body = wire.Store(slot, [wire.Part(0, [0])])
+        load = wire.Load(slot, [wire.part(0, [0])])
+        body = wire.Store(slot, [wire.part(0, [0])])
         for what, kind, request, identity in (
             ("a load after finish", Kind.LOAD, load, next(self._engine.ids)),
             ("a store after finish", Kind.STORE, body, next(self._engine.ids)),
@@ -322,7 +322,7 @@ class CopyChecks:
         held = {page for pages in present.values() for page in pages}
         short = {each[-begun.hash_bytes :] for each in hashes}
         want(short <= held, f"{len(short - held)} of {len(short)} stored pages are not in the log")
-        of(self._engine.ask(Kind.RESET, wire.Reset(self._engine.namespace)), wire.ResetAnswer, "a reset")
+        of(self._engine.ask(Kind.RESET, wire.reset(self._engine.namespace)), wire.ResetAnswer, "a reset")
         until = time.monotonic() + 5
         while short & {page for pages in present.values() for page in pages}:
             want(time.monotonic() < until, "pages that were reset are not gone in the log")
@@ -333,7 +333,7 @@ class CopyChecks:
     def _reset_by_hash(self) -> None:
         hashes, _ = self._engine.stored()
         last = hashes[-1]
-        answer = self._engine.ask(Kind.RESET, wire.Reset(self._engine.namespace, hash_bytes=len(last), hashes=last))
+        answer = self._engine.ask(Kind.RESET, wire.reset(self._engine.namespace, hash_bytes=len(last), hashes=last))
         want(of(answer, wire.ResetAnswer, "a reset by hash").pages >= 1, f"one page: {shown(answer)}")
         slot = self._engine.lookup(hashes)
         want(

@@ -241,8 +241,8 @@ class Leader:
         except wire.Malformed as error:
             self._refuse(request, Code.INVALID, str(error))
             return
-        if not hashes or body.device_pages > len(hashes):
-            text = f"device_pages is {body.device_pages} of {len(hashes)} hashes: name the hashes of all full pages"
+        if not hashes or body.have_pages > len(hashes):
+            text = f"have_pages is {body.have_pages} of {len(hashes)} hashes: name the hashes of all full pages"
             self._refuse(request, Code.INVALID, text)
             return
         key = engine, body.slot
@@ -255,7 +255,7 @@ class Leader:
         if key not in self._slots and len(self._slots) >= SLOTS_MAX:
             self._refuse(request, Code.LIMIT, f"{SLOTS_MAX} slots are open: finish some", retry=True)
             return
-        slot = self._slots[key] = Slot(request.id, body.namespace, hashes, body.device_pages)
+        slot = self._slots[key] = Slot(request.id, body.namespace, hashes, body.have_pages)
         layout = self._layout(memories[0])
         limit = len(hashes) if body.limit_pages is None else min(body.limit_pages, len(hashes))
         slot.end = slot.device_pages
@@ -333,7 +333,7 @@ class Leader:
             if part.group != 0:
                 raise wire.Malformed(f"group is {part.group}: the registration has group 0 alone")
             named = bodies.pages_of(part.pages)
-            if part.count not in (None, len(named)):
+            if part.count != len(named):
                 raise wire.Malformed(f"count is {part.count}, and pages names {len(named)}")
             pages += enumerate(named, part.first_page)
         if not pages or len({at for at, _ in pages}) < len(pages):

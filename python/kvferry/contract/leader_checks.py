@@ -136,7 +136,7 @@ class LeaderChecks:
             if self._engine.scheduler is not None and not self._engine.scheduler.gone:
                 for slot in list(self._engine.open_slots):
                     self._engine.finish(slot)
-                self._engine.ask(Kind.RESET, wire.Reset(self._engine.namespace))
+                self._engine.ask(Kind.RESET, wire.reset(self._engine.namespace))
         for rank in self._engine.ranks:
             rank.close()
         for connection in self._engine.connections:

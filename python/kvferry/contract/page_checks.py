@@ -123,7 +123,7 @@ class PageChecks:
         hello = request.peer.hello
         may_be_tail = hello is not None and bool(hello.features & wire.FEATURE_TAILS)
         self._gone.discard(key)
-        self._slots[key] = _View(request.id, request.number, body.namespace, hashes, body.device_pages, may_be_tail)
+        self._slots[key] = _View(request.id, request.number, body.namespace, hashes, body.have_pages, may_be_tail)
         self._leave_failed(key)
         domain = body.namespace, self.content
         self._hashes.sequence(domain, hashes, self.page_tokens, request.number, may_be_tail=may_be_tail)

@@ -151,7 +151,7 @@ class PlayedEngine:
         """Sends a store, and returns its id."""
         identity = next(self.ids)
         deadline_ms = how.pop("deadline_ms", _MS)
-        parts = [wire.Part(first, wire.runs(pages))]
+        parts = [wire.part(first, wire.runs(pages))]
         self.talk.send(Kind.STORE, identity, wire.Store(slot, parts, **how), deadline_ms=deadline_ms)
         return identity
 
@@ -173,7 +173,7 @@ class PlayedEngine:
 
     def load(self, slot: int, pages: list[int], *, first: int = 0, after: int = 0) -> Any:
         """Loads pages, and returns the body of the answer."""
-        return self.ask(Kind.LOAD, wire.Load(slot, [wire.Part(first, wire.runs(pages))], after))
+        return self.ask(Kind.LOAD, wire.Load(slot, [wire.part(first, wire.runs(pages))], after))
 
     def expect_loaded(self, hashes: list[bytes], data: list[list[bytes]], what: str) -> None:
         """Looks a sequence up, loads it and compares it."""

@@ -186,7 +186,7 @@ class Worker:
         else:
             self._drop_memory()
             self.memory, self.engine, self._session = memory, body.engine, request.session
-            self.over_through, self.written = body.after, 0
+            self.over_through, self.written = body.abandoned_through, 0
         self._server.answer(request, wire.Registered(pages, page_bytes, not_served))
         self._checks.gave_up(self)
         self.changed()

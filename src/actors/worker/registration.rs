@@ -58,7 +58,7 @@ impl Tickets {
                 AllocationHandle::Chunks(chunks) => {
                     tickets.extend(chunks.iter().filter_map(|chunk| match chunk.handle {
                         ChunkHandle::Ticket(ticket) => Some(ticket),
-                        ChunkHandle::CudaFabric(_) => None,
+                        ChunkHandle::CudaFabric(_) | ChunkHandle::Other => None,
                     }));
                 }
                 _ => {}

@@ -66,7 +66,7 @@ pub const METRICS: &[Metric] = &[
         "kvferry_page_tokens",
         "tokens",
         "Tokens of one hash, in which hits are counted; 0 before a rank has attached",
-        |status| status.engine_page_tokens.into(),
+        |status| status.hash_tokens.into(),
     ),
     gauge(
         "kvferry_worker_attached",

@@ -122,7 +122,7 @@ pub const LABELS: &[Label] = &[
     },
     Label {
         name: "health",
-        values: "`ok`, `full`, `read-only`, `off`",
+        values: "`ok`, `full`, `read_only`, `off`",
         most: Some(4),
     },
     Label {

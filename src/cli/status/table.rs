@@ -219,7 +219,7 @@ fn hits(status: &StatusAnswer) -> String {
     let requested = counter(status, "lookup_pages");
     let missing = requested.saturating_sub(counter(status, "device_pages"));
     let hit = counter(status, "hit_pages");
-    let tokens = u64::from(status.engine_page_tokens);
+    let tokens = u64::from(status.hash_tokens);
     match percent(hit, missing) {
         None if lookups == 0 => "no lookup yet".to_owned(),
         None => format!(
@@ -308,7 +308,7 @@ mod tests {
             epoch: 9,
             ready: true,
             ratio: 32,
-            engine_page_tokens: 16,
+            hash_tokens: 16,
             ranks: vec![rank(true), rank(true)],
             slots: 1,
             pins: 0,
@@ -396,7 +396,7 @@ problems     12 late copies, 1 page without room";
 disk         G3: 75.0 % filled, 3,000 of 4,000 pages in 1 block; 1,234 pages hit (25.0 % of what no faster tier had), \
 5 evicted, 2 pages quarantined
              rank 0: ok; 1.0 GiB of 4 GiB, 2.0 GiB written in 24 h (7.0 GiB in all)
-             rank 1: read-only (cannot write); 0 B of 4 GiB, 0 B written in 24 h (0 B in all), 20 pages not durable \
+             rank 1: read_only (cannot write); 0 B of 4 GiB, 0 B written in 24 h (0 B in all), 20 pages not durable \
 yet, 1,000 pages scrubbed, 3 bad, 2 quarantined
              50 moves of 1,600 pages, 2 in flight, 1 block waiting, 1 bad page
 ";

@@ -203,6 +203,37 @@ fn check_group(group: &GroupMemory) -> Result<(), RegistrationError> {
     Err(RegistrationError::new("window_tokens", tokens, remedy))
 }
 
+/// The value of a field that holds a word of a later version.
+const UNKNOWN: &str = "a word that this version does not know";
+
+/// Refuses words of later versions in the description of an allocation: memory can only be opened in a known way.
+fn check_words(index: usize, allocation: &Allocation) -> Result<(), RegistrationError> {
+    let chunks = match &allocation.handle {
+        AllocationHandle::Chunks(chunks) => &chunks[..],
+        _ => &[],
+    };
+    let chunk = chunks
+        .iter()
+        .position(|chunk| chunk.handle == ChunkHandle::Other);
+    let (field, words) = match (allocation.kind, &allocation.handle, chunk) {
+        (AllocationKind::Other, ..) => ("kind".to_owned(), "shared_memory or device"),
+        (_, AllocationHandle::Other, _) => (
+            "handle".to_owned(),
+            "path, ticket, cuda_ipc, cuda_fabric or chunks",
+        ),
+        (.., Some(chunk)) => (
+            format!("handle.chunks[{chunk}].handle"),
+            "ticket or cuda_fabric",
+        ),
+        _ => return Ok(()),
+    };
+    Err(RegistrationError::new(
+        format!("allocations[{index}].{field}"),
+        UNKNOWN,
+        format!("name {words}, or update kvferry"),
+    ))
+}
+
 fn kind_of_handle(handle: &AllocationHandle) -> &'static str {
     match handle {
         AllocationHandle::Path(_) => "a path",
@@ -210,6 +241,7 @@ fn kind_of_handle(handle: &AllocationHandle) -> &'static str {
         AllocationHandle::CudaIpc(_) => "a CUDA IPC handle",
         AllocationHandle::CudaFabric(_) => "a CUDA fabric handle",
         AllocationHandle::Chunks(_) => "a list of chunks",
+        AllocationHandle::Other => UNKNOWN,
     }
 }
 
@@ -242,6 +274,7 @@ fn check_allocations(registration: &Registration) -> Result<(), RegistrationErro
     let allocations = &registration.allocations;
     check_chunks(allocations)?;
     for (index, allocation) in allocations.iter().enumerate() {
+        check_words(index, allocation)?;
         check_handle(registration, index, allocation)?;
         if allocation.bytes == 0 {
             let remedy = "give the size of the memory in bytes";
@@ -311,6 +344,14 @@ fn check_chunks(allocations: &[Allocation]) -> Result<(), RegistrationError> {
 
 /// Checks that every layer has tensors and each role at most once, and that `Kv` does not occur beside `K` or `V`.
 fn check_roles(group: &GroupMemory) -> Result<(), RegistrationError> {
+    let unknown = |tensor: &kvferry_types::TensorView| tensor.role == TensorRole::Other;
+    if let Some(index) = group.tensors.iter().position(unknown) {
+        return Err(RegistrationError::new(
+            format!("tensors[{index}].role"),
+            UNKNOWN,
+            "name k, v, kv, latent or state, or update kvferry",
+        ));
+    }
     let mut seen = HashMap::new();
     for (index, tensor) in group.tensors.iter().enumerate() {
         if let Some(earlier) = seen.insert((tensor.layer, tensor.role), index) {

@@ -17,18 +17,18 @@ pub struct Lookup {
     pub slot: u64,
     /// Namespace of the pages.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub namespace: Vec<u8>,
     /// Bytes of one page hash, 16 to 64.
     pub hash_bytes: u8,
     /// Hashes of the prompt, packed: one for each unit of the registered `hash_tokens`, which is the page of a model with
     /// one group.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub hashes: Vec<u8>,
     /// Number of hashes, from the first one on, whose pages the engine has itself, in every group.
     #[serde(default)]
-    pub device_pages: u32,
+    pub have_pages: u32,
     /// Largest end of a hit, in hashes; absent for all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit_pages: Option<u32>,
@@ -46,10 +46,8 @@ pub struct PartBody {
     #[schemars(with = "Vec<PageItemSchema>")]
     pub pages: Pages,
     /// Number of pages that `pages` names, runs counted out. Redundant, so that pages in the shape of a run, or the
-    /// reverse, are refused instead of copied: `[5, 2]` names two pages and `[[5, 2]]` names two others. Absent: not
-    /// checked.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub count: Option<u32>,
+    /// reverse, are refused instead of copied: `[5, 2]` names two pages and `[[5, 2]]` names two others.
+    pub count: u64,
     /// For a store, where host memory evicts by priority: how long the pages are kept, from 0, evicted first, to 7. Without
     /// it 4. A block has the priority of the last store that named pages of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -61,8 +59,8 @@ impl From<Part> for PartBody {
         Self {
             group: part.group.0,
             first_page: part.first_page,
+            count: part.pages.pages(),
             pages: part.pages.into(),
-            count: None,
             priority: Some(part.priority).filter(|priority| *priority != PRIORITY_DEFAULT),
         }
     }
@@ -74,9 +72,10 @@ impl TryFrom<PartBody> for Part {
     /// Fails if `count` is not the number of pages.
     fn try_from(part: PartBody) -> Result<Self, ErrorBody> {
         let pages = part.pages.list.pages();
-        if let Some(count) = part.count.filter(|count| u64::from(*count) != pages) {
+        if part.count != pages {
             let text = format!(
-                "count is {count}, and pages names {pages}: a page is a number, and a run of them a list [start, count]"
+                "count is {}, and pages names {pages}: a page is a number, and a run of them a list [start, count]",
+                part.count
             );
             return Err(ErrorBody::new(ErrorCode::Invalid, text));
         }
@@ -123,7 +122,7 @@ pub struct Store {
     pub hash_bytes: u8,
     /// Hashes of pages that the slot may not have yet, packed.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub more_hashes: Vec<u8>,
     /// Position of the first of them. Hashes that the slot has must be equal, and none may be left out.
     #[serde(default)]
@@ -191,20 +190,39 @@ pub struct CancelStores {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Flush {}
 
-/// Removes pages. Without a namespace: every page; without hashes: every page of the namespace. Without a tier: from all
-/// tiers.
+/// The pages that a [`Reset`] removes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = kvferry_types::open_words)]
+#[serde(rename_all = "snake_case")]
+pub enum ResetPages {
+    /// Every page.
+    All,
+    /// The pages of the namespace.
+    Namespace,
+    /// The pages of the namespace that have one of the hashes.
+    Hashes,
+    /// A selection that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
+}
+
+/// Removes pages. The selection is named, so that a field that is missing, or that this version does not know, never
+/// removes more than was meant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Reset {
-    /// Namespace of the pages; absent for all namespaces.
-    #[serde(default)]
-    #[schemars(with = "Option<Vec<u8>>")]
+    /// The pages.
+    pub which: ResetPages,
+    /// Namespace of the pages; absent for `all`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<kvferry_types::BinarySchema>")]
     pub namespace: Option<serde_bytes::ByteBuf>,
     /// Bytes of one hash; 0 without hashes.
     #[serde(default)]
     pub hash_bytes: u8,
     /// Hashes of the pages, packed.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub hashes: Vec<u8>,
     /// Number of the tier that forgets the pages: 2 for host memory, 3 for the disk; 0 for all tiers.
     #[serde(default)]

@@ -23,7 +23,7 @@ pub struct ReadEvents {
     pub most: u32,
     /// Only pages of this namespace, in the layout that the leader serves; absent for all pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Option<Vec<u8>>")]
+    #[schemars(with = "Option<kvferry_types::BinarySchema>")]
     pub namespace: Option<serde_bytes::ByteBuf>,
     /// The answer lists present pages, too: from this cursor on, 0 for the first ones. Absent for records alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -50,6 +50,7 @@ pub struct Events {
 
 /// What a record reports.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = kvferry_types::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum EventKind {
     /// Pages are found in the tier.
@@ -58,14 +59,16 @@ pub enum EventKind {
     Gone,
     /// No page is found in the tier any longer: it closed.
     Cleared,
-    /// A later kind: a reader that does not know it begins again.
+    /// A later kind, which changes no page's place: readers skip it.
     #[default]
     #[serde(other)]
+    #[schemars(skip)]
     Unknown,
 }
 
 /// Why pages are gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = kvferry_types::open_words)]
 #[serde(rename_all = "snake_case")]
 pub enum EventReason {
     /// They made room for other pages.
@@ -76,6 +79,7 @@ pub enum EventReason {
     Reset,
     /// A later reason.
     #[serde(other)]
+    #[schemars(skip)]
     Unknown,
 }
 
@@ -88,11 +92,11 @@ pub struct EventRecord {
     pub tier: u8,
     /// 8 bytes: stand for the namespace. Empty in `cleared`.
     #[serde(with = "serde_bytes", default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub namespace: Vec<u8>,
     /// 7 bytes: stand for the layout within that namespace. Empty in `cleared`.
     #[serde(with = "serde_bytes", default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub layout: Vec<u8>,
     /// The group of layers.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -102,7 +106,7 @@ pub struct EventRecord {
     pub place: u32,
     /// Hashes of the pages, packed. Empty in `cleared`.
     #[serde(with = "serde_bytes", default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub hashes: Vec<u8>,
     /// Why the pages are gone; absent unless they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]

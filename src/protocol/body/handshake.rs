@@ -23,7 +23,7 @@ pub struct Hello {
     /// Identity of the engine, 16 bytes, the same over reconnects. That of an admin session is random, or zero where it
     /// repeats no request; zero, or absent, for workers.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub engine: [u8; 16],
     /// Rank of a worker or of an engine's rank; 0 for other roles.
     #[serde(default)]

@@ -17,11 +17,11 @@ use kvferry_types::{
 pub struct RecordBody {
     /// Keyed hash by which the block is found, big-endian.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub anchor: [u8; 16],
     /// Keyed hashes, big-endian: 8 bytes of the namespace, 7 of namespace, layout and group; then the group.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub domain: [u8; 16],
     /// First arena page of the block.
     pub block_start: u32,
@@ -33,7 +33,7 @@ pub struct RecordBody {
     pub transfer: u64,
     /// Fingerprints, 16 bytes for each page that is filled, big-endian.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub fingerprints: Vec<u8>,
 }
 
@@ -46,11 +46,11 @@ pub struct Invalidate {
     pub reset: u64,
     /// Empty, or 8 bytes: selects the pages whose domain begins with these.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub namespace: Vec<u8>,
     /// Fingerprints of the pages, 16 bytes each, big-endian.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub fingerprints: Vec<u8>,
     /// Covers stores of the header's epoch up to this transfer, and all stores of older epochs.
     pub through: u64,
@@ -87,7 +87,7 @@ pub struct TierFlushed {
 pub struct ReadInventory {
     /// Identity of the depot.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub depot: [u8; 16],
     /// Bytes of one page of one rank.
     pub page_bytes: u64,
@@ -103,7 +103,7 @@ pub struct ReadInventory {
 pub struct Inventory {
     /// Identity of the depot that was read.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub depot: [u8; 16],
     /// Number of the request.
     pub read_id: u64,
@@ -116,7 +116,7 @@ pub struct Inventory {
     /// phase of the block (2), epoch (8) and transfer (8) that stored it, anchor (16), domain (16), fingerprint (16);
     /// numbers big-endian.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub records: Vec<u8>,
 }
 

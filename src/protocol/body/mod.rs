@@ -12,8 +12,8 @@ mod tier;
 mod worker;
 
 pub use engine::{
-    CancelStores, Finish, Flush, Load, Lookup, NumberedStore, PartBody, Reset, Store, StoreResult,
-    Stores, StoresAnswer,
+    CancelStores, Finish, Flush, Load, Lookup, NumberedStore, PartBody, Reset, ResetPages, Store,
+    StoreResult, Stores, StoresAnswer,
 };
 pub use events::{EventKind, EventReason, EventRecord, Events, ReadEvents};
 pub(crate) use handshake::cut;

@@ -137,15 +137,19 @@ pub struct Drain {
     pub resume: bool,
 }
 
-/// Answer to a `drain`, at once: what still runs. The leader is drained when all of it is 0.
+/// Answer to a `drain`, at once: whether the leader is drained, and what still runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(default)]
 pub struct DrainAnswer {
+    /// Nothing runs any longer that an end of the leader would interrupt.
+    pub drained: bool,
     /// Loads that are not answered, also parked ones.
+    #[serde(default)]
     pub loads: u64,
     /// Stores that are not answered.
+    #[serde(default)]
     pub stores: u64,
     /// Transfers that have not ended on every rank, moves between tiers among them.
+    #[serde(default)]
     pub transfers: u64,
 }
 

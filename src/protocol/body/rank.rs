@@ -11,10 +11,10 @@ use kvferry_types::Registration;
 pub struct Register {
     /// Requests up to this one are over: no copy for them starts.
     #[serde(default)]
-    pub after: u64,
+    pub abandoned_through: u64,
     /// Identity of the engine, 16 bytes: that of its scheduler's hello.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub engine: [u8; 16],
     /// Layout and handles of the memory.
     pub registration: Registration,

@@ -17,7 +17,8 @@ pub struct Status {
 
 /// How far a disk can be used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
+#[schemars(transform = kvferry_types::open_words)]
+#[serde(rename_all = "snake_case")]
 pub enum DiskHealth {
     /// It is read and written.
     Ok,
@@ -28,6 +29,10 @@ pub enum DiskHealth {
     /// It serves nothing.
     #[default]
     Off,
+    /// A state that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 impl DiskHealth {
@@ -36,8 +41,9 @@ impl DiskHealth {
         match self {
             Self::Ok => "ok",
             Self::Full => "full",
-            Self::ReadOnly => "read-only",
+            Self::ReadOnly => "read_only",
             Self::Off => "off",
+            Self::Unknown => "unknown",
         }
     }
 }
@@ -205,7 +211,7 @@ pub struct StatusAnswer {
     /// Pages of the largest block.
     pub ratio: u32,
     /// Tokens of one hash, in which hits are counted: the page of a model with one group. 0 before a rank has attached.
-    pub engine_page_tokens: u32,
+    pub hash_tokens: u32,
     /// The ranks of all replicas.
     pub ranks: Vec<RankStatus>,
     /// Number of running requests.

@@ -33,7 +33,7 @@ pub struct AttachDepot {
     pub tier: u8,
     /// Identity of the depot: 16 random bytes, drawn when the depot was created.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub depot: [u8; 16],
     /// Epoch of the leader that read the depot's inventory last; 0 without one. A leader ends if its epoch is not above
     /// those of all leaders before it.
@@ -79,7 +79,7 @@ pub struct Memory {
 pub struct StatedMemory {
     /// Identity of the engine.
     #[serde(with = "serde_bytes")]
-    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "kvferry_types::BinarySchema")]
     pub engine: [u8; 16],
     /// Geometry of the memory.
     #[schemars(with = "serde_json::Value")]
@@ -128,7 +128,7 @@ pub struct TransferOrder {
     pub to: u8,
     /// Identity of the engine whose memory is read or written; absent if neither tier is 1.
     #[serde(with = "serde_bytes", default)]
-    #[schemars(with = "Option<Vec<u8>>", extend("contentEncoding" = "binary"))]
+    #[schemars(with = "Option<kvferry_types::BinarySchema>")]
     pub engine: Option<[u8; 16]>,
     /// The engine's request for which the transfers are. A transfer for a request that the engine has abandoned does not
     /// start.

@@ -3,8 +3,8 @@
 use kvferry_types::{LookupAnswer, PageList, PagesBelow};
 
 use crate::body::{
-    Abandon, ErrorBody, Finish, Hello, Load, Lookup, PartBody, Reset, Status, StatusAnswer, Store,
-    Welcome,
+    Abandon, ErrorBody, Finish, Hello, Load, Lookup, PartBody, Reset, ResetPages, Status,
+    StatusAnswer, Store, Welcome,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -32,7 +32,7 @@ pub(super) fn edges() -> Vec<(&'static str, Message)> {
     let part = |pages: PageList| PartBody {
         group: u8::MAX,
         first_page: u32::MAX,
-        count: u32::try_from(pages.pages()).ok(),
+        count: pages.pages(),
         pages: pages.into(),
         priority: Some(0),
     };
@@ -46,10 +46,14 @@ pub(super) fn edges() -> Vec<(&'static str, Message)> {
         namespace: vec![b'n'; namespace],
         hash_bytes,
         hashes: vec![0xff; usize::from(hash_bytes)],
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: Some(u32::MAX),
     };
     let reset = |namespace: Option<&[u8]>| Reset {
+        which: match namespace {
+            None => ResetPages::All,
+            Some(_) => ResetPages::Namespace,
+        },
         namespace: namespace.map(|bytes| bytes.to_vec().into()),
         hash_bytes: 0,
         hashes: Vec::new(),
@@ -94,7 +98,7 @@ pub(super) fn edges() -> Vec<(&'static str, Message)> {
                     group: 0,
                     first_page: 0,
                     pages: [0_u32].into_iter().collect::<PageList>().into(),
-                    count: None,
+                    count: 1,
                     priority: None,
                 }],
                 hash_bytes: 0,

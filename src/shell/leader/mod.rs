@@ -189,10 +189,14 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     true => self.core.resume(),
                     false => self.core.drain(),
                 }
+                let loads = (self.core.open_loads() + self.core.parked_requests()) as u64;
+                let stores = self.core.open_stores() as u64;
+                let transfers = self.core.copies_under_way() as u64;
                 let answer = DrainAnswer {
-                    loads: (self.core.open_loads() + self.core.parked_requests()) as u64,
-                    stores: self.core.open_stores() as u64,
-                    transfers: self.core.copies_under_way() as u64,
+                    drained: self.core.is_draining() && loads + stores + transfers == 0,
+                    loads,
+                    stores,
+                    transfers,
                 };
                 host.reply(peer, correlation, Message::DrainAnswer(answer));
             }
@@ -280,7 +284,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             (_, message) => {
                 let kind = message.kind().name();
                 let text = format!("{kind} is not for this peer to send here: check its role");
-                let error = ErrorBody::new(ErrorCode::UnknownKind, text);
+                let error = ErrorBody::new(ErrorCode::Forbidden, text);
                 host.reply(peer, correlation, Message::Error(error));
             }
         }

@@ -161,7 +161,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             epoch: self.settings.epoch.0,
             ready: self.core.is_ready(),
             ratio: self.settings.ratio.pages(),
-            engine_page_tokens: self.core.engine_page_tokens(),
+            hash_tokens: self.core.engine_page_tokens(),
             ranks: self.seats().map(|worker| self.rank(worker)).collect(),
             slots: self.core.slots() as u64,
             pins: self.core.pool().map_or(0, |pool| pool.pins()),

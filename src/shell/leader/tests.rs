@@ -13,7 +13,8 @@ use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
     AttachDepot, Drain, Ended, Hello, Inventory, Lookup, Measure, MeasureAnswer, Memory, PartBody,
-    Probe, RankStatus, Reset, Role, SetLog, StatedMemory, Status, Store, TierPages, VERSION,
+    Probe, RankStatus, Reset, ResetPages, Role, SetLog, StatedMemory, Status, Store, TierPages,
+    VERSION,
 };
 use kvferry_types::{
     EndedCopy, GroupGeometry, GroupId, PageHashes, PageList, Rank, Ratio, Replica, ResetScope,
@@ -142,7 +143,7 @@ fn lookup() -> Message {
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: (0..32).collect(),
-        device_pages: 0,
+        have_pages: 0,
     })
 }
 
@@ -256,7 +257,7 @@ impl World {
                 group: 0,
                 first_page: 0,
                 pages: PageList::run(2, 2).into(),
-                count: None,
+                count: 2,
                 priority: None,
             }],
             hash_bytes: 0,
@@ -383,7 +384,7 @@ fn another_process_with_the_name_of_an_engine_gets_none_of_the_answers_of_the_ea
             namespace: Vec::new(),
             hash_bytes: 16,
             hashes: (0..32).collect(),
-            device_pages: 0,
+            have_pages: 0,
         })
     };
     let answer = |world: &mut World, peer, id, slot| {
@@ -504,6 +505,7 @@ fn admin(kind: u8, rest: [u8; 7]) -> EngineId {
 
 fn reset() -> Message {
     Message::Reset(Reset {
+        which: ResetPages::All,
         tier: 0,
         namespace: None,
         hash_bytes: 0,
@@ -630,7 +632,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         ),
         ((1, 0, 1), 1, 0)
     );
-    assert_eq!(answer.engine_page_tokens, 16);
+    assert_eq!(answer.hash_tokens, 16);
     assert_eq!(answer.decisions_digest, None);
     assert_eq!(answer.counters.get(LOOKUP_NS), Some(&70));
     assert_eq!(answer.pages_in(2, "filling"), 2);
@@ -722,7 +724,7 @@ fn an_operator_measures_and_probes_and_an_engine_may_not() {
     };
     assert_eq!(*probe, Message::ProbeAnswer(answer));
     assert_eq!(*measured, Message::MeasureAnswer(MeasureAnswer::default()));
-    assert_eq!(refused.code(), ErrorCode::UnknownKind);
+    assert_eq!(refused.code(), ErrorCode::Forbidden);
 }
 
 #[test]
@@ -737,7 +739,11 @@ fn a_drained_leader_refuses_lookups_and_stores_until_it_resumes_and_says_what_ru
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(drain(&mut world, false), DrainAnswer::default());
+    let nothing = |drained| DrainAnswer {
+        drained,
+        ..DrainAnswer::default()
+    };
+    assert_eq!(drain(&mut world, false), nothing(true));
     world.process.replies.clear();
     world.request(1, 5, lookup());
     world.send(20, Message::Probe(Probe {}));

@@ -316,7 +316,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             }
             other => {
                 let text = format!("{} is not for a worker to answer", other.kind().name());
-                refuse(host, peer, request, ErrorCode::UnknownKind, text);
+                refuse(host, peer, request, ErrorCode::Forbidden, text);
                 Ok(())
             }
         }
@@ -458,7 +458,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             peer,
             request,
             engine,
-            after: RequestId(register.after),
+            after: RequestId(register.abandoned_through),
             not_served: not_served(&registration, register.check_only),
         };
         let serves = self.ranks.mapped.is_some();

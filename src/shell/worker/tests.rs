@@ -335,7 +335,7 @@ impl World {
 
     fn send_registration(&mut self, peer: u64, id: u64, engine: u8, registration: Registration) {
         let register = Register {
-            after: 0,
+            abandoned_through: 0,
             engine: [engine; 16],
             registration,
             check_only: false,

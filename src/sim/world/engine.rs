@@ -424,7 +424,7 @@ impl EngineProcess {
             let geometry = env.geometry(self.id);
             let registration = env.setup.registration(&geometry, rank, shard);
             let body = Message::Register(Register {
-                after: highest.0,
+                abandoned_through: highest.0,
                 engine: self.id.0,
                 registration,
                 check_only: false,

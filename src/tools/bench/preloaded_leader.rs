@@ -419,7 +419,7 @@ impl PreloadedLeader {
             namespace: Vec::new(),
             hash_bytes: HASH_BYTES as u8,
             hashes: hashes(prompt, self.prompt_pages).split_off(first as usize * HASH_BYTES),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         let envelope = Envelope {

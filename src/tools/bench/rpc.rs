@@ -144,7 +144,7 @@ async fn refused_lookup(client: &Client, hash_bytes: usize) -> Result<(), Comman
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: vec![1; hash_bytes],
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     match client.call(lookup, Duration::from_secs(10)).await {

@@ -192,7 +192,7 @@ fn lookup(slot: u64, prompt: u64, pages: u32) -> Lookup {
         namespace: Vec::new(),
         hash_bytes: HASH_BYTES as u8,
         hashes: hashes(prompt, pages),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }
@@ -210,7 +210,7 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
             group: 0,
             first_page: 0,
             pages: PageList::run(0, pages).into(),
-            count: None,
+            count: u64::from(pages),
             priority: None,
         }],
         hash_bytes: 0,

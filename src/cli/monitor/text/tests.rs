@@ -181,7 +181,7 @@ fn values_are_written_with_their_labels_and_histograms_add_up() {
         "kvferry_copy_queue_seconds_bucket{process=\"worker-0-0\",from=\"g1\",to=\"g2\",le=\"+Inf\"} 12",
         "kvferry_copy_queue_seconds_count{process=\"worker-0-0\",from=\"g1\",to=\"g2\"} 12",
         "kvferry_copy_queue_seconds_sum{process=\"worker-0-0\",from=\"g1\",to=\"g2\"} 0.004",
-        "kvferry_disk_health{process=\"worker-0-0\",health=\"read-only\"} 1",
+        "kvferry_disk_health{process=\"worker-0-0\",health=\"read_only\"} 1",
         "kvferry_disk_health{process=\"worker-0-0\",health=\"ok\"} 0",
         "kvferry_errors_total{process=\"leader\",code=\"busy\"} 10",
         "kvferry_refused_messages_total{process=\"leader\",code=\"malformed\"} 11",

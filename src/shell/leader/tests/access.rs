@@ -219,7 +219,7 @@ fn a_reader_of_a_namespace_receives_nothing_of_others() {
                 first_page: 0,
                 pages: PageList::run(2, 2).into(),
                 priority: None,
-                count: None,
+                count: 2,
             }],
             hash_bytes: 0,
             more_hashes: Vec::new(),

@@ -17,7 +17,7 @@ impl World {
             namespace: Vec::new(),
             hash_bytes: 16,
             hashes: (0..64).collect(),
-            device_pages: 0,
+            have_pages: 0,
         };
         world.request(1, 1, Message::Lookup(lookup));
         world.process.replies.clear();
@@ -62,7 +62,7 @@ fn store(id: u64, slot: u64, page: u32) -> NumberedStore {
         group: 0,
         first_page: page,
         pages: PageList::run(2 + page, 1).into(),
-        count: None,
+        count: 1,
         priority: None,
     };
     NumberedStore {

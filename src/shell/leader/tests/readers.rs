@@ -217,7 +217,7 @@ fn a_worker_may_not_read_the_log() {
     world.send(WORKER.0, Message::ReadEvents(ReadEvents::default()));
     let refused = world.process.replies.pop();
     assert!(
-        matches!(&refused, Some((_, Message::Error(error))) if error.code() == ErrorCode::UnknownKind),
+        matches!(&refused, Some((_, Message::Error(error))) if error.code() == ErrorCode::Forbidden),
         "{refused:?}"
     );
 }

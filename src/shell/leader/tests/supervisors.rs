@@ -152,7 +152,7 @@ fn a_seat_beyond_the_settings_and_other_roles_state_nothing() {
     let Some((8, Message::Error(error))) = world.process.replies.pop() else {
         panic!("{:?}", world.process.replies)
     };
-    assert_eq!(error.code(), ErrorCode::UnknownKind);
+    assert_eq!(error.code(), ErrorCode::Forbidden);
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn a_new_leader_refuses_parked_requests_once_the_last_seat_is_empty() {
             group: 0,
             first_page: 0,
             pages: PageList::run(2, 2).into(),
-            count: None,
+            count: 2,
             priority: None,
         }],
         after: 0,

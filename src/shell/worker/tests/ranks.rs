@@ -214,7 +214,7 @@ fn memory_that_is_not_served_is_checked_and_the_rank_receives_the_reason() {
             5,
             1,
             Message::Register(Register {
-                after: 0,
+                abandoned_through: 0,
                 engine: [1; 16],
                 registration,
                 check_only,
