@@ -280,7 +280,7 @@ class Finish(msgspec.Struct):
 
 
 class Reset(msgspec.Struct, omit_defaults=True):
-    """Removes the pages that ``which`` names: ``all``, those of a ``namespace``, or those of it that have one of the ``hashes``.
+    """Removes the pages that ``which`` names: ``all``, those of a ``namespace``, or those with ``hashes`` of it.
 
     The hashes are packed, ``hash_bytes`` each. From one ``tier``, 2 or 3, or from all of them.
     """

@@ -4,10 +4,10 @@ import random
 from typing import Any
 
 import pytest
-from fake_log import Block, FakeLog
+from fake_log import Block, FakeLog, prefix
 from fake_requests import Clock
 
-from kvferry import event_feed
+from kvferry import event_feed, wire
 from kvferry.event_feed import Feed
 from kvferry.held_pages import BY_HASH, IN_FULL, NOT, HeldPages, key_of
 
@@ -276,6 +276,20 @@ def test_a_page_in_a_place_replaces_the_one_before(clock: Clock) -> None:
     following.run()
     following.log.slab.clear()
     following.log.store(block(2, 0))
+    following.run()
+    following.tell()
+    assert following.told() == following.log.held(MINE)
+
+
+def test_records_of_a_later_kind_are_skipped(clock: Clock) -> None:
+    following = Following(clock, MINE)
+    following.log.store(block(1, 0))
+    following.run()
+    hashes = b"".join(block(1, 0).hashes)
+    for place in (0, 4):
+        record = wire.EventRecord("moved", 2, prefix(MINE), b"layout.", 0, place, hashes)
+        following.log.records.append(record)
+    following.log.store(block(2, 4))
     following.run()
     following.tell()
     assert following.told() == following.log.held(MINE)

@@ -445,15 +445,9 @@ def test_what_is_printed_has_no_namespace_hash_token_or_kv_byte(printed: dict[st
     assert revealed(printed[source])[:5] == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(source, marks=pytest.mark.xfail(strict=True, reason="see docs/threat-model.md#logs"))
-        for source in ("leader, worker, up and monitor", "events")
-    ],
-)
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_text_or_a_number_in_the_place_of_another_type_is_not_printed(printed: dict[str, bytes], source: str) -> None:
-    """Decoders name the value that does not fit: a debug line of leader and worker, a warning of `kvferry events`."""
+    """Decoders name the value that does not fit, and logs must not."""
     assert MISPLACED.revealed(printed[source])[:5] == []
 
 

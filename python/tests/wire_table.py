@@ -61,12 +61,16 @@ def of_schema(node: dict[str, Any], definitions: dict[str, Any]) -> Form:
     if "$ref" in node:
         return of_schema(definitions[node["$ref"].rpartition("/")[2]], definitions)
     kinds = node.get("type")
+    if node.get("contentEncoding") == "binary":
+        return Form("bytes", optional=isinstance(kinds, list))
     if isinstance(kinds, list):
         (kind,) = [kind for kind in kinds if kind != "null"]
         return of_schema({**node, "type": kind}, definitions)._replace(optional="null" in kinds)
     if (choices := node.get("anyOf") or node.get("oneOf")) is not None:
-        forms = [of_schema(choice, definitions) for choice in choices if choice.get("type") != "null"]
-        return _union(forms, optional=len(forms) < len(choices))
+        # The last choice of an enumeration is a word of a later version, which this one sends nowhere.
+        known = [choice for choice in choices if choice.get("type") not in ("null", ["string", "object"])]
+        optional = any(choice.get("type") == "null" for choice in choices)
+        return _union([of_schema(choice, definitions) for choice in known], optional=optional)
     match kinds:
         case None:
             assert not {"properties", "items", "const"} & set(node), f"a schema of an unknown form: {node}"
@@ -75,8 +79,6 @@ def of_schema(node: dict[str, Any], definitions: dict[str, Any]) -> Form:
             return Form({"integer": "int", "boolean": "bool", "string": "str"}[kinds])
         case "array" if "prefixItems" in node:
             return Form("list", (_union([of_schema(item, definitions) for item in node["prefixItems"]]),))
-        case "array" if node["items"].get("format") == "uint8":
-            return Form("bytes")
         case "array":
             return Form("list", (of_schema(node["items"], definitions),))
         case "object" if node.get("additionalProperties"):

@@ -48,7 +48,7 @@ pub enum EventError {
     Shape {
         /// The field, such as `block_hashes`.
         field: &'static str,
-        /// Its value, cut to 60 characters.
+        /// The type and the length of what is there. The value itself may be tokens or hashes, which no log has.
         found: String,
         /// What the format has there.
         expected: &'static str,
@@ -57,12 +57,27 @@ pub enum EventError {
 
 impl EventError {
     fn shape(field: &'static str, found: &Value, expected: &'static str) -> Self {
-        let found = found.to_string().chars().take(60).collect();
         Self::Shape {
             field,
-            found,
+            found: type_of(found),
             expected,
         }
+    }
+}
+
+/// The type of a value and its length, without the value.
+fn type_of(value: &Value) -> String {
+    match value {
+        Value::Nil => "nil".to_owned(),
+        Value::Boolean(_) => "a boolean".to_owned(),
+        Value::Integer(_) if is_negative(value) => "a negative integer".to_owned(),
+        Value::Integer(_) => "an integer".to_owned(),
+        Value::F32(_) | Value::F64(_) => "a float".to_owned(),
+        Value::String(text) => format!("a text of {} bytes", text.as_bytes().len()),
+        Value::Binary(bytes) => format!("{} bytes", bytes.len()),
+        Value::Array(items) => format!("a list of {} items", items.len()),
+        Value::Map(pairs) => format!("a map of {} fields", pairs.len()),
+        Value::Ext(..) => "an extension".to_owned(),
     }
 }
 
@@ -341,7 +356,7 @@ impl Stored {
         let size = take(&mut fields, "block_size").unwrap_or(Value::from(0));
         let page_tokens = size
             .as_u64()
-            .ok_or_else(|| EventError::shape("block_size", &size, "a number"))?;
+            .ok_or_else(|| EventError::shape("block_size", &size, "an integer from 0 on"))?;
         let medium = take_medium(&mut fields)?;
         Ok(Self {
             pages,

@@ -109,23 +109,23 @@ fn what_is_no_batch_is_refused_with_the_field() {
         (event(vec![]), "a map with a type"),
         (
             stored("block_hashes", Value::from(3)),
-            "block_hashes is 3: a list of hashes",
+            "block_hashes is an integer: a list of hashes",
         ),
         (
             stored("parent_block_hash", Value::from("x")),
-            "parent_block_hash is \"x\"",
+            "parent_block_hash is a text of 1 bytes: a hash is expected",
         ),
         (
             stored("token_ids", Value::from(1)),
-            "token_ids is 1: a list is expected",
+            "token_ids is an integer: a list is expected",
         ),
         (
             stored("block_size", Value::from(-1)),
-            "block_size is -1: a number is expected",
+            "block_size is a negative integer: an integer from 0 on is expected",
         ),
         (
             stored("medium", Value::from(1)),
-            "medium is 1: a text is expected",
+            "medium is an integer: a text is expected",
         ),
         (vec![0x91; 40], "not MessagePack"),
     ] {

@@ -194,6 +194,16 @@ impl DecodeError {
             _ => ErrorCode::Malformed,
         }
     }
+
+    /// The text for logs, without the decoder's, which has the value that does not fit: a namespace, hash or token that
+    /// stands in the place of another type. The sender gets the whole text.
+    pub fn without_values(&self) -> String {
+        match self {
+            Self::Body { kind, .. } => format!("body of {kind}: it cannot be read"),
+            Self::Limit { kind, .. } => format!("{kind}: beyond a limit"),
+            other => other.to_string(),
+        }
+    }
 }
 
 /// Why a message cannot be encoded.

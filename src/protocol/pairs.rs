@@ -100,7 +100,9 @@ impl Serialize for Pairs {
 impl<'de> Deserialize<'de> for Pages {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut budget = PAGE_ITEMS_MAX;
-        Ok(deserializer.deserialize_seq(ListedPages(&mut budget))?.into())
+        Ok(deserializer
+            .deserialize_seq(ListedPages(&mut budget))?
+            .into())
     }
 }
 

@@ -101,7 +101,7 @@ impl TryFrom<Message> for Request {
                 slot: SlotId(finish.slot),
             }),
             other => Err(ErrorBody::new(
-                ErrorCode::UnknownKind,
+                ErrorCode::Forbidden,
                 format!("{} is not for a leader to answer", other.kind().name()),
             )),
         }

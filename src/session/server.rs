@@ -253,7 +253,7 @@ impl ServerSession {
                     let error = ErrorBody::for_good(error.code(), error.to_string());
                     self.send(host, peer, header.correlation, Message::Error(error));
                 }
-                self.misbehaves(host, peer, &error.to_string());
+                self.misbehaves(host, peer, &error.without_values());
                 return None;
             }
         };

@@ -7,8 +7,8 @@ use super::{
     ServerHost, ServerSession, ServerSettings, encode_reply,
 };
 use kvferry_protocol::{
-    Connections, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message,
-    MessageKind, Role, Status, VERSION, Welcome, decode, encode,
+    Connections, DrainAnswer, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello,
+    Message, MessageKind, Role, Status, VERSION, Welcome, decode, encode,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time, User};
 
@@ -200,6 +200,33 @@ fn a_request_keeps_its_credit_until_it_is_answered() {
 }
 
 /// Requests that were repeated, answered and late leave the count of credits right.
+#[test]
+fn an_answer_that_cannot_be_read_ends_its_request_alone() {
+    let now = at(0);
+    let mut client = Client::welcomed(now, 2);
+    client.request(now, 1);
+    client.request(now, 2);
+    client.request(now, 3);
+    assert_eq!(client.requests(), [1, 2]);
+    let (header, _) = from_server(VERSION, 1, Message::DrainAnswer(DrainAnswer::default()));
+    // A list instead of a map, and a map that ends too early.
+    for body in [&[0x93, 1, 2, 3][..], &[0x84]] {
+        client.receive(now, &(header, body.to_vec()));
+    }
+    assert_eq!(client.answered, [(1, Err(ErrorCode::Internal))]);
+    assert_eq!(client.lost, 0);
+    // Its credit is free, and the others are answered.
+    assert_eq!(client.requests(), [3]);
+    client.receive(
+        now,
+        &from_server(VERSION, 3, Message::DrainAnswer(DrainAnswer::default())),
+    );
+    assert_eq!(
+        client.answered.last(),
+        Some(&(3, Ok(MessageKind::DrainAnswer)))
+    );
+}
+
 #[test]
 fn requests_that_expire_before_they_are_sent_stop_no_later_ones() {
     let mut client = Client::welcomed(at(0), 2);
@@ -503,7 +530,7 @@ fn each_message_that_is_refused_or_repeated_counts_once_also_a_dropped_answer() 
     let (header, _) = from_server(VERSION, 5, status());
     take(&mut server, &mut host, &header, b"no map");
     take(&mut server, &mut host, &header[1..], b"");
-    let all = [("malformed", 2), ("unknown_kind", 1), ("hello_first", 1)];
+    let all = [("malformed", 2), ("forbidden", 1), ("hello_first", 1)];
     let mut all = all.map(|(code, count)| (code.to_owned(), count)).to_vec();
     all.sort();
     assert_eq!(refused(&server), (all, 2));

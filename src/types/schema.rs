@@ -24,17 +24,16 @@ impl JsonSchema for BinarySchema {
 /// Makes the schema of an enumeration one to which words may be added: the known words, or another text or map.
 pub fn open_words(schema: &mut Schema) {
     for list in ["oneOf", "enum"] {
-        if let Some(known) = schema.remove(list) {
-            schema.remove("type");
-            let words = json_schema!({
-                "anyOf": [
-                    { (list): known },
-                    { "description": "A word of a later version.", "type": ["string", "object"] },
-                ]
-            });
-            if let Some(words) = words.get("anyOf") {
-                schema.insert("anyOf".to_owned(), words.clone());
+        if let Some(words) = schema.remove(list) {
+            let mut known = json_schema!({ (list): words });
+            if let Some(kind) = schema.remove("type") {
+                known.insert("type".to_owned(), kind);
             }
+            let later = json_schema!({"description": "A word of a later version.", "type": ["string", "object"]});
+            schema.insert(
+                "anyOf".to_owned(),
+                vec![known.to_value(), later.to_value()].into(),
+            );
         }
     }
 }

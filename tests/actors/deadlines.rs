@@ -204,7 +204,7 @@ async fn an_invalidation_gives_the_deadline_of_its_reset() {
     let mut workers = puppets(&transport).await;
     engine.until_ready().await;
     let reset = Reset {
-        which: ResetPages::All,
+        which: ResetPages::Namespace,
         tier: 0,
         namespace: Some(b"tenant".to_vec().into()),
         hash_bytes: 0,

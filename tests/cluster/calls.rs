@@ -197,7 +197,11 @@ fn recorded_calls_are_replayed_and_a_wrong_answer_is_named() {
         let store = calls.store(2, 4, 20);
         calls.stored(store, 0, 4, 0);
         calls.finish(2);
-        let reset = calls.request(24, json!({"namespace": "bytes:"}), json!([]));
+        let reset = calls.request(
+            24,
+            json!({"which": "namespace", "namespace": "bytes:"}),
+            json!([]),
+        );
         calls.answer(reset, json!({"pages": 4}));
         let lookup = calls.lookup(3, json!([[0, 4]]));
         calls.found(lookup, 0, false);

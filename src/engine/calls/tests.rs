@@ -274,7 +274,7 @@ fn hashes_are_read_from_runs_of_known_ones_and_new_ones() {
 
 #[test]
 fn the_end_of_each_request_is_known_beforehand() {
-    let store = json!({"slot": 1, "parts": [{"first_page": 0, "pages": [[4, 3]]}]});
+    let store = json!({"slot": 1, "parts": [{"first_page": 0, "pages": [[4, 3]], "count": 3}]});
     let done = |failed| json!({"stored_pages": 0, "present_pages": 0, "refused_pages": 0, "failed_pages": failed});
     let mut file = File::new();
     for id in 1..=6 {
@@ -334,7 +334,8 @@ fn contradictions_are_named() {
     let mut kind = File::new();
     kind.request(1, 64, &json!({}));
     let mut pages = File::new();
-    let many = json!({"slot": 1, "parts": [{"first_page": 0, "pages": [[0, 4_000_000_000_u32]]}]});
+    let count = 4_000_000_000_u32;
+    let many = json!({"slot": 1, "parts": [{"first_page": 0, "pages": [[0, count]], "count": count}]});
     pages.request(1, STORE, &many);
     for (file, text) in [
         (twice, "request 1 is open already"),

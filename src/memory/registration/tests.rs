@@ -277,6 +277,22 @@ fn every_contradiction_is_refused_by_its_field() {
         ("groups[0].tensors[2].role", |r| {
             r.groups[0].tensors[2].role = TensorRole::Kv
         }),
+        ("groups[0].tensors[1].role", |r| {
+            r.groups[0].tensors[1].role = TensorRole::Other
+        }),
+        ("allocations[2].kind", |r| {
+            r.allocations[2].kind = AllocationKind::Other
+        }),
+        ("allocations[1].handle", |r| {
+            r.allocations[1].handle = AllocationHandle::Other
+        }),
+        ("allocations[1].handle.chunks[0].handle", |r| {
+            let mut unknown = chunks(&[832]);
+            if let AllocationHandle::Chunks(chunks) = &mut unknown {
+                chunks[0].handle = ChunkHandle::Other;
+            }
+            on_device(r, unknown);
+        }),
         ("nonce.allocation", |r| r.nonce.allocation = 4),
         ("nonce.bytes", |r| r.nonce.bytes.truncate(15)),
         ("nonce.bytes", |r| r.nonce.bytes.resize(65, 0)),
@@ -305,6 +321,12 @@ fn a_refusal_reads_as_one_line() {
     assert_eq!(
         missing.to_string(),
         "groups[0].layers is 4: layer 2 has no tensor: describe it, or lower the number"
+    );
+    let later = refusal(|r| r.groups[0].tensors[1].role = TensorRole::Other);
+    assert_eq!(
+        later.to_string(),
+        "groups[0].tensors[1].role is a word that this version does not know: name k, v, kv, latent or state, or \
+         update kvferry"
     );
 }
 
