@@ -39,9 +39,9 @@ pub fn catalogue() -> Value {
         .collect();
     let named: BTreeMap<&str, u64> = limits::NAMED.into_iter().collect();
     json!({
-        "status": "provisional",
+        "status": "frozen",
         "versions": { "oldest": VERSION_MIN, "newest": VERSION },
-        "header": "src/protocol/header.rs: 32 bytes, big-endian",
+        "header": "32 bytes, big-endian: docs/wire.md, part one",
         "kinds": kinds,
         "errors": errors,
         "limits": named,
