@@ -114,15 +114,16 @@ def test_the_plain_decoder_reads_what_the_table_says(vector: Vector) -> None:
 def test_a_value_of_another_type_is_found() -> None:
     schema = ROWS[Kind.LOAD]["body"]
     form = wire_table.of_schema(schema, schema["$defs"])
-    part = [("first_page", 0), ("pages", [1, [3, 2]])]
+    part = [("first_page", 0), ("pages", [1, [3, 2]]), ("count", 3)]
     good = [("slot", 1), ("parts", [part])]
     assert list(wire_table.misfits(form, good)) == []
     for bad in (
         [("slot", 1)],
         [("slot", b"1"), ("parts", [])],
         [*good, ("more", 1)],
-        [("slot", 1), ("parts", [[("first_page", 0), ("pages", ["1"])]])],
-        [("slot", 1), ("parts", [[("first_page", None), ("pages", [])]])],
+        [("slot", 1), ("parts", [[("first_page", 0), ("pages", ["1"]), ("count", 1)]])],
+        [("slot", 1), ("parts", [[("first_page", 0), ("pages", [1])]])],
+        [("slot", 1), ("parts", [[("first_page", None), ("pages", []), ("count", 0)]])],
     ):
         assert list(wire_table.misfits(form, bad)), bad
 

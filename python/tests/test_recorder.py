@@ -94,7 +94,7 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
     assert read[2].fields[4] == [[0, 3], b"".join(pages(2, 3))]
     assert read[3].fields[4] == [[0, 4], b"".join(pages(2, 100))]
     _, _, _, message, items = read[4].fields
-    assert message["parts"] == [{"first_page": 0, "pages": [4, [6, 2]]}]
+    assert message["parts"] == [{"first_page": 0, "pages": [4, [6, 2]], "count": 3}]
     assert (message["more_from"], message["more_hashes"]) == (5, b"")
     assert known.expand(items, 32) == b"".join(pages(1, 5))
     assert read[6].fields[:1] == [7]

@@ -90,7 +90,7 @@ HANDLE = {
     "oneOf": [
         {
             "type": "object",
-            "properties": {name: {"type": "array", "items": {"format": "uint8", "type": "integer"}}},
+            "properties": {name: {"type": "string", "contentEncoding": "binary"}},
             "required": [name],
             "additionalProperties": False,
         }

@@ -535,7 +535,7 @@ class Leader:
             epoch=self._server.epoch,
             ready=memories is not None,
             ratio=1,
-            engine_page_tokens=memories[0].groups[0].page_tokens if memories else 0,
+            hash_tokens=memories[0].groups[0].page_tokens if memories else 0,
             ranks=ranks,
             slots=len(self._slots),
             copies_under_way=len(self._copies),

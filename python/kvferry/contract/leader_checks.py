@@ -114,7 +114,7 @@ class LeaderChecks:
             )
         ranks = [rank.rank for rank in answer.ranks if rank.replica == target.replica]
         self._engine.count = target.ranks or max(ranks, default=0) + 1
-        self._engine.page_tokens = target.page_tokens or answer.engine_page_tokens or 16
+        self._engine.page_tokens = target.page_tokens or answer.hash_tokens or 16
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
