@@ -80,9 +80,9 @@ class CopyChecks:
     def _store_found(self) -> None:
         hashes, _ = self._engine.stored()
         for limit, device, wanted in ((None, 0, LENGTH), (LENGTH - 2, 0, LENGTH - 2), (None, 2, LENGTH - 2)):
-            slot = self._engine.lookup(hashes, limit_pages=limit, device_pages=device)
+            slot = self._engine.lookup(hashes, limit_pages=limit, have_pages=device)
             found = self._engine.found
-            want(found == wanted, f"limit_pages {limit} and device_pages {device}: {found} pages found, not {wanted}")
+            want(found == wanted, f"limit_pages {limit} and have_pages {device}: {found} pages found, not {wanted}")
             self._engine.finish(slot)
         slot = self._engine.lookup([*hashes[:3], *self._engine.hashes(3)])
         want(self._engine.found == 3, f"a sequence that shares 3 pages found {self._engine.found}")
