@@ -335,7 +335,8 @@ fn contradictions_are_named() {
     kind.request(1, 64, &json!({}));
     let mut pages = File::new();
     let count = 4_000_000_000_u32;
-    let many = json!({"slot": 1, "parts": [{"first_page": 0, "pages": [[0, count]], "count": count}]});
+    let many =
+        json!({"slot": 1, "parts": [{"first_page": 0, "pages": [[0, count]], "count": count}]});
     pages.request(1, STORE, &many);
     for (file, text) in [
         (twice, "request 1 is open already"),
