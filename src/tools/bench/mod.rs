@@ -4,6 +4,7 @@
 mod arena;
 mod codec;
 mod lookup;
+mod ping;
 mod preloaded_leader;
 mod recovery;
 mod reset;
@@ -34,6 +35,11 @@ pub(super) enum Command {
     Reset(reset::Arguments),
     /// Round trips to a leader, beside round trips over a bare socket and to a server that is busy as long.
     Rpc(rpc::Arguments),
+    /// Round trips through the gate and to a leader, beside round trips between two sockets of the `zeromq` crate.
+    Ping(ping::Arguments),
+    /// Answers in `ping`.
+    #[command(hide = true)]
+    Echo(ping::EchoArguments),
     /// Stands for a leader in `rpc`.
     #[command(hide = true)]
     Busy(rpc_hit::BusyArguments),
@@ -50,6 +56,8 @@ impl Command {
             Self::Arena(arguments) => arguments.run(),
             Self::Reset(arguments) => arguments.run(),
             Self::Rpc(arguments) => arguments.run(),
+            Self::Ping(arguments) => arguments.run(),
+            Self::Echo(arguments) => arguments.run(),
             Self::Busy(arguments) => arguments.run(),
         }
     }

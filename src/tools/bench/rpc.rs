@@ -138,7 +138,7 @@ impl Arguments {
     }
 }
 
-async fn refused_lookup(client: &Client, hash_bytes: usize) -> Result<(), CommandError> {
+pub(super) async fn refused_lookup(client: &Client, hash_bytes: usize) -> Result<(), CommandError> {
     let lookup = Lookup {
         slot: 1,
         namespace: Vec::new(),
