@@ -309,7 +309,9 @@ class EngineClient(Client):
         """Stops the stores of a slot, or of the whole engine. The answer comes when they have ended."""
         return self.request(wire.CancelStores(slot), timeout_s, urgent=True)
 
-    def reset(self, namespace: bytes, *, hashes: Sequence[bytes] = (), timeout_s: float) -> Request[wire.ResetAnswer]:
+    def reset(
+        self, namespace: bytes, *, hashes: Sequence[bytes] | None = None, timeout_s: float
+    ) -> Request[wire.ResetAnswer]:
         """Removes the pages of a namespace; with ``hashes``, equally long, only the pages that have one of them."""
         return self.request(engine_messages.reset(namespace, hashes), timeout_s)
 

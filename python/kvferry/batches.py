@@ -85,21 +85,20 @@ class StoreBatches:
     ) -> Iterator[tuple[PendingRequest, wire.StoreAnswer | wire.Error | None]]:
         """Yields the stores of an answered message, each with its end; nothing if ``identity`` is of no such message.
 
-        A store without an end must be sent again, alone: the peer has refused the message as a whole.
-
-        Raises:
-            wire.Malformed: for an answer that does not fit.
+        A store without an end must be sent again, alone: the peer has refused the message as a whole, or its answer cannot
+        be read.
         """
+        if kind not in (Kind.STORES_ANSWER, Kind.ERROR):
+            return
         stores = self._open.pop(identity, [])
         self.more -= max(len(stores) - 1, 0)
         if stores and isinstance(body, wire.Error):
             self._known = self._known and body.code != Code.UNKNOWN_KIND
+        results = body.results if isinstance(body, wire.StoresAnswer) else []
+        found = [each for result in results if (each := result.answer or result.error) is not None]
+        if len(found) == len(stores):
+            yield from zip(stores, found, strict=True)
+        else:
             for store in stores:
                 store.alone = True
                 yield store, None
-        elif stores:
-            results = body.results if isinstance(body, wire.StoresAnswer) else []
-            found = [each for result in results if (each := result.answer or result.error) is not None]
-            if len(found) != len(stores):
-                raise wire.Malformed(f"kind {kind} with {len(found)} results is no answer to {len(stores)} stores")
-            yield from zip(stores, found, strict=True)

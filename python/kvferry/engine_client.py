@@ -133,7 +133,9 @@ class EngineRequests:
         message = engine_messages.read_events(epoch, from_, cursor, namespace, most, wait_s)
         return self.request(message, wait_s + timeout_s, until=until)
 
-    def reset(self: Sends, namespace: bytes, *, hashes: Sequence[bytes] = (), timeout_s: float) -> PendingRequest:
+    def reset(
+        self: Sends, namespace: bytes, *, hashes: Sequence[bytes] | None = None, timeout_s: float
+    ) -> PendingRequest:
         """Removes the pages of a namespace; with ``hashes``, equally long, only the pages that have one of them.
 
         The answer is a :class:`kvferry.wire.ResetAnswer`.

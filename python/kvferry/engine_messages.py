@@ -72,10 +72,10 @@ def read_events(
     return wire.ReadEvents(epoch, from_, most, int(wait_s * 1000), namespace, cursor)
 
 
-def reset(namespace: bytes, hashes: Sequence[bytes]) -> wire.Reset:
+def reset(namespace: bytes, hashes: Sequence[bytes] | None) -> wire.Reset:
     """Removes the pages of a namespace, or those of them that have one of the hashes."""
     width = len(hashes[0]) if hashes else 0
-    return wire.reset(namespace, hash_bytes=width, hashes=b"".join(hashes))
+    return wire.reset(namespace, hash_bytes=width, hashes=None if hashes is None else b"".join(hashes))
 
 
 def _part(part: Part, priority: int | None = None) -> wire.Part:

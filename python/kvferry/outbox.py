@@ -44,6 +44,8 @@ class Outbox:
 
     #: Whether the worker has the memory.
     registered: bool = False
+    #: Whether the worker copies for the memory that it has: it answers `written` of other memory with a refusal.
+    serves: bool = True
     sent: set[type] = field(default_factory=set)
     #: Everything up to this request is written, and what of it the worker has confirmed since the registration.
     written: int = 0
@@ -105,20 +107,23 @@ class Outbox:
             self.sent.add(Register)
             return Register(self.abandoned_through)
         due = self.reports_at_once or (self.written > self.confirmed and self.report_at(now) is None)
-        if self.registered and due and Written not in self.sent:
+        if self.registered and self.serves and due and Written not in self.sent:
             self.sent.add(Written)
             self.reported_at = now if now < math.inf else self.reported_at
             return Written(self.written)
         return None
 
-    def answered(self, rank_request: RankRequest, confirmed: bool) -> list[int]:
-        """Handles the end of a request, which is retried unless confirmed. Returns abandoned requests that are over."""
+    def answered(self, rank_request: RankRequest, confirmed: bool, *, serves: bool = True) -> list[int]:
+        """Handles the end of a request, which is retried unless confirmed. Returns abandoned requests that are over.
+
+        ``serves``: of a registration, whether the worker copies for the memory.
+        """
         self.sent.discard(type(rank_request))
         if not confirmed:
             return []
         match rank_request:
             case Register():
-                self.registered = True
+                self.registered, self.serves = True, serves
             case Written(through):
                 self.confirmed = through
             case Abandon(requests):

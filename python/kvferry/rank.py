@@ -352,9 +352,9 @@ class RankSession:
                     self._outbox.memory_dropped()
                 self._not_before = time.monotonic() + self._pause_s
                 self._pause_s = min(self._pause_s * 2, _PAUSE_MAX_S)
-            self._are_over(self._outbox.answered(rank_request, failure is None))
-        if isinstance(rank_request, outbox.Register):
             not_served = answer.not_served if isinstance(answer, wire.Registered) else ""
+            self._are_over(self._outbox.answered(rank_request, failure is None, serves=not not_served))
+        if isinstance(rank_request, outbox.Register):
             self._tell(failure, not_served)
 
     def _are_over(self, requests: list[int]) -> None:

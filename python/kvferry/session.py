@@ -256,10 +256,16 @@ class Session:
     def received(self, parts: list[bytes], now: float) -> Message | None:
         """Handles a message; returns the answer to it, which must be sent, if it is a request.
 
+        An answer that cannot be read ends its request alone.
+
         Raises:
-            wire.Malformed: with the reason; the connection is of no use any longer.
+            wire.Malformed: for bytes that are no message; the connection is of no use any longer.
         """
-        envelope = wire.read(parts)
+        unreadable = ""
+        try:
+            envelope = wire.read(parts)
+        except wire.UnreadableBody as error:
+            envelope, unreadable = error.envelope, str(error)
         self._received_at, self._pinged = now, False
         if wire.is_request(envelope.kind):
             self._sent_at = now
@@ -268,13 +274,17 @@ class Session:
         for store, end in self._batches.ends(envelope.correlation, envelope.kind, envelope.body):
             self._store_ended(store, end)
         pending = self.open.get(envelope.correlation)
-        if pending is None or (envelope.body is None and not envelope.required):
+        if pending is None or (envelope.body is None and not envelope.required and not unreadable):
             # No request waits for this answer, or its kind is unknown here.
             return None
         if isinstance(envelope.body, wire.Error):
             self._refused(pending, envelope.body)
         elif envelope.kind == pending.kind + 1 and envelope.body is not None:
             self._settle(pending, envelope.body, None)
+        elif unreadable:
+            # Of the request nothing is known: the failure does not say that its copies are over.
+            text = f"the answer cannot be read: {unreadable}"
+            self._settle(pending, None, Failure(Code.INTERNAL, text, reported=False))
         else:
             text = f"kind {envelope.kind}, with bits {envelope.required:#x}, is no answer to kind {int(pending.kind)}"
             self._settle(pending, None, Failure(Code.INTERNAL, text, reported=False))

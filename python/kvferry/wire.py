@@ -8,6 +8,7 @@ import operator
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -292,10 +293,13 @@ class Reset(msgspec.Struct, omit_defaults=True):
     hashes: bytes = b""
 
 
-def reset(namespace: bytes | None = None, *, tier: int = 0, hash_bytes: int = 0, hashes: bytes = b"") -> Reset:
-    """A reset of the hashes, of the namespace where there are none, or of all pages."""
-    which = "all" if namespace is None else "hashes" if hashes else "namespace"
-    return Reset(which, namespace, tier, hash_bytes, hashes)
+def reset(namespace: bytes | None = None, *, tier: int = 0, hash_bytes: int = 0, hashes: bytes | None = None) -> Reset:
+    """A reset of the hashes, of the namespace where ``hashes`` is None, or of all pages where both are.
+
+    A leader refuses one of no hashes: an empty list never removes the namespace.
+    """
+    which = "hashes" if hashes is not None else "all" if namespace is None else "namespace"
+    return Reset(which, namespace, tier, hash_bytes, hashes or b"")
 
 
 class ResetAnswer(msgspec.Struct):
@@ -328,20 +332,24 @@ class ReadEvents(msgspec.Struct, omit_defaults=True, rename={"from_": "from"}):
     cursor: int | None = None
 
 
+#: A word of an enumeration in an answer, as text or as a map of the word to its content. Later versions may have more.
+Word = str | dict[str, Any]
+
+
 class EventRecord(msgspec.Struct):
-    """``stored`` or ``gone`` pages, or a tier that is ``cleared``.
+    """``stored`` or ``gone`` pages, or a tier that is ``cleared``. Records of other events are skipped.
 
     The pages lie in consecutive arena pages of the tier, from ``place`` on. ``hashes`` are packed.
     """
 
-    event: str
+    event: Word
     tier: int
     namespace: bytes = b""
     layout: bytes = b""
     group: int = 0
     place: int = 0
     hashes: bytes = b""
-    why: str | None = None
+    why: Word | None = None
 
 
 class Events(msgspec.Struct):
@@ -416,7 +424,7 @@ class Status(msgspec.Struct):
 class DiskStatus(msgspec.Struct, kw_only=True):
     """The disk of one worker: see ``docs/reference/status.md``."""
 
-    health: str = "off"
+    health: Word = "off"
     reason: str = ""
     used_bytes: int = 0
     cap_bytes: int = 0
@@ -609,11 +617,20 @@ class Envelope(msgspec.Struct):
     required: int = 0
 
 
+class UnreadableBody(Malformed):
+    """The header is one, and the body is not of its kind. ``envelope`` is what the header says."""
+
+    def __init__(self, envelope: Envelope, why: str):
+        super().__init__(why)
+        self.envelope = envelope
+
+
 def read(parts: list[bytes]) -> Envelope:
     """Reads the two parts of a message.
 
     Raises:
-        Malformed: with the reason.
+        UnreadableBody: for a body that is not of the header's kind.
+        Malformed: for a header that is none, or another number of parts.
     """
     if len(parts) != 2 or len(parts[0]) != HEADER_BYTES:
         raise Malformed(
@@ -626,7 +643,8 @@ def read(parts: list[bytes]) -> Envelope:
     try:
         body = decoder.decode(parts[1]) if decoder else None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise Malformed(f"kind {kind}: {error}") from error
+        envelope = Envelope(kind, correlation, epoch, None, required)
+        raise UnreadableBody(envelope, f"kind {kind}: {error}") from error
     return Envelope(kind, correlation, epoch, body, required)
 
 

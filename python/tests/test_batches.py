@@ -129,20 +129,30 @@ def test_stores_of_a_refused_message_are_sent_alone(directory: Path, code: Code)
             assert receive(server)[2] == [store.id for store in later]
 
 
-@pytest.mark.parametrize("answer", [None, results(STORED), results(STORED, STORED, STORED), b"\x81"])
-def test_stores_are_sent_again_after_a_broken_connection_and_an_answer_that_does_not_fit(
-    directory: Path, answer: Any
-) -> None:
+@pytest.mark.parametrize("answer", [results(STORED), results(STORED, STORED, STORED), b"\x81", b"\xc1"])
+def test_stores_whose_answer_does_not_fit_are_sent_alone_over_the_same_connection(directory: Path, answer: Any) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
         stores = send(client, 2)
         peer, identity, ids = receive(server)
-        if answer is None:
-            server.close()
-            server.open()
-        else:
-            server.say(peer, Kind.STORES_ANSWER, identity, answer)
+        # An answer of an unknown kind is dropped.
+        server.say(peer, 201, identity, results(STORED, STORED))
+        server.say(peer, Kind.STORES_ANSWER, identity, answer)
+        for store in stores:
+            assert server.receive_bytes(Kind.STORE)[:2] == (peer, store.id)
+            server.say(peer, Kind.STORE_ANSWER, store.id, STORED)
+            assert ended(store).answer == STORED
+
+
+def test_stores_are_sent_again_after_a_broken_connection(directory: Path) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        server.greet(client)
+        stores = send(client, 2)
+        peer, identity, ids = receive(server)
+        server.close()
+        server.open()
         peer, again, repeated = receive(server)
         assert repeated == ids
         assert again != identity

@@ -286,8 +286,8 @@ def test_records_of_a_later_kind_are_skipped(clock: Clock) -> None:
     following.log.store(block(1, 0))
     following.run()
     hashes = b"".join(block(1, 0).hashes)
-    for place in (0, 4):
-        record = wire.EventRecord("moved", 2, prefix(MINE), b"layout.", 0, place, hashes)
+    for place, event in ((0, "moved"), (4, {"moved": {"to": 3}})):
+        record = wire.EventRecord(event, 2, prefix(MINE), b"layout.", 0, place, hashes)
         following.log.records.append(record)
     following.log.store(block(2, 4))
     following.run()

@@ -99,6 +99,22 @@ def test_an_unconfirmed_request_is_sent_again() -> None:
     assert rank_requests(side) == []
 
 
+def test_written_is_not_reported_to_a_worker_that_copies_nothing() -> None:
+    side = Outbox()
+    side.wrote(5)
+    assert rank_requests(side) == [Register(0)]
+    side.answered(Register(0), True, serves=False)
+    side.wrote(6)
+    side.needs(6)
+    assert rank_requests(side) == []
+    side.abandon([5])
+    assert rank_requests(side) == [Abandon([5])]
+    side.lost()
+    assert rank_requests(side) == [Register(5)]
+    side.answered(Register(5), True)
+    assert rank_requests(side) == [Written(6)]
+
+
 def test_abandoned_requests_are_over_for_every_later_worker() -> None:
     side = Outbox()
     registered(side)

@@ -149,6 +149,35 @@ def test_a_request_beyond_the_limits_of_the_peer_fails_alone() -> None:
     assert talk.session.limits["of_a_later_version"] == 1
 
 
+@pytest.mark.parametrize("body", [b"\x93\x01\x02\x03", b"\x84", b"", msgspec.msgpack.encode({"hit_pages": "no"})])
+@pytest.mark.parametrize("kind", [Kind.LOOKUP_ANSWER, Kind.ERROR])
+def test_an_answer_that_cannot_be_read_ends_its_request_alone(kind: Kind, body: bytes) -> None:
+    talk = Talk(request_credits=1)
+    talk.connect()
+    first, second = talk.request(5), talk.request(5)
+    assert [identity for _, identity, _ in talk.sent()] == [first.id]
+    link = talk.session.link
+    talk.answer(first, body, kind)
+    assert first.failure is not None
+    assert (first.failure.code, first.failure.over) == (Code.INTERNAL, False)
+    assert talk.session.link == link
+    # Its credit is free.
+    assert [identity for _, identity, _ in talk.sent()] == [second.id]
+    talk.answer(second)
+    assert second.answer == FOUND
+
+
+@pytest.mark.parametrize("word", ["moved", {"moved": {"to": [1, 2]}}])
+def test_words_of_later_versions_are_read(word: Any) -> None:
+    record = {"event": word, "tier": 2, "why": word}
+    events = msgspec.msgpack.encode({"epoch": 1, "next": 2, "lost": False, "hash_bytes": 16, "records": [record]})
+    read = wire.read(message(Kind.EVENTS, 1, events)).body
+    assert isinstance(read, wire.Events)
+    assert (read.records[0].event, read.records[0].why) == (word, word)
+    disk = msgspec.msgpack.encode({"health": word})
+    assert msgspec.msgpack.decode(disk, type=wire.DiskStatus).health == word
+
+
 def garbage(rng: random.Random, open_ids: list[int]) -> list[bytes]:
     """Bytes that a peer may send: wrong lengths, kinds, ids, flags and bodies, also nearly right ones."""
     kind = rng.choice([*Kind, 998, 999, rng.randrange(1 << 16)])

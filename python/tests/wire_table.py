@@ -111,7 +111,10 @@ def of_python(found: inspect.Type) -> Form:
         case inspect.DictType():
             return Form("dict", (of_python(found.value_type),))
         case inspect.UnionType():
-            forms = [of_python(each) for each in found.types if not isinstance(each, inspect.NoneType)]
+            types = [each for each in found.types if not isinstance(each, inspect.NoneType)]
+            # A word with content is of a later version, as in the schema.
+            words = any(isinstance(each, inspect.StrType) for each in types)
+            forms = [of_python(each) for each in types if not (words and isinstance(each, inspect.DictType))]
             return _union(forms, optional=found.includes_none)
         case inspect.StructType():
             omits = found.cls.__struct_config__.omit_defaults
