@@ -16,9 +16,9 @@ UNNEEDED_S = 0.1
 
 @dataclass
 class Register:
-    """Registers the memory; the engine gives up all requests up to ``after``."""
+    """Registers the memory; the engine gives up all requests up to ``abandoned_through``."""
 
-    after: int
+    abandoned_through: int
 
 
 @dataclass

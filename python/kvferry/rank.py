@@ -323,7 +323,7 @@ class RankSession:
 
     def _message(self, rank_request: outbox.RankRequest) -> wire.Register | wire.Written | wire.Abandon:
         match rank_request:
-            case outbox.Register(after):
+            case outbox.Register(abandoned_through):
                 tickets, process, process_fd = self._memory.hand_over(self._directory)
                 self._remember_process(process, process_fd)
                 timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
@@ -333,7 +333,7 @@ class RankSession:
                         # Marks mean nothing to this worker: it is notified of passes that are known to be over.
                         self._outbox.wrote_last(self._progress.known)
                 memory = self._memory.describe(tickets, timeline=timeline)
-                return wire.Register(after, self._engine, memory, check_only=not self._memory.served)
+                return wire.Register(abandoned_through, self._engine, memory, check_only=not self._memory.served)
             case outbox.Written(through):
                 return wire.Written(through, timeline=through > self._progress.known)
             case outbox.Abandon(requests):

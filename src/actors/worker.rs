@@ -324,7 +324,9 @@ impl Actor for WorkerActor {
                     host.watch_gpu();
                 }
             }
-            WorkerMessage::Checked(registering, found) => shell.checked(host, registering, found),
+            WorkerMessage::Checked(registering, found) => {
+                shell.checked(host, registering, found)?
+            }
             WorkerMessage::Pinned(bytes) => host.pinned(bytes),
             WorkerMessage::Gpu(gpu) => {
                 if let Some(why) = host.gpu_started(gpu) {

@@ -324,7 +324,7 @@ impl RequestGuard {
             slot: self.slot,
             namespace,
             hashes,
-            device_pages,
+            have_pages: device_pages,
             limit_pages,
         };
         // From now on the leader may hold other pages for the slot, whether this call completes or not.

@@ -11,8 +11,8 @@ use kvferry_transport::LinkId;
 /// A request to the worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RankRequest {
-    /// Use this memory. The engine gives up all requests up to `after`.
-    Register { after: u64 },
+    /// Use this memory. The engine gives up all requests up to `abandoned_through`.
+    Register { abandoned_through: u64 },
     /// Everything up to this number is written: pages that stores read, and work that loads wait for.
     Written { through: u64 },
     /// Stop copying for these requests.
@@ -92,7 +92,7 @@ impl Outbox {
             return Some((
                 link,
                 RankRequest::Register {
-                    after: self.abandoned_through,
+                    abandoned_through: self.abandoned_through,
                 },
             ));
         }
@@ -173,9 +173,9 @@ mod tests {
             .collect()
     }
 
-    fn registered(outbox: &mut Outbox, link: LinkId, after: u64) {
+    fn registered(outbox: &mut Outbox, link: LinkId, abandoned_through: u64) {
         outbox.connected(link);
-        let register = RankRequest::Register { after };
+        let register = RankRequest::Register { abandoned_through };
         assert_eq!(outbox.next(), Some((link, register.clone())));
         assert!(outbox.answered(link, &register, true).is_empty());
     }
@@ -198,7 +198,9 @@ mod tests {
     fn an_unconfirmed_request_is_sent_again() {
         let mut outbox = Outbox::new();
         outbox.connected(FIRST);
-        let register = RankRequest::Register { after: 0 };
+        let register = RankRequest::Register {
+            abandoned_through: 0,
+        };
         for _ in 0..2 {
             assert_eq!(questions(&mut outbox), std::slice::from_ref(&register));
             outbox.answered(FIRST, &register, false);
@@ -230,7 +232,9 @@ mod tests {
         let late = outbox.answered(FIRST, &both, true);
         assert!(late.is_empty(), "said by one that is gone");
         outbox.connected(SECOND);
-        let register = RankRequest::Register { after: 5 };
+        let register = RankRequest::Register {
+            abandoned_through: 5,
+        };
         assert_eq!(questions(&mut outbox), [register, both.clone()]);
         outbox.abandon(8);
         assert_eq!(outbox.answered(SECOND, &both, true), [3, 5]);
@@ -247,7 +251,12 @@ mod tests {
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
         outbox.memory_dropped(FIRST);
         outbox.answered(FIRST, &written, false);
-        assert_eq!(questions(&mut outbox), [RankRequest::Register { after: 0 }]);
+        assert_eq!(
+            questions(&mut outbox),
+            [RankRequest::Register {
+                abandoned_through: 0
+            }]
+        );
         outbox.memory_dropped(FIRST);
         assert_eq!(questions(&mut outbox), [], "it is on its way");
     }

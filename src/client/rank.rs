@@ -441,7 +441,9 @@ impl<M: SessionMemory> Requester<M> {
     /// Sends one request over this connection; pauses after a failure.
     async fn send(self, link: LinkId, request: RankRequest, pause: Duration) -> RankRequestEnd {
         let answer = match &request {
-            RankRequest::Register { after } => self.register(link, *after).await,
+            RankRequest::Register { abandoned_through } => {
+                self.register(link, *abandoned_through).await
+            }
             RankRequest::Written { through } => self.written(link, *through).await,
             RankRequest::Abandon { requests } => {
                 let requests = requests.clone();
@@ -482,10 +484,10 @@ impl<M: SessionMemory> Requester<M> {
     }
 
     /// Hands the memory over to the worker and registers it.
-    async fn register(&self, link: LinkId, after: u64) -> Result<(), Failure> {
+    async fn register(&self, link: LinkId, abandoned_through: u64) -> Result<(), Failure> {
         let described = self.memory.registration().await;
         let register = Register {
-            abandoned_through: after,
+            abandoned_through,
             engine: self.settings.engine.0,
             registration: Registration {
                 timeline: self.timeline(),

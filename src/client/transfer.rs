@@ -9,6 +9,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::sync::{TryAcquireError, oneshot};
+use tokio::time::timeout;
 
 use crate::shared::{Shared, TRANSFER_KIB};
 use kvferry_protocol::limits::{PAGE_ITEMS_MAX, PARTS_MAX};
@@ -32,8 +33,11 @@ const PAGE_BYTES: usize = 5;
 const PART_BYTES: usize = 40;
 /// Bytes of a message beside its lists, at most.
 const MESSAGE_BYTES: usize = 256;
-/// Pause before a request whose end is unknown is repeated under its id, which requests its end.
-const REPEAT_PAUSE: Duration = Duration::from_millis(200);
+/// First and longest pause before a request whose end is unknown is repeated under its id, which requests its end. Doubles
+/// with each repetition: an answer that cannot be read comes again each time.
+const REPEAT_PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// Longest wait for the report of a request that is over for every rank.
+const REPORT_LIMIT: Duration = Duration::from_secs(120);
 
 /// A load in flight: completes with the number of pages in place and the owner of the device pages.
 ///
@@ -274,9 +278,10 @@ impl<C: Call> TransferTask<C> {
             // Without a receiver the pages are dropped, which gives them back.
             drop(give_back.map(|give_back| give_back.send(pages)));
         }
-        // The request uses credits of the connection until its end is reported.
-        if !is_reported {
-            reported.await;
+        // The request uses credits of the connection until its end is reported. A leader whose reports cannot be read
+        // never frees them.
+        if !is_reported && timeout(REPORT_LIMIT, reported).await.is_err() {
+            tracing::warn!(request = %self.id, "the end of a request that is over for every rank is not reported");
         }
     }
 
@@ -300,6 +305,7 @@ impl<C: Call> TransferTask<C> {
                 Err(_) => {}
             }
         }
+        let (mut pause, longest) = REPEAT_PAUSES;
         loop {
             match self.repeat().await {
                 Ok(_) => return true,
@@ -308,7 +314,10 @@ impl<C: Call> TransferTask<C> {
                 Err(failure) if failure.code == ErrorCode::Draining && !failure.retry => {
                     return false;
                 }
-                Err(_) => tokio::time::sleep(REPEAT_PAUSE).await,
+                Err(_) => {
+                    tokio::time::sleep(pause).await;
+                    pause = longest.min(pause * 2);
+                }
             }
         }
     }

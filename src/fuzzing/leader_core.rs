@@ -480,7 +480,7 @@ impl World {
                 slot,
                 namespace: vec![input.below(2) as u8],
                 hashes: sequence(input.below(4) as u8, input.below(40)),
-                device_pages: match input.rarely() {
+                have_pages: match input.rarely() {
                     true => input.number32(),
                     false => input.below(3) as u32,
                 },

@@ -153,7 +153,7 @@ impl World {
         self.engine = Some(engine_id(1));
         self.step(WorkerEvent::Registered {
             engine: engine_id(1),
-            after,
+            abandoned_through: after,
             bounds,
         });
         self.epoch = Epoch(1);
@@ -252,7 +252,7 @@ impl World {
         self.engine = Some(engine);
         WorkerEvent::Registered {
             engine,
-            after: RequestId(input.number()),
+            abandoned_through: RequestId(input.number()),
             bounds: bounds(),
         }
     }

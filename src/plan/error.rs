@@ -115,6 +115,14 @@ pub enum PlanError {
         /// What other fields of the side say.
         expected: String,
     },
+    /// The division over the ranks is unknown to this version.
+    #[error("{at}slices at the {side} has a word that this version does not know: no plan is made")]
+    UnknownSlices {
+        /// The side.
+        side: PlanSide,
+        /// Where.
+        at: At,
+    },
     /// The kind of attention is unknown to this version.
     #[error("{at}attention is {} at the {side}, which this version cannot plan", .attention.name())]
     Attention {

@@ -229,6 +229,14 @@ fn tensor_pieces(
     let at = both.at;
     let model = "plans are made between engines of one model";
     match (&both.source.slices, &both.target.slices) {
+        (Some(Slices::Other), _) => Err(PlanError::UnknownSlices {
+            side: PlanSide::Source,
+            at,
+        }),
+        (_, Some(Slices::Other)) => Err(PlanError::UnknownSlices {
+            side: PlanSide::Target,
+            at,
+        }),
         (
             Some(Slices::Heads { kv_heads: ours, .. }),
             Some(Slices::Heads {

@@ -106,7 +106,7 @@ impl Side {
                         u64::from(*kv_heads).min(u64::from(self.ranks))
                     }
                     Some(Slices::Whole { .. }) => 1,
-                    Some(Slices::Parts { .. }) | None => u64::from(self.ranks),
+                    Some(Slices::Parts { .. } | Slices::Other) | None => u64::from(self.ranks),
                 };
                 let (shards, ranks) = (u64::from(shards), u64::from(self.ranks));
                 if shards == 0 || shards % held != 0 || ranks % shards != 0 {
@@ -176,7 +176,7 @@ impl SideTensor {
                 ..
             }) => (Some(*head_axis), Some(*token_axis)),
             Some(Slices::Whole { token_axis }) => (None, Some(*token_axis)),
-            Some(Slices::Parts { .. }) | None => (None, None),
+            Some(Slices::Parts { .. } | Slices::Other) | None => (None, None),
         };
         for (field, axis) in [("head_axis", heads), ("token_axis", tokens)] {
             if let Some(axis) = axis
@@ -277,7 +277,7 @@ impl SideTensor {
         };
         let state = group.attention == Attention::State;
         match &self.slices {
-            None => Ok(()),
+            None | Some(Slices::Other) => Ok(()),
             Some(Slices::Parts { .. }) if !state => {
                 wrong("parts", 0, "only state has parts".to_owned())
             }

@@ -6,7 +6,7 @@ use crate::header::Header;
 use crate::kind::MessageKind;
 use crate::role::Role;
 use kvferry_types::{
-    AllocationHandle, AllocationKind, Attention, Epoch, GroupMemory, RequestId, TensorRole,
+    AllocationHandle, AllocationKind, Attention, Epoch, GroupMemory, RequestId, Slices, TensorRole,
 };
 
 fn read(kind: MessageKind, body: &[u8]) -> Result<Message, ErrorCode> {
@@ -77,6 +77,9 @@ fn a_word_is_text_and_an_unknown_one_may_have_any_content() {
     };
     assert_eq!(role(text("engine")), Role::Engine);
     assert_eq!(role(text("gauge")), Role::Unknown);
+    // The names of catch-alls are no words.
+    assert_eq!(role(text("unknown")), Role::Unknown);
+    assert_eq!(role(map(&[("unknown", vec![1])])), Role::Unknown);
     assert_eq!(role(map(&[("gauge", vec![1])])), Role::Unknown);
     assert_eq!(
         role(map(&[("gauge", map(&[("a", vec![0xc0])]))])),
@@ -209,8 +212,8 @@ fn words_of_later_versions_are_read_in_a_registration() {
     {
         assert_eq!(*attention, Attention::Other);
         assert_eq!(tensors[0].role, TensorRole::Other);
-        assert_eq!(tensors[0].slices, None);
-        assert!(tensors[1].slices.is_some());
+        assert_eq!(tensors[0].slices, Some(Slices::Other));
+        assert_eq!(tensors[1].slices, Some(Slices::Whole { token_axis: 0 }));
     }
     let allocation = &registration.allocations[0];
     assert_eq!(allocation.kind, AllocationKind::Other);

@@ -18,6 +18,9 @@ use serde::de::{
 
 use crate::limits::RESERVED_ITEMS_MAX;
 
+/// Names of catch-alls in the enums of bodies. Sent as words, they are as unknown as others, and may have content.
+const CATCH_ALLS: [&str; 2] = ["other", "unknown"];
+
 /// Wraps a deserializer, or a part of it, and refuses structs that are encoded as lists, at any depth.
 pub(super) struct Named<T>(pub(super) T);
 
@@ -299,7 +302,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Variant<V> {
         let name = map.next_key_seed(Named(std::marker::PhantomData::<String>))?;
         let name = name.ok_or_else(|| A::Error::invalid_length(0, &"a map of one variant"))?;
         let content = Content {
-            known: self.known.contains(&name.as_str()),
+            known: self.known.contains(&name.as_str()) && !CATCH_ALLS.contains(&name.as_str()),
             name,
             map: &mut map,
         };

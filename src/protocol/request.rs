@@ -18,14 +18,14 @@ impl From<Request> for Message {
                 slot,
                 namespace,
                 hashes,
-                device_pages,
+                have_pages,
                 limit_pages,
             } => Self::Lookup(Lookup {
                 slot: slot.0,
                 namespace,
                 hash_bytes: width(&hashes),
                 hashes: hashes.into_bytes(),
-                have_pages: device_pages,
+                have_pages,
                 limit_pages,
             }),
             Request::Load { slot, parts, after } => Self::Load(Load {
@@ -69,7 +69,7 @@ impl TryFrom<Message> for Request {
                 slot: SlotId(lookup.slot),
                 namespace: lookup.namespace,
                 hashes: page_hashes("hashes", lookup.hash_bytes, lookup.hashes)?,
-                device_pages: lookup.have_pages,
+                have_pages: lookup.have_pages,
                 limit_pages: lookup.limit_pages,
             }),
             Message::Load(load) => Ok(Self::Load {

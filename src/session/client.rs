@@ -508,7 +508,11 @@ impl<R> ClientSession<R> {
         match Class::of(header.kind) {
             Class::Request => self.take_request(now, kind, header, body),
             // Drops answers of an unknown kind, and answers to no pending request.
-            Class::Answer if kind.is_none_or(|kind| kind == MessageKind::Pong) => Ok(()),
+            Class::Answer if kind.is_none_or(|kind| kind == MessageKind::Pong) => {
+                // The other side has answered, so that the request uses none of its credits any longer.
+                self.in_flight.remove(header.correlation);
+                Ok(())
+            }
             Class::Answer if !self.pending.contains_key(&header.correlation) => {
                 self.in_flight.remove(header.correlation);
                 Ok(())
@@ -689,7 +693,7 @@ impl<R> ClientSession<R> {
     /// Handles a hello that was not welcomed. A permanent error fails all requests.
     fn not_welcome(&mut self, now: Time, failure: &Failure) {
         self.events.push_back(ClientEvent::Disconnect);
-        if failure.code.retry() {
+        if failure.retry {
             tracing::debug!(%failure, "cannot connect yet");
         } else {
             let pending = self.pending.iter();

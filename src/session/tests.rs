@@ -228,6 +228,38 @@ fn an_answer_that_cannot_be_read_ends_its_request_alone() {
 }
 
 #[test]
+fn an_answer_of_an_unknown_kind_frees_the_credit_of_its_request() {
+    let mut client = Client::welcomed(at(0), 1);
+    client.request(at(0), 1);
+    client.request(at(0), 2);
+    assert_eq!(client.requests(), [1]);
+    let (mut header, body) = from_server(VERSION, 1, Message::FinishAnswer(Empty {}));
+    header[6..8].copy_from_slice(&201_u16.to_be_bytes());
+    client.receive(at(1), &(header, body));
+    assert!(client.answered.is_empty());
+    // The request ends at its deadline; the next one is sent at once.
+    client.tick(at(1));
+    assert_eq!(client.requests(), [2]);
+}
+
+#[test]
+fn a_refusal_of_the_hello_with_an_unknown_code_is_final_only_without_retry() {
+    for retry in [true, false] {
+        let mut client = Client::new();
+        client.tick(at(0));
+        client.session.connected(at(0));
+        client.request(at(0), 1);
+        let error = ErrorBody {
+            code: 99,
+            retry,
+            ..ErrorBody::new(ErrorCode::Internal, "a code of a later version")
+        };
+        client.receive(at(1), &from_server(HELLO_VERSION, 0, Message::Error(error)));
+        assert_eq!(client.answered.is_empty(), retry);
+    }
+}
+
+#[test]
 fn requests_that_expire_before_they_are_sent_stop_no_later_ones() {
     let mut client = Client::welcomed(at(0), 2);
     (1..=4).for_each(|id| client.request(at(id), id));

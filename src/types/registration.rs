@@ -2,7 +2,7 @@
 //! is guessed from shapes.
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
 use super::Rank;
 
@@ -205,13 +205,9 @@ pub struct TensorView {
     pub page_bytes: u64,
     /// Distance from one page to the next, in bytes.
     pub page_stride_bytes: u64,
-    /// Which part of the model's KV the rank's pages hold. `None`: pages are usable by ranks of equal engines only. Slices
-    /// that this version does not know are read as `None`.
-    #[serde(
-        default,
-        skip_serializing_if = "Option::is_none",
-        deserialize_with = "known_slices"
-    )]
+    /// Which part of the model's KV the rank's pages hold. `None`: pages are usable by ranks of equal engines only. With a
+    /// word that this version does not know, no plan is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slices: Option<Slices>,
 }
 
@@ -241,41 +237,10 @@ pub enum Slices {
         /// The parts in their order in memory, which fill the page.
         parts: Vec<StatePart>,
     },
-}
-
-fn known_slices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Slices>, D::Error> {
-    /// [`Slices`], or those of a later version.
-    #[derive(Deserialize)]
-    #[serde(rename_all = "snake_case")]
-    enum Word {
-        Heads {
-            kv_heads: u32,
-            head_axis: u32,
-            token_axis: u32,
-        },
-        Whole {
-            token_axis: u32,
-        },
-        Parts {
-            parts: Vec<StatePart>,
-        },
-        #[serde(other)]
-        Other,
-    }
-    Ok(match Option::<Word>::deserialize(deserializer)? {
-        Some(Word::Heads {
-            kv_heads,
-            head_axis,
-            token_axis,
-        }) => Some(Slices::Heads {
-            kv_heads,
-            head_axis,
-            token_axis,
-        }),
-        Some(Word::Whole { token_axis }) => Some(Slices::Whole { token_axis }),
-        Some(Word::Parts { parts }) => Some(Slices::Parts { parts }),
-        Some(Word::Other) | None => None,
-    })
+    /// A division that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Other,
 }
 
 impl Slices {
@@ -285,6 +250,7 @@ impl Slices {
             Self::Heads { .. } => "heads",
             Self::Whole { .. } => "whole",
             Self::Parts { .. } => "parts",
+            Self::Other => "other",
         }
     }
 }

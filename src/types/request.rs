@@ -45,7 +45,7 @@ pub enum Request {
         /// each full page.
         hashes: PageHashes,
         /// Number of units, from the first one on, whose pages the engine has itself, in every group.
-        device_pages: u32,
+        have_pages: u32,
         /// Largest end of a hit, in units; `None` for all of them. An engine computes at least the last token of a
         /// prompt. Hashes beyond the limit are of use to groups with draft layers only.
         limit_pages: Option<u32>,

@@ -13,7 +13,7 @@ fn look_up(world: &mut World, slot: u64, pages: usize) {
         slot: SlotId(slot),
         namespace: vec![7],
         hashes: sequence(0, pages),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(0, lookup);
@@ -413,7 +413,7 @@ fn attached_workers_and_page_tokens_are_reported() {
         slot: SlotId(0),
         namespace: vec![7],
         hashes: sequence(0, 9),
-        device_pages: 5,
+        have_pages: 5,
         limit_pages: None,
     };
     world.request(0, lookup);
@@ -480,7 +480,7 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
             slot: SlotId(slot),
             namespace: vec![100 + slot as u8],
             hashes: sequence(0, pages),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         world.request(0, lookup);
@@ -510,7 +510,7 @@ fn pages_without_room_and_split_runs_are_counted() {
             slot: SlotId(slot),
             namespace: vec![slot as u8 % 10],
             hashes: sequence(0, 8),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         world.request(0, lookup(slot));
@@ -521,7 +521,7 @@ fn pages_without_room_and_split_runs_are_counted() {
         slot: SlotId(9),
         namespace: vec![9],
         hashes: sequence(0, 7),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(0, lookup);
@@ -613,7 +613,7 @@ fn look_up_named(world: &mut World, name: u8) -> u32 {
         slot: SlotId(name.into()),
         namespace: vec![7],
         hashes: sequence(name, 8),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(0, lookup);
@@ -631,7 +631,7 @@ fn look_up_named(world: &mut World, name: u8) -> u32 {
         slot: SlotId(name.into()),
         namespace: vec![7],
         hashes: sequence(name, 8),
-        device_pages: 8,
+        have_pages: 8,
         limit_pages: None,
     };
     world.request(0, lookup);

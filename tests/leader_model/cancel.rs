@@ -121,7 +121,7 @@ fn a_cancel_that_a_worker_does_not_obey_is_answered_by_its_deadline() {
             slot: SlotId(0),
             namespace: vec![7],
             hashes: sequence(0, 8),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         },
     );
@@ -194,7 +194,7 @@ fn a_store_that_arrives_after_its_cancel_is_answered_without_a_copy() {
         slot: SlotId(0),
         namespace: vec![7],
         hashes: sequence(0, 8),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(0, lookup);

@@ -12,7 +12,7 @@ pub fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usi
         slot: SlotId(slot),
         namespace: vec![namespace],
         hashes,
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(engine, lookup);
@@ -100,7 +100,7 @@ fn loading(world: &mut World) -> (RequestId, TransferId) {
             slot: SlotId(1),
             namespace: vec![7],
             hashes,
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         },
     );
@@ -152,7 +152,7 @@ fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
             slot: SlotId(1),
             namespace: vec![7],
             hashes,
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         },
     );
@@ -277,7 +277,7 @@ fn found(world: &mut World, namespace: u8) -> u32 {
         slot: SlotId(2),
         namespace: vec![namespace],
         hashes: sequence(0, 8),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(1, lookup);
@@ -332,7 +332,7 @@ fn a_reset_is_refused_while_pages_are_held_with_the_number_of_holders() {
                 slot: SlotId(slot),
                 namespace: vec![7],
                 hashes: sequence(0, 8),
-                device_pages: 0,
+                have_pages: 0,
                 limit_pages: None,
             },
         );
@@ -448,7 +448,7 @@ fn a_lookup_after_the_finish_of_its_slot_opens_nothing() {
         slot: SlotId(1),
         namespace: vec![7],
         hashes: sequence(0, 8),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world
@@ -561,7 +561,7 @@ fn a_smaller_depot_is_refused_while_a_lookup_holds_pages() {
         slot: SlotId(5),
         namespace: vec![7],
         hashes: sequence(0, 8),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(1, lookup);

@@ -11,7 +11,7 @@ fn lookup(slot: u64, pages: usize, device_pages: u32) -> Request {
         slot: SlotId(slot),
         namespace: vec![7],
         hashes: sequence(0, pages),
-        device_pages,
+        have_pages: device_pages,
         limit_pages: None,
     }
 }
@@ -236,7 +236,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             slot: SlotId(slot),
             namespace: vec![namespace],
             hashes: sequence(0, pages),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         world.request(0, lookup);
@@ -283,7 +283,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             slot: SlotId(slot),
             namespace: vec![namespace],
             hashes: sequence(0, pages),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         world.request(0, lookup);
@@ -480,7 +480,7 @@ fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<LeaderEffect> {
             slot: SlotId(slot),
             namespace: vec![0],
             hashes,
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         let store = Request::Store {

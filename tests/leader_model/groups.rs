@@ -100,7 +100,7 @@ impl Grouped {
             slot: SlotId(1),
             namespace: vec![7],
             hashes: sequence(1, HASHES as usize),
-            device_pages,
+            have_pages: device_pages,
             limit_pages,
         });
         match answer {
@@ -348,7 +348,7 @@ fn a_lookup_uses_the_pages_of_a_prefix_that_the_engine_has() {
                 slot: SlotId(name.into()),
                 namespace: vec![7],
                 hashes: sequence(name, 16),
-                device_pages,
+                have_pages: device_pages,
                 limit_pages: None,
             })
         };

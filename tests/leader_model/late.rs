@@ -21,7 +21,7 @@ fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alon
             slot: SlotId(0),
             namespace: vec![7],
             hashes: sequence(0, 8),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         },
     );
@@ -63,7 +63,7 @@ fn a_request_from_before_the_lookup_of_its_slot_is_refused() {
         slot,
         namespace: vec![namespace],
         hashes: sequence(0, 8),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     world.request(0, lookup(7));

@@ -355,7 +355,7 @@ impl World {
             Request::Lookup {
                 slot,
                 hashes,
-                device_pages,
+                have_pages: device_pages,
                 ..
             },
             Ok(Answer::Lookup(LookupAnswer { hit_pages, .. })),
@@ -434,7 +434,7 @@ impl World {
                         slot,
                         namespace,
                         hashes,
-                        device_pages,
+                        have_pages: device_pages,
                         limit_pages: None,
                     },
                 );

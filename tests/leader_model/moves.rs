@@ -194,7 +194,7 @@ impl Tiered {
             slot: SlotId(name.into()),
             namespace: vec![7],
             hashes: sequence(name, RATIO as usize),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         });
         match answer {
@@ -465,7 +465,7 @@ fn pages_that_a_failed_promotion_of_another_load_brought_are_loaded() {
             slot: SlotId(name.into()),
             namespace: vec![7],
             hashes,
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         });
         tiered.request(Request::Store {
@@ -484,7 +484,7 @@ fn pages_that_a_failed_promotion_of_another_load_brought_are_loaded() {
         slot: SlotId(20),
         namespace: vec![7],
         hashes: sequence(20, half as usize),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     });
     let loads = [0, 0].map(|name| {
@@ -594,7 +594,7 @@ fn a_load_of_more_pages_than_host_memory_has_room_for_proceeds_stretch_by_stretc
             slot: SlotId(0),
             namespace: vec![7],
             hashes: hashes.clone(),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         })
     };

@@ -85,7 +85,7 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_is_refused() {
             slot: SlotId(0),
             namespace: Vec::new(),
             hashes: sequence(0, 4),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         },
     };

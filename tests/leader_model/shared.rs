@@ -113,7 +113,7 @@ impl Shared {
             slot: SlotId(slot),
             namespace: vec![7],
             hashes: sequence(name, 8),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         });
         let effects = self.request(request);

@@ -159,7 +159,7 @@ impl Site {
             slot: SlotId(1),
             namespace: vec![7],
             hashes: sequence(0, 8),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         answer(&self.request(engine, lookup)).expect("answered at once")

@@ -148,7 +148,7 @@ impl Seat {
         let after = RequestId(0);
         let first = first.then(WorkerEvent::Registered {
             engine: ENGINE,
-            after,
+            abandoned_through: after,
             bounds: bounds(),
         });
         let through = RequestId(u64::MAX);
@@ -555,7 +555,7 @@ impl Model for Epochs {
                 let after = RequestId(0);
                 let event = WorkerEvent::Registered {
                     engine: ENGINE,
-                    after,
+                    abandoned_through: after,
                     bounds: bounds(),
                 };
                 state.step(self.rule, rank, event);

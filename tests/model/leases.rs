@@ -185,7 +185,7 @@ impl State {
             slot: SlotId(name as u64),
             namespace: Vec::new(),
             hashes: sequence(name),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         });
     }

@@ -235,8 +235,14 @@ impl WorkerHost for Host {
         self.close_memory(engine, memory);
     }
 
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engine: EngineId) {
-        self.answer_when_closed(peer, request, engine);
+    fn reply_when_closed(
+        &mut self,
+        peer: PeerId,
+        request: RequestId,
+        engine: EngineId,
+        answer: Message,
+    ) {
+        self.answer_when_closed(peer, request, engine, answer);
     }
 
     fn watch_timeline(

@@ -8,7 +8,7 @@ use ractor::ActorRef;
 use super::{Host, WorkerMessage};
 use crate::gpu::{EngineSide, Gpu};
 use kvferry_memory::{DropWaiter, OpenError, RegisteredMemory, pieces_without_proof, validate};
-use kvferry_protocol::{Empty, ErrorBody, ErrorCode, Message};
+use kvferry_protocol::{ErrorBody, ErrorCode, Message};
 use kvferry_shell::Registering;
 use kvferry_transport::{FdReceiver, PeerId, Ticket};
 use kvferry_types::{
@@ -180,7 +180,13 @@ impl Host {
     }
 
     /// Answers a rank once all memory of this engine is closed in this worker, or after [`LET_GO_LIMIT`].
-    pub(super) fn answer_when_closed(&self, peer: PeerId, request: RequestId, engine: EngineId) {
+    pub(super) fn answer_when_closed(
+        &self,
+        peer: PeerId,
+        request: RequestId,
+        engine: EngineId,
+        answer: Message,
+    ) {
         let closing = self.closing.iter();
         let its = closing.filter(|(of, _)| of == &engine);
         let ends: Vec<DropWaiter> = its.map(|(_, end)| end.clone()).collect();
@@ -189,7 +195,7 @@ impl Host {
             let until = Instant::now() + LET_GO_LIMIT;
             let left = || until.saturating_duration_since(Instant::now());
             let answer = match ends.iter().all(|end| end.wait(left())) {
-                true => Message::Unregistered(Empty {}),
+                true => answer,
                 false => {
                     let text = format!("copies of it run for more than {LET_GO_LIMIT:?}");
                     Message::Error(ErrorBody::new(ErrorCode::NotReady, text))

@@ -32,7 +32,7 @@ fn lookup(slot: u64, namespace: u8, hashes: &PageHashes) -> Request {
         slot: SlotId(slot),
         namespace: vec![namespace],
         hashes: hashes.clone(),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }

@@ -67,7 +67,7 @@ impl Leader {
         } = lookup;
         if device_pages as usize > hashes.len() {
             return Err(Refusal::Invalid {
-                field: "device_pages",
+                field: "have_pages",
                 value: device_pages.to_string(),
                 remedy: "at most the number of page hashes",
             });

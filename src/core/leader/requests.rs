@@ -123,7 +123,7 @@ impl Leader {
                 slot,
                 namespace,
                 hashes,
-                device_pages,
+                have_pages: device_pages,
                 limit_pages,
             } => {
                 let lookup = Lookup {

@@ -290,7 +290,7 @@ pub(super) fn lookup(slot: u64, pages: usize) -> Request {
         slot: SlotId(slot),
         namespace: Vec::new(),
         hashes: hashes(16, pages),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }
@@ -437,7 +437,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
         slot: SlotId(1),
         namespace: Vec::new(),
         hashes,
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     let list = PageList::run(0, pages);
@@ -541,7 +541,7 @@ fn a_tail_is_found_loaded_and_not_stored_again() {
         slot: SlotId(slot),
         namespace: Vec::new(),
         hashes,
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     };
     let pages = |pages| vec![Part::new(GroupId(0), 0, PageList::run(8, pages))];
@@ -623,7 +623,7 @@ fn lookup_of(slot: u64, hashes: PageHashes) -> Request {
         slot: SlotId(slot),
         namespace: Vec::new(),
         hashes,
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }

@@ -18,18 +18,21 @@ pub(super) struct Memory {
     /// Everything up to this request is written.
     written: RequestId,
     /// Requests up to this one were over at registration.
-    after: RequestId,
+    abandoned_through: RequestId,
 }
 
 impl Memory {
-    pub(super) fn new(engine: EngineId, after: RequestId, bounds: MemoryBounds) -> Self {
+    pub(super) fn new(
+        engine: EngineId,
+        abandoned_through: RequestId,
+        bounds: MemoryBounds,
+    ) -> Self {
         Self {
             engine,
             bounds,
-            // Not `after`: work with a lower number than a finished request may be unfinished. The rank reports what is
-            // written.
+            // Starts at 0 and not at `abandoned_through`: a request may be over while earlier work of the device still runs.
             written: RequestId(0),
-            after,
+            abandoned_through,
         }
     }
 
@@ -51,7 +54,7 @@ impl Memory {
     }
 
     pub(super) fn may_copy_for(&self, request: RequestId, abandoned: &Abandoned) -> bool {
-        request > self.after && !abandoned.is_over(self.engine, request)
+        request > self.abandoned_through && !abandoned.is_over(self.engine, request)
     }
 }
 

@@ -110,7 +110,7 @@ pub enum WorkerEvent {
         /// The engine that registered.
         engine: EngineId,
         /// Requests up to this one are over: nothing is copied for them.
-        after: RequestId,
+        abandoned_through: RequestId,
         /// Bounds for the device pages of its copies.
         bounds: MemoryBounds,
     },
@@ -305,9 +305,9 @@ impl Worker {
             }
             WorkerEvent::Registered {
                 engine,
-                after,
+                abandoned_through,
                 bounds,
-            } => self.registered(now, Memory::new(engine, after, bounds), effects),
+            } => self.registered(now, Memory::new(engine, abandoned_through, bounds), effects),
             WorkerEvent::MemoryGone(engine) => self.memory_gone(now, engine, effects),
             WorkerEvent::Ordered {
                 epoch,

@@ -101,7 +101,7 @@ fn serving(settings: WorkerSettings) -> Worker {
     let after = RequestId(0);
     let registered = WorkerEvent::Registered {
         engine: ENGINE,
-        after,
+        abandoned_through: after,
         bounds: bounds(),
     };
     step(&mut worker, 0, registered);
@@ -157,7 +157,7 @@ fn register(
     let bounds = bounds();
     let registered = WorkerEvent::Registered {
         engine,
-        after,
+        abandoned_through: after,
         bounds,
     };
     step(worker, now, registered)

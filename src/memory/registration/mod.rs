@@ -272,9 +272,11 @@ fn check_handle(
 
 fn check_allocations(registration: &Registration) -> Result<(), RegistrationError> {
     let allocations = &registration.allocations;
-    check_chunks(allocations)?;
     for (index, allocation) in allocations.iter().enumerate() {
         check_words(index, allocation)?;
+    }
+    check_chunks(allocations)?;
+    for (index, allocation) in allocations.iter().enumerate() {
         check_handle(registration, index, allocation)?;
         if allocation.bytes == 0 {
             let remedy = "give the size of the memory in bytes";

@@ -293,6 +293,16 @@ fn every_contradiction_is_refused_by_its_field() {
             }
             on_device(r, unknown);
         }),
+        ("allocations[1].handle.chunks[0].handle", |r| {
+            // Two unknown handles are not the same one.
+            let mut unknown = chunks(&[416, 416]);
+            if let AllocationHandle::Chunks(chunks) = &mut unknown {
+                chunks
+                    .iter_mut()
+                    .for_each(|chunk| chunk.handle = ChunkHandle::Other);
+            }
+            on_device(r, unknown);
+        }),
         ("nonce.allocation", |r| r.nonce.allocation = 4),
         ("nonce.bytes", |r| r.nonce.bytes.truncate(15)),
         ("nonce.bytes", |r| r.nonce.bytes.resize(65, 0)),

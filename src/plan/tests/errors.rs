@@ -49,6 +49,26 @@ fn the_sides_of_these_tests_have_a_plan() {
 }
 
 #[test]
+fn slices_with_a_later_word_have_no_plan_even_between_equal_shapes() {
+    let (known, mut later) = (registration(&model(), 2, 16), registration(&model(), 2, 16));
+    tensor(&mut later).slices = Some(Slices::Other);
+    for (source, target, side) in [
+        (&known, &later, "target"),
+        (&later, &known, "source"),
+        (&later, &later, "source"),
+    ] {
+        let error = made(source, target).expect_err("refused").to_string();
+        let text = format!(
+            "slices at the {side} has a word that this version does not know: no plan is made"
+        );
+        assert!(error.ends_with(&text), "{error}");
+    }
+    // Without the word, pages of equal engines are copied as they are.
+    tensor(&mut later).slices = None;
+    assert!(made(&later, &later).is_ok());
+}
+
+#[test]
 fn a_difference_is_named_with_both_values() {
     let said = |change: fn(&mut Registration)| refused(&model(), change);
     let cases: [(&str, Change); 8] = [

@@ -36,6 +36,12 @@ pub enum DiskHealth {
 }
 
 impl DiskHealth {
+    /// Whether moves and resets may be recorded on the disk. A full one records resets. A word of a later version counts
+    /// as one that takes no writes: nothing is lost by moves that are not ordered.
+    pub fn takes_writes(self) -> bool {
+        !matches!(self, Self::ReadOnly | Self::Unknown)
+    }
+
     /// The name in status.
     pub const fn name(self) -> &'static str {
         match self {

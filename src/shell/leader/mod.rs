@@ -20,9 +20,9 @@ use kvferry_core::{
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
-    Attach, AttachDepot, Attached as AttachedBody, Cancel, DiskHealth, DrainAnswer, Empty,
-    Envelope, ErrorBody, ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message,
-    ProbeAnswer, ReadInventory, Readiness, TransferOrder, WorkerGoneAnswer,
+    Attach, AttachDepot, Attached as AttachedBody, Cancel, DrainAnswer, Empty, Envelope, ErrorBody,
+    ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message, ProbeAnswer, ReadInventory,
+    Readiness, TransferOrder, WorkerGoneAnswer,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
@@ -217,7 +217,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     let event = LeaderEvent::Writable {
                         worker,
                         tier: TierId::Disk,
-                        writable: health != DiskHealth::ReadOnly,
+                        writable: health.takes_writes(),
                     };
                     self.step(host, event);
                 }

@@ -40,9 +40,11 @@ pub struct Registering {
     /// The engine whose memory this is.
     pub engine: EngineId,
     /// Requests of that engine up to this one are over.
-    pub after: RequestId,
+    pub abandoned_through: RequestId,
     /// Why no copies are made for this memory, which is then only checked; `None` when it is served.
     pub not_served: Option<String>,
+    /// The engine asked for a check: memory that it registered before stays.
+    pub check_only: bool,
 }
 
 /// The process of a worker, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
@@ -89,8 +91,15 @@ pub trait WorkerHost: HolderPeers {
     /// Closes the memory of an engine, without waiting for copies that still hold it.
     fn close(&mut self, engine: EngineId, memory: Self::Memory);
 
-    /// Answers a request of a rank once all memory of this engine is closed, or with an error when that takes too long.
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engine: EngineId);
+    /// Answers a request of a rank with `answer` once all memory of this engine is closed, or with an error when that takes
+    /// too long.
+    fn reply_when_closed(
+        &mut self,
+        peer: PeerId,
+        request: RequestId,
+        engine: EngineId,
+        answer: Message,
+    );
 
     /// Watches a device's timeline and reports when it reaches `through`. Returns false for memory without a timeline:
     /// its rank reports what it has written.

@@ -458,8 +458,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             peer,
             request,
             engine,
-            after: RequestId(register.abandoned_through),
+            abandoned_through: RequestId(register.abandoned_through),
             not_served: not_served(&registration, register.check_only),
+            check_only: register.check_only,
         };
         let serves = self.ranks.mapped.is_some();
         match host.open(registering, registration, serves) {
@@ -497,7 +498,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             peer,
             request,
             engine,
-            after,
+            abandoned_through,
             ..
         } = registering;
         let opening = self.ranks.opening.remove(&number);
@@ -554,48 +555,68 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         host.report_problem("");
         let event = WorkerEvent::Registered {
             engine,
-            after,
+            abandoned_through,
             bounds,
         };
         self.step(host, event)
     }
 
-    /// Handles the end of a check of memory that is not served: its page size is now known. Memory that is
-    /// served stays.
+    /// Handles the end of a check of memory that is not served: its page size is now known. After a mere check, memory
+    /// that is served stays. Otherwise this registration replaces it: the rank is answered once it is closed, after which
+    /// nothing is copied for the engine.
     pub fn checked<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
         registering: Registering,
         found: Result<u64, ErrorBody>,
-    ) {
+    ) -> Result<(), Fatal> {
         let Registering {
             number,
             peer,
             request,
+            engine,
             ..
         } = registering;
-        self.ranks.opening.remove(&number);
+        let opening = self.ranks.opening.remove(&number);
         let page_bytes = match found {
             Ok(found) => found,
             Err(error) => {
                 self.rank_refused(host, &error.message);
-                return host.reply(peer, request, Message::Error(error));
+                host.reply(peer, request, Message::Error(error));
+                return Ok(());
             }
         };
         let Some(why) = registering.not_served else {
             let text = "the memory was checked and not mapped";
-            return refuse(host, peer, request, ErrorCode::Internal, text);
+            refuse(host, peer, request, ErrorCode::Internal, text);
+            return Ok(());
         };
+        let pid = opening.and_then(|opening| opening.pid);
+        if !registering.check_only && self.ranks.is_replaced(number, peer, pid) {
+            let text = "this rank registered again meanwhile";
+            refuse(host, peer, request, ErrorCode::Invalid, text);
+            return Ok(());
+        }
         if let Some(left_out) = self.rank_lines.line(host.now()) {
             tracing::warn!(worker = %self.worker, page_bytes, why, left_out, "engine memory is not used");
         }
         self.rank_refused(host, &why);
-        let body = Registered {
+        let answer = Message::Registered(Registered {
             arena_pages: 0,
             page_bytes,
             not_served: why,
-        };
-        host.reply(peer, request, Message::Registered(body));
+        });
+        if registering.check_only {
+            host.reply(peer, request, answer);
+            return Ok(());
+        }
+        if let Some(error) = self.ranks.registered_by_another(host, peer, engine) {
+            host.reply(peer, request, Message::Error(error));
+            return Ok(());
+        }
+        let stepped = self.memory_gone(host, engine, "registered again meanwhile");
+        host.reply_when_closed(peer, request, engine, answer);
+        stepped
     }
 
     /// Answers a rank's registration: its memory is used, or why it is not.
@@ -677,21 +698,33 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 || opening.engine == engine && opening.user == user && opening.may_be_of(pid)
         });
         ranks.left = None;
-        let mut stepped = Ok(());
-        if let Some(mapped) = ranks.mapped.take_if(|mapped| mapped.engine == engine) {
-            if let Some(request) = mapped.request {
-                let text = "unregistered meanwhile";
-                refuse(host, mapped.peer, request, ErrorCode::Invalid, text);
-            }
-            stepped = self.step(host, WorkerEvent::MemoryGone(engine));
-            host.close(engine, mapped.memory);
-        }
+        let stepped = self.memory_gone(host, engine, "unregistered meanwhile");
         if being_opened {
             let text = "the memory is being opened: retry";
             refuse(host, peer, request, ErrorCode::NotReady, text);
             return stepped;
         }
-        host.reply_when_closed(peer, request, engine);
+        let answer = Message::Unregistered(Empty {});
+        host.reply_when_closed(peer, request, engine, answer);
+        stepped
+    }
+
+    /// Takes the memory of an engine back, if it is mapped. A registration of it that waits is refused with `why`.
+    fn memory_gone<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        engine: EngineId,
+        why: &str,
+    ) -> Result<(), Fatal> {
+        let mapped = &mut self.ranks.mapped;
+        let Some(mapped) = mapped.take_if(|mapped| mapped.engine == engine) else {
+            return Ok(());
+        };
+        if let Some(request) = mapped.request {
+            refuse(host, mapped.peer, request, ErrorCode::Invalid, why);
+        }
+        let stepped = self.step(host, WorkerEvent::MemoryGone(engine));
+        host.close(engine, mapped.memory);
         stepped
     }
 }

@@ -142,8 +142,14 @@ impl WorkerHost for Process {
         self.closed.push(memory);
     }
 
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: EngineId) {
-        self.reply(peer, request, Message::Unregistered(Empty {}));
+    fn reply_when_closed(
+        &mut self,
+        peer: PeerId,
+        request: RequestId,
+        _: EngineId,
+        answer: Message,
+    ) {
+        self.reply(peer, request, answer);
     }
 
     fn watch_timeline(&mut self, _: &Mapping, _: EngineId, _: RequestId) -> bool {

@@ -81,7 +81,7 @@ impl Bench {
             WorkerEvent::DepotReady,
             WorkerEvent::Registered {
                 engine,
-                after,
+                abandoned_through: after,
                 bounds,
             },
             WorkerEvent::LeaderFound(Epoch(1)),

@@ -141,7 +141,7 @@ impl Timed {
                 WorkerEvent::DepotReady,
                 WorkerEvent::Registered {
                     engine,
-                    after,
+                    abandoned_through: after,
                     bounds,
                 },
                 WorkerEvent::LeaderFound(leader.epoch()),

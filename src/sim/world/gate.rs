@@ -40,11 +40,11 @@ impl GateModel {
             Request::Lookup {
                 slot,
                 hashes,
-                device_pages,
+                have_pages,
                 ..
             } => {
                 let hashes = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
-                Asked::Lookup(*slot, *device_pages, hashes)
+                Asked::Lookup(*slot, *have_pages, hashes)
             }
             Request::Load { slot, parts, .. } if plain && parts.len() == 1 => {
                 let first = parts.first().map_or(0, |part| part.first_page);

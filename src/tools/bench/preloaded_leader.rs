@@ -265,7 +265,7 @@ impl PreloadedLeader {
                 slot: SlotId(*prompt),
                 namespace: Vec::new(),
                 hashes: packed(hashes(*prompt, self.prompt_pages))?,
-                device_pages: 0,
+                have_pages: 0,
                 limit_pages: None,
             };
             self.request(lookup)?;
@@ -334,7 +334,7 @@ impl PreloadedLeader {
             slot: SlotId(slot),
             namespace: Vec::new(),
             hashes: packed(Vec::new())?,
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         self.request(lookup).map(|_| ())

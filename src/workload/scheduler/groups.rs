@@ -323,7 +323,7 @@ impl GroupScheduler {
                 slot,
                 namespace: state.prompt.namespace.to_vec(),
                 hashes: (*state.prompt.hashes).clone(),
-                device_pages,
+                have_pages: device_pages,
                 limit_pages: Some(tokens.saturating_sub(1) / self.cache.hash_tokens()),
             };
             let run = RunningPrompt {

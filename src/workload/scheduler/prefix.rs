@@ -255,7 +255,7 @@ impl PrefixScheduler {
                 slot,
                 namespace: prompt.namespace.to_vec(),
                 hashes: (*prompt.hashes).clone(),
-                device_pages,
+                have_pages: device_pages,
                 limit_pages: None,
             };
             self.running.insert(

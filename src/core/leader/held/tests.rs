@@ -129,7 +129,7 @@ impl World {
             slot: SlotId(slot),
             namespace: namespace.to_vec(),
             hashes: hashes(name, pages),
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         match self.request(engine, lookup) {

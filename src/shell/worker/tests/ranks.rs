@@ -224,10 +224,7 @@ fn memory_that_is_not_served_is_checked_and_the_rank_receives_the_reason() {
         let reason = registering.not_served.clone().expect("a reason");
         assert!(reason.contains(why), "{reason}");
         let found = Ok(PAGE_BYTES);
-        world.run(|shell, process| {
-            shell.checked(process, registering, found);
-            Ok(())
-        });
+        world.run(|shell, process| shell.checked(process, registering, found));
         let Some((_, _, Message::Registered(body))) = world.process.to_ranks.pop() else {
             panic!("an answer");
         };
@@ -241,6 +238,41 @@ fn memory_that_is_not_served_is_checked_and_the_rank_receives_the_reason() {
     world.send_registration(5, 1, 1, registration());
     let registering = world.process.opening.pop().expect("it is mapped");
     assert_eq!(registering.not_served, None);
+}
+
+#[test]
+fn memory_that_is_not_served_replaces_what_its_engine_had_unless_it_is_only_checked() {
+    let register = |world: &mut World, attention, check_only| {
+        let mut registration = registration();
+        registration.groups[0].attention = attention;
+        let register = Register {
+            abandoned_through: 9,
+            engine: [1; 16],
+            registration,
+            check_only,
+        };
+        world.send(5, 2, Message::Register(register));
+        let registering = world.process.opening.pop().expect("it is checked");
+        world.run(|shell, process| shell.checked(process, registering, Ok(PAGE_BYTES)));
+    };
+    let answered = [(5, 2, MessageKind::Registered, None)];
+    for (attention, check_only, closed) in [
+        (Attention::Other, false, vec![1]),
+        (Attention::Full, true, vec![]),
+        (Attention::Other, true, vec![]),
+    ] {
+        let mut world = World::registered_as(1);
+        register(&mut world, attention, check_only);
+        assert_eq!(world.received(), answered);
+        assert_eq!(world.process.closed, closed);
+        assert_eq!(world.shell.is_used(), check_only);
+    }
+    // A copy that runs is stopped, and no order for the old memory is begun.
+    let mut world = World::registered_as(1);
+    world.load(1);
+    register(&mut world, Attention::Other, false);
+    world.end_load();
+    assert_eq!(world.shell.core().open_copies(), 0);
 }
 
 #[test]

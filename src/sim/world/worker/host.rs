@@ -256,7 +256,7 @@ impl WorkerHost for Host<'_> {
 
     fn close(&mut self, _: EngineId, _: EngineId) {}
 
-    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: EngineId) {
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: EngineId, _: Message) {
         let text = format!("{peer} takes its memory back by {request}");
         self.env.violated(text);
     }
