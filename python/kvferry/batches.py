@@ -85,8 +85,8 @@ class StoreBatches:
     ) -> Iterator[tuple[PendingRequest, wire.StoreAnswer | wire.Error | None]]:
         """Yields the stores of an answered message, each with its end; nothing if ``identity`` is of no such message.
 
-        A store without an end must be sent again, alone: the peer has refused the message as a whole, or its answer cannot
-        be read.
+        A store without an end must be sent again, alone: the peer has refused the message as a whole, or its answer
+        cannot be read.
         """
         if kind not in (Kind.STORES_ANSWER, Kind.ERROR):
             return

@@ -104,7 +104,7 @@ def test_a_waiting_request_is_named_by_the_files_at_the_time_of_scheduling(engin
     step = engine.step({})
     assert (step.loaded, step.failed_pages) == (["a"], [1, 2]), "they are computed"
     again = engine.leader.last(wire.Lookup).message
-    assert again.device_pages * again.hash_bytes == len(again.hashes), "the leader holds none of the found pages"
+    assert again.have_pages * again.hash_bytes == len(again.hashes), "the leader holds none of the found pages"
     assert engine.side.matched_tokens(asking, 0) == 0
 
 

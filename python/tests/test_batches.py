@@ -135,7 +135,7 @@ def test_stores_whose_answer_does_not_fit_are_sent_alone_over_the_same_connectio
     with talking(directory) as client:
         server.greet(client)
         stores = send(client, 2)
-        peer, identity, ids = receive(server)
+        peer, identity, _ = receive(server)
         # An answer of an unknown kind is dropped.
         server.say(peer, 201, identity, results(STORED, STORED))
         server.say(peer, Kind.STORES_ANSWER, identity, answer)

@@ -5,13 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import plain_msgpack
 import pytest
+import wire_table
 from daemon import TIMEOUT_S, environment, running
 
 from kvferry import wire
 
 ROOT = Path(__file__).parents[2]
 CONNECTOR = ROOT / "examples" / "connector.py"
+TABLE = {row["number"]: row for row in wire_table.table()["kinds"]}
 NAMES = {kind.name.lower(): kind for kind in wire.Kind}
 
 
@@ -67,6 +70,9 @@ def test_the_bytes_in_the_documents_are_the_messages_that_they_name() -> None:
         kind = int.from_bytes(header[6:8], "big")
         assert kind == NAMES[name]
         assert (envelope is not None) == (not wire.is_request(kind))
+        schema = TABLE[kind]["body"]
+        form = wire_table.of_schema(schema, schema.get("$defs", {}))
+        assert list(wire_table.misfits(form, plain_msgpack.read(bytes.fromhex(body.strip())))) == []
         if kind in wire.BODIES and envelope is not None:
             assert isinstance(envelope.body, wire.BODIES[kind])
     # The pages that the text names.

@@ -109,6 +109,7 @@ def test_written_is_not_reported_to_a_worker_that_copies_nothing() -> None:
     assert rank_requests(side) == []
     side.abandon([5])
     assert rank_requests(side) == [Abandon([5])]
+    assert side.answered(Abandon([5]), True) == [5]
     side.lost()
     assert rank_requests(side) == [Register(5)]
     side.answered(Register(5), True)

@@ -284,7 +284,7 @@ def test_a_reset_releases_the_pages_that_lookups_found(engine: Engine) -> None:
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(4)
     assert engine.side.reset()
     let_go = engine.leader.last(wire.Lookup).message
-    assert (let_go.slot, let_go.device_pages) == (engine.leader.asked[0].message.slot, 8), "as the leader requires"
+    assert (let_go.slot, let_go.have_pages) == (engine.leader.asked[0].message.slot, 8), "as the leader requires"
     found(engine, 0)
     assert engine.side.matched_tokens(asking, 0) == 0
 

@@ -274,7 +274,7 @@ def test_pages_of_the_device_come_first(engine: Engine) -> None:
     asking = request("a", 33)
     assert engine.side.matched_tokens(asking, 8) == 8
     lookup = engine.leader.last(wire.Lookup).message
-    assert (lookup.device_pages, lookup.hash_bytes, len(lookup.hashes)) == (2, 32, 8 * 32)
+    assert (lookup.have_pages, lookup.hash_bytes, len(lookup.hashes)) == (2, 32, 8 * 32)
     engine.allocate(asking, list(range(10, 19)), 8)
     load = engine.leader.last(wire.Load).message
     assert (load.parts[0].first_page, load.parts[0].pages) == (2, [[12, 2]])
@@ -321,7 +321,7 @@ def test_pages_that_another_connector_loads_are_released(engine: Engine) -> None
     assert engine.side.matched_tokens(asking, 0) == 16
     engine.allocate(asking, list(range(10, 19)), 0)
     let_go = engine.leader.asked[-1].message
-    assert (engine.leader.count(wire.Lookup), let_go.device_pages, len(let_go.hashes)) == (2, 8, 8 * 32)
+    assert (engine.leader.count(wire.Lookup), let_go.have_pages, len(let_go.hashes)) == (2, 8, 8 * 32)
     engine.step({asking: 33})
     assert engine.leader.count(wire.Lookup) == 2, "computed pages are stored in the same slot"
     assert engine.leader.last(wire.Store).message.slot == let_go.slot
@@ -340,7 +340,7 @@ def test_the_pages_of_a_late_answer_are_released() -> None:
     asking = request("a", 33)
     eventually("it is computed", lambda: engine.side.matched_tokens(asking, 0) == 0)
     engine.allocate(asking, list(range(10, 19)), 0)
-    assert engine.leader.last(wire.Lookup).message.device_pages == 8
+    assert engine.leader.last(wire.Lookup).message.have_pages == 8
 
 
 def test_a_lookup_is_sent_once_and_repeated_when_its_answer_is_old(
@@ -599,7 +599,7 @@ def test_a_failed_store_is_retried_with_the_next_page(engine: Engine) -> None:
     engine.step({asking: 4})
     assert engine.leader.count(wire.Lookup) == lookups + 1, "the slot is opened again"
     opened, store = engine.leader.asked[-2].message, engine.leader.asked[-1].message
-    assert (opened.slot, opened.device_pages, len(opened.hashes)) == (store.slot, 3, 3 * 32)
+    assert (opened.slot, opened.have_pages, len(opened.hashes)) == (store.slot, 3, 3 * 32)
     assert (store.parts[0].first_page, store.parts[0].pages, store.more_hashes) == (0, [[1, 3]], b"")
 
 

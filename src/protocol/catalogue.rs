@@ -22,7 +22,7 @@ pub fn catalogue() -> Value {
                 "stability": kind.stability(),
                 "said_by": senders(*kind),
                 "said_to": kind.receiver(),
-                "body": Message::schema(*kind),
+                "body": with_defaults(Message::schema(*kind)),
             })
         })
         .collect();
@@ -47,6 +47,53 @@ pub fn catalogue() -> Value {
         "limits": named,
         "latency_bounds_us": LATENCY_BOUNDS_US,
     })
+}
+
+/// Adds the defaults that serde gives without naming them, and writes those of binary fields as the JSON of golden
+/// vectors does.
+fn with_defaults(schema: schemars::Schema) -> Value {
+    let mut schema = schema.to_value();
+    add_defaults(&mut schema);
+    schema
+}
+
+fn add_defaults(schema: &mut Value) {
+    let required = schema["required"].clone();
+    let required = required.as_array().map_or(&[][..], Vec::as_slice);
+    if let Some(fields) = schema.get_mut("properties").and_then(Value::as_object_mut) {
+        for (name, field) in fields {
+            let Some(field) = field.as_object_mut() else {
+                continue;
+            };
+            let binary = field.contains_key("contentEncoding");
+            let kind = field.get("type").and_then(Value::as_str);
+            let absent = match kind {
+                _ if required.iter().any(|each| each == name) => None,
+                Some("string") if binary => Some(json!([])),
+                Some("string") => Some(json!("")),
+                Some("integer") => Some(json!(0)),
+                Some("boolean") => Some(json!(false)),
+                Some("array") => Some(json!([])),
+                _ => None,
+            };
+            if let Some(absent) = absent {
+                field.entry("default").or_insert(absent);
+            }
+            if binary && let Some(Value::Array(bytes)) = field.get("default") {
+                let hex: Vec<String> = bytes
+                    .iter()
+                    .filter_map(Value::as_u64)
+                    .map(|byte| format!("{byte:02x}"))
+                    .collect();
+                field.insert("default".to_owned(), json!({"bin": hex.concat()}));
+            }
+        }
+    }
+    match schema {
+        Value::Object(parts) => parts.values_mut().for_each(add_defaults),
+        Value::Array(items) => items.iter_mut().for_each(add_defaults),
+        _ => {}
+    }
 }
 
 /// The roles of the clients that send `kind`, and `server` where servers do.

@@ -283,6 +283,7 @@ pub struct Nonce {
 pub struct GroupMemory {
     /// The tokens that its layers attend to.
     #[serde(default, skip_serializing_if = "is_full")]
+    #[schemars(extend("default" = "full"))]
     pub attention: Attention,
     /// Tokens of a sliding window, the token that attends included and those that the engine keeps beyond it, or of a
     /// chunk; 0 without one.

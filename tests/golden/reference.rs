@@ -144,8 +144,8 @@ fn the_page_of_messages_is_made_of_the_wires() {
     let mut text = page_begin(
         "Messages",
         "Every kind of message, with who sends it to whom and the fields of its body. *server*: leader and worker; \
-         *peer*: either side. Kinds between leader, workers and the monitor are *internal*: engines and tools neither send \
-         nor get them. Types and descriptions of the fields: `schema/messages.json`.",
+         *peer*: either side. Kinds between leader, workers and kvferry's own commands are *internal*, and may change: engines \
+         and tools of others neither send nor get them. Types and descriptions of the fields: `schema/messages.json`.",
     );
     text += "\n| number | kind | from | to | | answer | fields |\n| ---: | --- | --- | --- | --- | --- | --- |\n";
     let catalogue = kvferry_protocol::catalogue();

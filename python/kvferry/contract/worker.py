@@ -25,7 +25,7 @@ TICKETS_MAX = 16_448
 TICKET_LIMIT_S = 30.0
 _FDS_MAX = 253
 _TICKET_BYTES = 16
-#: Abandoned requests that are remembered; older ones are covered by ``abandoned_through`` of a later registration, or over.
+#: Abandoned requests that are remembered; older ones are over, or ``abandoned_through`` covers them.
 ABANDONED_MAX = 65_536
 
 
