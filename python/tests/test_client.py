@@ -262,12 +262,28 @@ def test_a_send_over_a_lost_connection_does_not_block(directory: Path, monkeypat
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80\x80", b"\xff" * 100, b"\x81\xa9hit_pages\xa1x"])
-def test_garbage_breaks_only_the_connection(directory: Path, garbage: bytes) -> None:
+def test_an_answer_that_cannot_be_read_ends_its_request_alone(directory: Path, garbage: bytes) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        first, second = (client.request(LOOKUP, TIMEOUT_S) for _ in range(2))
+        peer, _ = server.receive()
+        assert server.receive()[1].correlation == second.id
+        server.say(peer, Kind.LOOKUP_ANSWER, first.id, garbage)
+        failure = ended(first).failure
+        assert failure is not None
+        assert (failure.code, failure.over) == (Code.INTERNAL, False)
+        # The same connection.
+        server.say(peer, Kind.LOOKUP_ANSWER, second.id, FOUND)
+        assert ended(second).answer == FOUND
+
+
+@pytest.mark.parametrize("parts", [[b"\xff" * 32, b"\x80"], [b"KVFY", b"\x80"], [b""]])
+def test_bytes_that_are_no_message_break_only_the_connection(directory: Path, parts: list[bytes]) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         pending = client.request(LOOKUP, TIMEOUT_S)
         peer, _ = server.receive()
-        server.say(peer, Kind.LOOKUP_ANSWER, pending.id, garbage)
+        server.socket.send_multipart([peer, *parts])
         peer, envelope = server.receive()
         assert envelope.correlation == pending.id
         server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
