@@ -1,14 +1,16 @@
 //! Limits of the typed clients: lists without pages, full sets of transfers, and what a dropped client still sends.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvferry_client::{
     EngineClient, EngineSettings, FINISH_LIMIT, PromptPages, RequestGuard, StoreGuard, StoredPages,
     TRANSFERS_MAX, TransferPages,
 };
-use kvferry_protocol::{ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer};
+use kvferry_protocol::{
+    Empty, ErrorBody, ErrorCode, LookupAnswer, Message, MessageKind, StoreAnswer,
+};
 use kvferry_transport::{Limits, MemoryTransport, Server, ServerEvent};
 use kvferry_types::{EngineId, GroupId, PageHashes, PageList, PageRun, Part, RequestId, SlotId};
 use tokio::sync::mpsc;
@@ -284,6 +286,60 @@ async fn a_dropped_load_that_was_never_sent_is_over_at_its_deadline() {
         .expect("the client closes");
     assert!(dropped.load(Ordering::Relaxed), "nothing writes to them");
     assert!(begun.elapsed() >= FINISH_LIMIT, "the finish was given up");
+}
+
+/// Answers each load with an error that says nothing of its copies, and counts the loads.
+async fn never_reports(mut leader: Server, loads: Arc<AtomicUsize>) {
+    while let Some(events) = leader.next().await {
+        for event in events {
+            let ServerEvent::Message { peer, envelope } = event else {
+                continue;
+            };
+            let answer = match envelope.message {
+                Message::Lookup(_) => Message::LookupAnswer(LookupAnswer::default()),
+                Message::Load(_) => {
+                    loads.fetch_add(1, Ordering::Relaxed);
+                    Message::Error(ErrorBody::new(ErrorCode::Internal, "a defect"))
+                }
+                Message::Finish(_) => Message::FinishAnswer(Empty {}),
+                _ => continue,
+            };
+            leader.replier().reply(peer, envelope.correlation, answer);
+        }
+    }
+}
+
+/// As with an answer that cannot be read, which the leader gives again each time.
+#[tokio::test(start_paused = true)]
+async fn a_load_whose_end_is_never_reported_is_given_up_once_every_rank_has_confirmed() {
+    let transport = MemoryTransport::default();
+    let leader = server(&transport, 1, Limits::default()).await;
+    let loads = Arc::new(AtomicUsize::new(0));
+    let serving = tokio::spawn(never_reports(leader, Arc::clone(&loads)));
+    let confirms = |_: RequestId| async {
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        Ok(())
+    };
+    let client = engine(&transport, Some(Arc::new(confirms)));
+    let found = client.lookup(prompt(1), WITHIN).await.expect("an answer");
+    let (owner, dropped) = Owner::new();
+    let failed = load(&found, owner).await.expect_err("it is refused");
+    let TransferPages::InUse(pages) = failed.pages else {
+        panic!("the error does not say that nothing is copied");
+    };
+    let begun = Instant::now();
+    assert!(!dropped.load(Ordering::Relaxed));
+    assert!(soon("the ranks confirm", pages.freed()).await.is_some());
+    assert!(begun.elapsed() >= Duration::from_secs(10));
+    let closed = client.closed();
+    drop((found, client));
+    // Loads are reported within 120 s, or given up.
+    tokio::time::timeout(Duration::from_secs(150), closed)
+        .await
+        .expect("the client closes");
+    let repeated = loads.load(Ordering::Relaxed);
+    assert!((5..50).contains(&repeated), "{repeated} loads");
+    serving.abort();
 }
 
 /// Sent, the message would break the connection, and again after each reconnect.

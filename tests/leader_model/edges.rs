@@ -49,7 +49,7 @@ fn a_lookup_pins_only_pages_that_the_engine_lacks() {
     assert!(matches!(
         why,
         Refusal::Invalid {
-            field: "device_pages",
+            field: "have_pages",
             ..
         }
     ));
