@@ -73,12 +73,15 @@ class Secrets:
                     self.numbers[(1 << 8 * size) - number] = f"{each!r} as a signed number of {size} bytes"
 
     def revealed(self, text: bytes) -> list[str]:
-        """What of the secrets a text has."""
+        """What of the secrets a text has.
+
+        Six decimal digits are no secret: those of a time are sometimes the same as six of a hash in hexadecimal.
+        """
         found = [
             f"{self.pieces[piece]}: {view[max(at - 80, 0) : at + 80]!r}"
             for view in views(text)
             for at in range(len(view) - PIECE + 1)
-            if (piece := view[at : at + PIECE]) in self.pieces
+            if (piece := view[at : at + PIECE]) in self.pieces and not piece.isdigit()
         ]
         for number in re.findall(rb"[0-9]{9,}", text):
             if int(number) in self.numbers:

@@ -151,13 +151,15 @@ impl Arguments {
         let mut rows = Vec::new();
         for body_bytes in BODY_BYTES {
             let frame = Frame::new(vec![1; ANSWER_BYTES.0], vec![1; body_bytes]);
+            // Whole hashes.
+            let hash_bytes = (body_bytes - LOOKUP_BYTES) / rig::HASH_BYTES * rig::HASH_BYTES;
             let (mut zeromq, mut gate, mut leader) = (Vec::new(), Vec::new(), Vec::new());
             let (mut plain, mut secured) = (Vec::new(), Vec::new());
             for round in 0..self.rounds + self.rounds / 10 {
                 let took = [
                     ping(&mut ipc.0, &frame).await?,
                     through(&mut ipc.1, &frame).await?,
-                    timed(refused_lookup(&client, body_bytes - LOOKUP_BYTES)).await?,
+                    timed(refused_lookup(&client, hash_bytes)).await?,
                     ping(&mut tcp.0, &frame).await?,
                     through(&mut tcp.1, &frame).await?,
                 ];
