@@ -4,7 +4,7 @@
 //! compares the working tree with that commit and with every later one that changed a vector, so that a vector cannot be
 //! changed, removed or renamed, and one that was added later stays, too. Vectors between leader and workers may change.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
@@ -12,6 +12,9 @@ use serde_json::Value;
 
 const CATALOGUE: &str = "schema/messages.json";
 const VECTORS: &str = "schema/golden";
+/// The published vectors with the ids that git gives their contents, so that a tree with a part of the history, or with
+/// none, is compared as well.
+const PUBLISHED: &str = "schema/golden/published.txt";
 
 /// Fails with one line for each published vector that is not what it was. Prints why nothing is compared where that is so.
 pub(crate) fn check(root: &Path) -> Result<(), String> {
@@ -21,9 +24,12 @@ pub(crate) fn check(root: &Path) -> Result<(), String> {
         println!("golden vectors: the messages are provisional, and may change");
         return Ok(());
     }
+    let mut wrong = differs_from_the_list(root, &catalogue)?;
     if !root.join(".git").exists() {
-        println!("golden vectors: not compared with their history, because this tree has none");
-        return Ok(());
+        println!(
+            "golden vectors: compared with {PUBLISHED} alone, because this tree has no history"
+        );
+        return report(wrong);
     }
     if git(root, &["rev-parse", "--is-shallow-repository"])?.trim() == "true" {
         println!(
@@ -31,7 +37,6 @@ pub(crate) fn check(root: &Path) -> Result<(), String> {
              --unshallow` gets it"
         );
     }
-    let mut wrong = BTreeSet::new();
     for commit in commits(root)? {
         let listed = git(
             root,
@@ -54,6 +59,65 @@ pub(crate) fn check(root: &Path) -> Result<(), String> {
             }
         }
     }
+    report(wrong)
+}
+
+/// One line for each public vector that differs from the list, is not in it, or is gone.
+fn differs_from_the_list(root: &Path, catalogue: &str) -> Result<BTreeSet<String>, String> {
+    let listed = std::fs::read_to_string(root.join(PUBLISHED));
+    let listed = listed.map_err(|error| format!("{PUBLISHED}: {error}"))?;
+    let mut listed: BTreeMap<&str, &str> = listed
+        .lines()
+        .filter_map(|line| line.split_once("  "))
+        .map(|(id, name)| (name, id))
+        .collect();
+    let mut wrong = BTreeSet::new();
+    for version in ["v1", "v2"] {
+        let folder = root.join(VECTORS).join(version);
+        let Ok(files) = std::fs::read_dir(&folder) else {
+            continue;
+        };
+        for file in files {
+            let path = file
+                .map_err(|error| format!("{}: {error}", folder.display()))?
+                .path();
+            let name = path
+                .strip_prefix(root)
+                .unwrap_or(&path)
+                .display()
+                .to_string();
+            if !name.ends_with(".hex") {
+                continue;
+            }
+            let text =
+                std::fs::read_to_string(&path).map_err(|error| format!("{name}: {error}"))?;
+            if !is_public(catalogue, &text)? {
+                continue;
+            }
+            let id = git(root, &["hash-object", "--no-filters", "--", &name])?;
+            match listed.remove(name.as_str()) {
+                Some(published) if published == id.trim() => {}
+                Some(_) => {
+                    wrong.insert(format!("{name} is not the one in {PUBLISHED}"));
+                }
+                None => {
+                    wrong.insert(format!(
+                        "{name} is new: add \"{}  {name}\" to {PUBLISHED}",
+                        id.trim()
+                    ));
+                }
+            }
+        }
+    }
+    wrong.extend(
+        listed
+            .keys()
+            .map(|name| format!("{name} is in {PUBLISHED}, and is gone")),
+    );
+    Ok(wrong)
+}
+
+fn report(wrong: BTreeSet<String>) -> Result<(), String> {
     match wrong.is_empty() {
         true => Ok(()),
         false => {
@@ -167,6 +231,19 @@ mod tests {
             self.write(CATALOGUE, &text.to_string());
         }
 
+        /// Lists the public vectors as they are.
+        fn publish(&self) {
+            let mut text = String::new();
+            for name in ["lookup", "lookup_later"] {
+                let path = format!("schema/golden/v2/{name}.hex");
+                if self.0.join(&path).exists() {
+                    let id = git(&self.0, &["hash-object", &path]).expect("git");
+                    text += &format!("{}  {path}\n", id.trim());
+                }
+            }
+            self.write(PUBLISHED, &text);
+        }
+
         fn commit(&self) {
             self.git(&["add", "--all"]);
             self.git(&["commit", "--quiet", "--message", "a change"]);
@@ -191,17 +268,28 @@ mod tests {
         made.vector("lookup", 16, "bb");
         assert_eq!(made.checked(), Ok(()), "provisional");
         made.catalogue("frozen");
+        made.publish();
         made.commit();
         made.vector("attach", 48, "bb");
         made.commit();
         assert_eq!(made.checked(), Ok(()), "of an internal message");
         made.vector("lookup_later", 16, "cc");
+        let error = made.checked().expect_err("it is not listed");
+        assert!(error.contains("lookup_later.hex is new: add"), "{error}");
+        made.publish();
         made.commit();
 
         for name in ["lookup", "lookup_later"] {
             let path = format!("schema/golden/v2/{name}.hex");
             let published = std::fs::read_to_string(made.0.join(&path)).expect("a vector");
             made.vector(name, 16, "dd");
+            let error = made.checked().expect_err("it has changed");
+            assert!(
+                error.contains(&format!("{path} is not the one in")),
+                "{error}"
+            );
+            // Also where the list says the same.
+            made.publish();
             let error = made.checked().expect_err("it has changed");
             assert!(
                 error.contains(&format!("{path} has changed since")),
@@ -226,8 +314,10 @@ mod tests {
     fn a_clone_with_a_part_of_the_history_is_compared_with_that_part() {
         let made = Repository::new("whole");
         made.catalogue("frozen");
+        made.publish();
         made.commit();
         made.vector("lookup_later", 16, "cc");
+        made.publish();
         made.commit();
         let clone = Repository::new("shallow");
         std::fs::remove_dir_all(&clone.0).expect("removed");
@@ -243,10 +333,14 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_without_history_is_not_compared() {
+    fn a_tree_without_history_is_compared_with_the_list() {
         let made = Repository::new("bare");
         made.catalogue("frozen");
+        made.publish();
         std::fs::remove_dir_all(made.0.join(".git")).expect("removed");
         assert_eq!(made.checked(), Ok(()));
+        made.vector("lookup", 16, "dd");
+        let error = made.checked().expect_err("it has changed");
+        assert!(error.contains("lookup.hex is not the one in"), "{error}");
     }
 }

@@ -343,14 +343,8 @@ async fn connection(
     transport: &dyn Transport,
     address: Address,
 ) -> Result<Connection, CommandError> {
-    let until = Instant::now() + WITHIN;
-    loop {
-        match transport.connect(&address, Limits::default(), WITHIN).await {
-            Ok(connection) => return Ok(connection),
-            Err(error) if Instant::now() > until => return Err(CommandError::failed(error)),
-            Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
-        }
-    }
+    let connected = transport.connect(&address, Limits::default(), WITHIN);
+    connected.await.map_err(CommandError::failed)
 }
 
 /// `kvferry-tools bench echo`: answers each message with one of a fixed size, until its standard input ends.

@@ -267,12 +267,6 @@ fn memory_that_is_not_served_replaces_what_its_engine_had_unless_it_is_only_chec
         assert_eq!(world.process.closed, closed);
         assert_eq!(world.shell.is_used(), check_only);
     }
-    // A copy that runs is stopped, and no order for the old memory is begun.
-    let mut world = World::registered_as(1);
-    world.load(1);
-    register(&mut world, Attention::Other, false);
-    world.end_load();
-    assert_eq!(world.shell.core().open_copies(), 0);
 }
 
 #[test]
