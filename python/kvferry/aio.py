@@ -257,12 +257,12 @@ class EngineClient(Client):
         hashes: Sequence[bytes],
         *,
         namespace: bytes = b"",
-        device_pages: int = 0,
+        have_pages: int = 0,
         limit_pages: int | None = None,
         timeout_s: float,
     ) -> Request[wire.LookupAnswer]:
         """Finds the pages of a prompt: see :meth:`kvferry.engine_client.EngineRequests.lookup`."""
-        message = engine_messages.lookup(slot, hashes, namespace, device_pages, limit_pages)
+        message = engine_messages.lookup(slot, hashes, namespace, have_pages, limit_pages)
         return self.request(message, timeout_s)
 
     def load(

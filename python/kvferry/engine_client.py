@@ -47,17 +47,17 @@ class EngineRequests:
         hashes: Sequence[bytes],
         *,
         namespace: bytes = b"",
-        device_pages: int = 0,
+        have_pages: int = 0,
         limit_pages: int | None = None,
         timeout_s: float,
     ) -> PendingRequest:
         """Finds the pages of a prompt, and holds them for the slot, a number of the running request.
 
-        ``hashes``: of all full pages, 16 to 64 bytes each and equally long, at least one. ``device_pages``: pages, from
+        ``hashes``: of all full pages, 16 to 64 bytes each and equally long, at least one. ``have_pages``: pages, from
         the first one on, that the engine has itself. ``limit_pages``: where a hit ends at the latest; None: with the
         last hash. The answer is a :class:`kvferry.wire.LookupAnswer`.
         """
-        message = engine_messages.lookup(slot, hashes, namespace, device_pages, limit_pages)
+        message = engine_messages.lookup(slot, hashes, namespace, have_pages, limit_pages)
         return self.request(message, timeout_s)
 
     def load(

@@ -22,7 +22,7 @@ def admin_hello(name: str) -> wire.Hello:
     return wire.Hello(role="admin", engine=os.urandom(16), name=name)
 
 
-def lookup(slot: int, hashes: Sequence[bytes], namespace: bytes, device_pages: int, limit_pages: int | None) -> Later:
+def lookup(slot: int, hashes: Sequence[bytes], namespace: bytes, have_pages: int, limit_pages: int | None) -> Later:
     """Finds the pages of a prompt. ``hashes``: at least one, equally long."""
     width = len(hashes[0])
 
@@ -32,7 +32,7 @@ def lookup(slot: int, hashes: Sequence[bytes], namespace: bytes, device_pages: i
             namespace=namespace,
             hash_bytes=width,
             hashes=b"".join(hashes),
-            have_pages=device_pages,
+            have_pages=have_pages,
             limit_pages=limit_pages,
         )
 

@@ -129,7 +129,7 @@ class ToyEngine:
         eventually("a leader and a worker are there", lambda: self._rank.registered and self._client.listening, WAIT_S)
         # With "loads_before", the load also names pages that the lookup has not found, because they were left out.
         device = int("loads_before" in self.mistakes)
-        lookup = self._client.lookup(slot, hashes, namespace=namespace, device_pages=device, timeout_s=self._wait_s)
+        lookup = self._client.lookup(slot, hashes, namespace=namespace, have_pages=device, timeout_s=self._wait_s)
         found = self._end(lookup)
         hit = found.hit_pages if isinstance(found, wire.LookupAnswer) else 0
         hit += device if hit else 0
@@ -143,7 +143,7 @@ class ToyEngine:
             slot = next(self._slots)
             behind = 0 if "stores_what_failed" in self.mistakes else min(loaded, count - 1)
             self._client.lookup(
-                slot, hashes[behind:], namespace=namespace, device_pages=count - behind, timeout_s=self._wait_s
+                slot, hashes[behind:], namespace=namespace, have_pages=count - behind, timeout_s=self._wait_s
             )
             self._compute_and_store(slot, prompt, pages, loaded, hit, before=behind)
         else:

@@ -314,10 +314,10 @@ def test_a_burst_of_requests_does_not_wait_for_a_silent_leader(
     monkeypatch.setattr(trtllm_stubs.connector("side"), "LOOKUP_LIMIT_S", 60.0)
     looked, lookup = [], side._client.lookup
 
-    def seen(*arguments: Any, device_pages: int, **named: Any) -> PendingRequest:
+    def seen(*arguments: Any, have_pages: int, **named: Any) -> PendingRequest:
         # Those that find nothing only open a slot.
-        looked.extend([time.monotonic()] * (device_pages == 0))
-        return lookup(*arguments, device_pages=device_pages, **named)
+        looked.extend([time.monotonic()] * (have_pages == 0))
+        return lookup(*arguments, have_pages=have_pages, **named)
 
     monkeypatch.setattr(side._client, "lookup", seen)
     leader = daemon.leader

@@ -76,7 +76,7 @@ pub struct PromptPages {
     /// full page.
     pub hashes: PageHashes,
     /// Units, from the first one on, whose pages the engine has itself, in every group.
-    pub device_pages: u32,
+    pub have_pages: u32,
     /// Largest end of a hit, in units; `None` for all of them.
     pub limit_pages: Option<u32>,
 }
@@ -201,7 +201,7 @@ impl EngineClient {
             .lookup(
                 prompt.namespace,
                 prompt.hashes,
-                (prompt.device_pages, prompt.limit_pages),
+                (prompt.have_pages, prompt.limit_pages),
                 timeout,
             )
             .await?;
@@ -314,7 +314,7 @@ impl RequestGuard {
         &mut self,
         namespace: Vec<u8>,
         hashes: PageHashes,
-        (device_pages, limit_pages): (u32, Option<u32>),
+        (have_pages, limit_pages): (u32, Option<u32>),
         timeout: Duration,
     ) -> Result<LookupAnswer, Failure> {
         let Some(id) = self.id() else {
@@ -324,7 +324,7 @@ impl RequestGuard {
             slot: self.slot,
             namespace,
             hashes,
-            have_pages: device_pages,
+            have_pages,
             limit_pages,
         };
         // From now on the leader may hold other pages for the slot, whether this call completes or not.

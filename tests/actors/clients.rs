@@ -52,7 +52,7 @@ pub(super) fn prompt(slot: u64) -> PromptPages {
         slot: SlotId(slot),
         namespace: Vec::new(),
         hashes: PageHashes::packed(16, bytes).expect("16 bytes a page"),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }

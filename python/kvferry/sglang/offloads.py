@@ -77,7 +77,7 @@ class Offloads:
             return
         limit_s = self._settings.store_timeout_ms / 1000
         # Opens the slot: a store names pages of a slot that a lookup has opened. It holds nothing.
-        self._client.lookup(slot, split(hashes), namespace=namespace, device_pages=len(pages), timeout_s=limit_s)
+        self._client.lookup(slot, split(hashes), namespace=namespace, have_pages=len(pages), timeout_s=limit_s)
         offload.pending = self._client.store(slot, [Part(0, 0, pages)], after=after, timeout_s=limit_s, grace_s=FENCE_S)
 
     def fail(self) -> None:

@@ -150,7 +150,7 @@ class Loads:
                 tracked.slot,
                 tracked.hashes.hashes[:end],
                 namespace=self._namespace,
-                device_pages=load.first,
+                have_pages=load.first,
                 timeout_s=LOOKUP_LIMIT_S,
             )
             tracked.opens(load.pending, self._client.epoch, end)

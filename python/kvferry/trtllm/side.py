@@ -119,7 +119,7 @@ class SchedulerSide:
             tracked.slot,
             hashes.hashes[:limit],
             namespace=self._namespace,
-            device_pages=device,
+            have_pages=device,
             timeout_s=LOOKUP_LIMIT_S,
         )
         tracked.opens(lookup, self._client.epoch, limit)

@@ -119,7 +119,7 @@ class Stores:
             tracked.slot,
             tracked.hashes.hashes[:pages],
             namespace=self._namespace,
-            device_pages=pages,
+            have_pages=pages,
             timeout_s=self._settings.store_timeout_ms / 1000,
         )
         tracked.opens(lookup, self._client.epoch, pages)

@@ -150,7 +150,7 @@ class Lookups:
             tracked.slot,
             tracked.request.block_hashes[:pages],
             namespace=tracked.namespace or b"",
-            device_pages=device_pages,
+            have_pages=device_pages,
             limit_pages=limit if limit != pages else None,
             timeout_s=timeout_ms / 1000,
         )

@@ -108,7 +108,7 @@ impl BenchEngine {
             namespace: Vec::new(),
             hashes: hashes
                 .ok_or_else(|| CommandError::Failed("hashes of odd length".to_owned()))?,
-            device_pages: 0,
+            have_pages: 0,
             limit_pages: None,
         };
         let found = self.leader.lookup(prompt, ANSWER_TIMEOUT).await;
