@@ -158,9 +158,8 @@ def rounds(whole_pages: bool, folder: Path) -> None:
             return pending.answer
 
         def lookup(slot, first, count):
-            hashes = b"".join((first + number).to_bytes(16, "big") for number in range(count))
-            request = wire.Lookup(slot=slot, namespace=b"", hash_bytes=16, hashes=hashes)
-            return answered(scheduler.request(request, TIMEOUT_S)).hit_pages
+            hashes = [(first + number).to_bytes(16, "big") for number in range(count)]
+            return answered(scheduler.lookup(slot, hashes, namespace=b"", timeout_s=TIMEOUT_S)).hit_pages
 
         def ready():
             command = [PROGRAM, "status", "--json", "--socket-dir", sockets]
@@ -170,12 +169,13 @@ def rounds(whole_pages: bool, folder: Path) -> None:
         eventually("lookups are served", ready)
 
         def store(slot, numbers, record=None, stream=None):
-            pending = scheduler.request(wire.Store(slot, [wire.Part(0, wire.runs(numbers))]), TIMEOUT_S)
+            pending = scheduler.store(slot, [wire.part(0, wire.runs(numbers))], timeout_s=TIMEOUT_S)
             rank.wrote(pending.id, record, stream)
             return pending
 
         def load(slot, numbers, after=0):
-            return scheduler.request(wire.Load(slot, [wire.Part(0, wire.runs(numbers))], after), TIMEOUT_S)
+            parts = [wire.part(0, wire.runs(numbers))]
+            return scheduler.load(slot, parts, after=after, timeout_s=TIMEOUT_S)
 
         order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(2)).tolist()
         stored, target = sorted(order[:STORED]), sorted(order[STORED : 2 * STORED])
