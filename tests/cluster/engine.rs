@@ -194,7 +194,7 @@ fn whole(prompt: u64) -> PromptPages {
         slot: SlotId(prompt),
         namespace: NAMESPACE.to_vec(),
         hashes: hashes(prompt, PROMPT_PAGES),
-        device_pages: 0,
+        have_pages: 0,
         limit_pages: None,
     }
 }
