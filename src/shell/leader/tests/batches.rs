@@ -229,3 +229,27 @@ fn stores_that_ended_early_do_not_wait_for_a_slow_one() {
     let results = world.results();
     assert_eq!((&results[0], &results[2]), (&stored(), &stored()));
 }
+
+#[test]
+fn stores_with_the_id_of_an_open_request_or_of_their_message_are_refused() {
+    let mut world = World::with_slot();
+    world.request(1, 11, Message::Store(store(11, 4, 0).store));
+    for taken in [11, MESSAGE] {
+        world.stores(MESSAGE, vec![store(12, 4, 1), store(taken, 4, 2)]);
+        let Some((1, Message::Error(error))) = world.process.replies.pop() else {
+            panic!("refused");
+        };
+        assert_eq!(error.code(), ErrorCode::Invalid);
+        assert!(error.message.contains(&format!("stores.id {taken} ")));
+    }
+    // The store alone gets its answer, after which its id is free.
+    world.copied();
+    let alone = world.process.replies.pop();
+    assert!(
+        matches!(alone, Some((1, Message::StoreAnswer(_)))),
+        "{alone:?}"
+    );
+    world.stores(MESSAGE, vec![store(12, 4, 1), store(11, 4, 0)]);
+    world.copied();
+    assert_eq!(world.results().len(), 2);
+}
