@@ -202,6 +202,11 @@ impl World {
                 engine: engine_id(1 + input.below(2)),
                 through: RequestId(input.number()),
             },
+            9 if input.rarely() => WorkerEvent::AbandonThrough {
+                engine: engine_id(1 + input.below(2)),
+                number: input.number(),
+                through: RequestId(input.number()),
+            },
             9 => WorkerEvent::Abandon {
                 engine: engine_id(1 + input.below(2)),
                 number: input.number(),

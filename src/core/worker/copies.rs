@@ -1,6 +1,7 @@
 //! The open copies of a worker: which wait for their engine, which are ready, which run, and when they must have ended.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 
 use kvferry_types::{Edge, EngineId, RequestId, Time, Transfer, TransferId};
 
@@ -159,16 +160,21 @@ impl Copies {
         of_device.map(|(id, _)| *id).collect()
     }
 
-    /// The open copies for a request of an engine.
-    pub(super) fn of_request(&self, engine: EngineId, request: RequestId) -> Vec<TransferId> {
-        let range = (request, TransferId(0))..=(request, TransferId(u64::MAX));
-        let its = |transfer: &TransferId| {
+    /// The open copies for these requests of an engine.
+    pub(super) fn of_requests(
+        &self,
+        engine: EngineId,
+        requests: RangeInclusive<RequestId>,
+    ) -> impl Iterator<Item = TransferId> {
+        let (first, last) = (*requests.start(), *requests.end());
+        let range = (first, TransferId(0))..=(last, TransferId(u64::MAX));
+        let its = move |transfer: &TransferId| {
             let task = self.open.get(transfer);
             let device = task.and_then(|task| task.transfer.device);
             device.is_some_and(|device| device.engine == engine)
         };
         let copies = self.requests.range(range).map(|(_, transfer)| *transfer);
-        copies.filter(its).collect()
+        copies.filter(its)
     }
 
     /// Adds a copy that moves this many bytes: ready if its pages are written, else waiting.

@@ -1,6 +1,7 @@
 //! The registered memory of an engine: for which requests its pages may be copied.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use kvferry_types::{EngineId, RequestId, Time, TransferId};
 
@@ -8,7 +9,13 @@ use crate::Contradiction;
 
 use super::check::MemoryBounds;
 use super::copies::Copies;
-use super::{WORKER_ABANDONED_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect};
+use super::{
+    WORKER_ABANDONED_MAX, WORKER_ABANDONERS_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect,
+};
+
+/// Time for which an engine's last abandoned request is remembered after its list was dropped: longer than an order can be
+/// on its way, because a worker that takes no orders is ended within seconds.
+const ABANDONED_KEPT: Duration = Duration::from_secs(600);
 
 /// The registered memory of one engine.
 #[derive(Debug)]
@@ -69,6 +76,18 @@ struct AbandonedRequests {
 }
 
 impl AbandonedRequests {
+    /// Requests up to this one are over.
+    fn abandon_through(&mut self, through: RequestId) {
+        self.dropped_through = through.max(self.dropped_through);
+        let over = self.dropped_through;
+        self.abandoned.retain(|request| *request > over);
+    }
+
+    /// The last abandoned request.
+    fn last(&self) -> RequestId {
+        *self.abandoned.last().unwrap_or(&self.dropped_through)
+    }
+
     /// Remembers the latest abandoned requests individually. Requests older than a dropped one count as over.
     fn abandon(&mut self, requests: &BTreeSet<RequestId>) {
         let later = requests.range(RequestId(self.dropped_through.0.saturating_add(1))..);
@@ -88,31 +107,80 @@ struct Abandoning {
     running: BTreeSet<TransferId>,
 }
 
+/// The last request that an engine abandoned, kept without the others.
+#[derive(Debug)]
+struct LastAbandoned {
+    request: RequestId,
+    until: Time,
+}
+
 /// The requests that engines abandoned, and the `Abandon`s that are not answered.
 #[derive(Debug, Default)]
 pub(super) struct Abandoned {
     /// Abandoned requests of at most [`WORKER_ENGINES_MAX`] engines, in order of the engines' last `Abandon`.
     over: Vec<AbandonedRequests>,
+    /// Of at most [`WORKER_ABANDONERS_MAX`] engines that were dropped from `over`: requests up to this one count as over.
+    /// A dropped engine has no memory registered, so that this ends no copy that it still wants.
+    dropped: BTreeMap<EngineId, LastAbandoned>,
     abandoning: Vec<Abandoning>,
 }
 
 impl Abandoned {
     fn is_over(&self, engine: EngineId, request: RequestId) -> bool {
+        let dropped = self.dropped.get(&engine);
+        if dropped.is_some_and(|last| request <= last.request) {
+            return true;
+        }
         let over = self.over.iter().find(|over| over.engine == engine);
         over.is_some_and(|over| {
             request <= over.dropped_through || over.abandoned.contains(&request)
         })
     }
 
-    /// The abandoned requests of an engine. If there are too many engines, the one with the oldest last `Abandon` is
-    /// dropped, except for the registered engine.
-    fn of(&mut self, engine: EngineId, registered: Option<EngineId>) -> &mut AbandonedRequests {
+    /// False if there is no room to remember what another engine abandons.
+    fn has_room_for(&self, now: Time, engine: EngineId) -> bool {
+        self.over.iter().any(|over| over.engine == engine)
+            || self.dropped.contains_key(&engine)
+            || self.dropped.len() < WORKER_ABANDONERS_MAX
+            || self.dropped.values().any(|last| last.until <= now)
+    }
+
+    /// Keeps the last request of abandoned ones. If there are too many engines, the one that has been kept for the longest
+    /// time is dropped.
+    fn keep_last(&mut self, now: Time, over: &AbandonedRequests) {
+        if self.dropped.len() >= WORKER_ABANDONERS_MAX {
+            self.dropped.retain(|_, last| last.until > now);
+        }
+        if self.dropped.len() >= WORKER_ABANDONERS_MAX {
+            let oldest = self.dropped.iter().min_by_key(|(_, last)| last.until);
+            if let Some(oldest) = oldest.map(|(engine, _)| *engine) {
+                self.dropped.remove(&oldest);
+            }
+        }
+        let last = LastAbandoned {
+            request: over.last(),
+            until: now + ABANDONED_KEPT,
+        };
+        self.dropped.insert(over.engine, last);
+    }
+
+    /// The abandoned requests of an engine. If there are too many engines, the list of the one with the oldest last
+    /// `Abandon` is dropped, except for the registered engine; its last request stays.
+    fn of(
+        &mut self,
+        now: Time,
+        engine: EngineId,
+        registered: Option<EngineId>,
+    ) -> &mut AbandonedRequests {
         let known = self.over.iter().position(|over| over.engine == engine);
         let over = match known {
             Some(index) => self.over.remove(index),
             None => AbandonedRequests {
                 engine,
-                dropped_through: RequestId(0),
+                dropped_through: self
+                    .dropped
+                    .remove(&engine)
+                    .map_or(RequestId(0), |last| last.request),
                 abandoned: BTreeSet::new(),
             },
         };
@@ -121,7 +189,8 @@ impl Abandoned {
                 .over
                 .iter()
                 .position(|over| Some(over.engine) != registered);
-            self.over.remove(oldest.unwrap_or(0));
+            let oldest = self.over.remove(oldest.unwrap_or(0));
+            self.keep_last(now, &oldest);
         }
         self.over.push(over);
         let last = self.over.len() - 1;
@@ -168,13 +237,47 @@ impl Worker {
         effects: &mut Vec<WorkerEffect>,
     ) {
         let registered = self.memory.as_ref().map(Memory::engine);
-        self.abandoned.of(engine, registered).abandon(requests);
+        self.abandoned.of(now, engine, registered).abandon(requests);
+        let copies = requests
+            .iter()
+            .flat_map(|request| self.copies.of_requests(engine, *request..=*request));
+        self.end_abandoned(now, number, copies.collect(), effects);
+    }
+
+    /// As [`Self::abandon`], for all requests up to this one.
+    pub(super) fn abandon_through(
+        &mut self,
+        now: Time,
+        engine: EngineId,
+        number: u64,
+        through: RequestId,
+        effects: &mut Vec<WorkerEffect>,
+    ) {
+        let registered = self.memory.as_ref().map(Memory::engine);
+        let over = self.abandoned.of(now, engine, registered);
+        over.abandon_through(through);
+        let copies = self.copies.of_requests(engine, RequestId(0)..=through);
+        self.end_abandoned(now, number, copies.collect(), effects);
+    }
+
+    /// True if the worker can remember what this engine abandons. It remembers engines without memory for a limited time,
+    /// and at most [`WORKER_ABANDONERS_MAX`] of them.
+    pub fn remembers_abandoned_of(&self, now: Time, engine: EngineId) -> bool {
+        self.abandoned.has_room_for(now, engine)
+    }
+
+    /// Stops these copies. The engine is answered when none of them runs.
+    fn end_abandoned(
+        &mut self,
+        now: Time,
+        number: u64,
+        copies: Vec<TransferId>,
+        effects: &mut Vec<WorkerEffect>,
+    ) {
         let mut running = BTreeSet::new();
-        for request in requests {
-            for transfer in self.copies.of_request(engine, *request) {
-                self.stop(now, transfer, effects);
-                running.extend(self.copies.contains(transfer).then_some(transfer));
-            }
+        for transfer in copies {
+            self.stop(now, transfer, effects);
+            running.extend(self.copies.contains(transfer).then_some(transfer));
         }
         let abandoning = &mut self.abandoned.abandoning;
         if running.is_empty() {

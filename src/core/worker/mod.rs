@@ -49,6 +49,9 @@ pub const WORKER_ABANDONED_MAX: usize = 4096;
 /// Engines whose abandoned requests a worker remembers: the registered one, and earlier ones or ones about to register.
 /// About 1 MiB with [`WORKER_ABANDONED_MAX`] requests each.
 pub const WORKER_ENGINES_MAX: usize = 4;
+/// Engines without memory of which a worker remembers the last request that they abandoned, after it has dropped their
+/// lists: 400 KiB at most. An engine beyond them is refused.
+pub const WORKER_ABANDONERS_MAX: usize = 4096;
 
 /// Identifies one order of a leader, so that the answer can be matched to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -168,6 +171,15 @@ pub enum WorkerEvent {
         /// that were not abandoned.
         requests: BTreeSet<RequestId>,
     },
+    /// As [`Self::Abandon`], for all requests up to this one.
+    AbandonThrough {
+        /// The engine that abandons.
+        engine: EngineId,
+        /// Identifies the request in [`WorkerEffect::Abandoned`].
+        number: u64,
+        /// The last abandoned request.
+        through: RequestId,
+    },
     /// Copies ended: they no longer read or write memory.
     CopiesEnded(Vec<EndedCopy>),
     /// Time passed; see [`Worker::next_timeout`].
@@ -254,7 +266,7 @@ pub enum WorkerEffect {
     },
     /// Report to the engine that nothing is copied any longer for the requests that it abandoned.
     Abandoned {
-        /// The `number` of the [`WorkerEvent::Abandon`] that is answered.
+        /// The `number` of the [`WorkerEvent::Abandon`] or [`WorkerEvent::AbandonThrough`] that is answered.
         number: u64,
     },
     /// End this process: a stopped copy has not ended in time, and only the end of the process ends it.
@@ -354,6 +366,11 @@ impl Worker {
                 number,
                 requests,
             } => self.abandon(now, engine, number, &requests, effects),
+            WorkerEvent::AbandonThrough {
+                engine,
+                number,
+                through,
+            } => self.abandon_through(now, engine, number, through, effects),
             WorkerEvent::CopiesEnded(copies) => {
                 for copy in copies {
                     self.end(now, copy, effects);

@@ -720,6 +720,7 @@ fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
     );
 }
 
+mod abandoned;
 mod checks;
 mod invalidations;
 mod link;

@@ -14,8 +14,7 @@ use std::time::Duration;
 
 use kvferry_core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_protocol::{
-    Attach, AttachDepot, Empty, Ended, ErrorBody, ErrorCode, Memory, Message, StatedMemory,
-    TierPages,
+    Attach, AttachDepot, Ended, ErrorBody, ErrorCode, Memory, Message, StatedMemory, TierPages,
 };
 use kvferry_types::{
     AttachId, EndedCopy, EngineId, Epoch, LinkId, LogLimit, MemoryId, RequestId, Sharding, Time,
@@ -266,8 +265,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 self.answer(host, RequestId(batch.0), Message::Ended(body));
             }
             WorkerEffect::Abandoned { number } => {
-                if let Some((peer, request)) = self.ranks.take_abandoning(number) {
-                    host.reply(peer, request, Message::AbandonAnswer(Empty {}));
+                if let Some((peer, request, answer)) = self.ranks.take_abandoning(number) {
+                    host.reply(peer, request, answer);
                 }
             }
             WorkerEffect::Await { engine, through } => {

@@ -7,7 +7,7 @@ use super::host::Registering;
 use super::{Fatal, WorkerHost, WorkerShell};
 use crate::log_filter::set_log;
 use crate::{Holder, HolderPeers};
-use kvferry_core::{MemoryBounds, WorkerEvent, engine_of};
+use kvferry_core::{MemoryBounds, WORKER_ABANDONERS_MAX, WorkerEvent, engine_of};
 use kvferry_protocol::{
     Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Role,
     Written,
@@ -78,8 +78,9 @@ pub(super) struct Ranks<P, M> {
     /// Memory that is being opened, by the number of its registration; also of ranks that are gone.
     opening: BTreeMap<u64, Opening>,
     last_registration: u64,
-    /// Ranks that wait until no copies run for requests that they abandoned, by the number that the core received.
-    abandoning: BTreeMap<u64, (PeerId, RequestId)>,
+    /// Ranks that wait until no copies run for requests that they abandoned, by the number that the core received, and
+    /// their answers.
+    abandoning: BTreeMap<u64, (PeerId, RequestId, Message)>,
     last_abandoning: u64,
 }
 
@@ -117,9 +118,17 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         (mapped.engine == engine).then_some(&mapped.memory)
     }
 
-    /// Takes the rank, and its request, that waits for the end of `number`.
-    pub(super) fn take_abandoning(&mut self, number: u64) -> Option<(PeerId, RequestId)> {
+    /// Takes the rank, its request and the answer that wait for the end of `number`.
+    pub(super) fn take_abandoning(&mut self, number: u64) -> Option<(PeerId, RequestId, Message)> {
         self.abandoning.remove(&number)
+    }
+
+    /// Adds a rank that waits until no copies run for requests that it abandons. Returns the number for the core.
+    fn waits_for_copies(&mut self, peer: PeerId, request: RequestId, answer: Message) -> u64 {
+        self.last_abandoning += 1;
+        let waiting = (peer, request, answer);
+        self.abandoning.insert(self.last_abandoning, waiting);
+        self.last_abandoning
     }
 
     /// Notes that openings are unwanted, and returns whether there are any.
@@ -227,6 +236,14 @@ fn refuse<H: WorkerHost>(
     host.reply(peer, request, Message::Error(error));
 }
 
+/// Refuses to give up requests: the worker could not remember them, so that a late order would be carried out.
+fn too_many_abandon<H: WorkerHost>(host: &mut H, peer: PeerId, request: RequestId) {
+    let text = format!(
+        "{WORKER_ABANDONERS_MAX} other engines without memory gave up requests in the last 10 minutes: retry"
+    );
+    refuse(host, peer, request, ErrorCode::Busy, text);
+}
+
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// True while an engine's memory is registered or being opened.
     pub fn is_used(&self) -> bool {
@@ -274,7 +291,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let ranks = &mut self.ranks;
         let rank = ranks.connected.remove(&peer);
         ranks.give_up_openings(|opening| opening.peer == peer);
-        ranks.abandoning.retain(|_, (waiting, _)| *waiting != peer);
+        ranks.abandoning.retain(|_, (waiting, ..)| *waiting != peer);
         let Some(gone) = ranks.mapped.take_if(|mapped| mapped.peer == peer) else {
             return Ok(());
         };
@@ -369,9 +386,12 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.reply(peer, request, Message::Error(error));
             return Ok(());
         }
-        ranks.last_abandoning += 1;
-        let number = ranks.last_abandoning;
-        ranks.abandoning.insert(number, (peer, request));
+        if !self.core.remembers_abandoned_of(host.now(), engine) {
+            too_many_abandon(host, peer, request);
+            return Ok(());
+        }
+        let answer = Message::AbandonAnswer(Empty {});
+        let number = self.ranks.waits_for_copies(peer, request, answer);
         let event = WorkerEvent::Abandon {
             engine,
             number,
@@ -578,6 +598,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             ..
         } = registering;
         let opening = self.ranks.opening.remove(&number);
+        let through = registering.abandoned_through;
         let page_bytes = match found {
             Ok(found) => found,
             Err(error) => {
@@ -591,7 +612,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             refuse(host, peer, request, ErrorCode::Internal, text);
             return Ok(());
         };
-        let pid = opening.and_then(|opening| opening.pid);
+        let pid = opening.as_ref().and_then(|opening| opening.pid);
         if !registering.check_only && self.ranks.is_replaced(number, peer, pid) {
             let text = "this rank registered again meanwhile";
             refuse(host, peer, request, ErrorCode::Invalid, text);
@@ -606,7 +627,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             page_bytes,
             not_served: why,
         });
-        if registering.check_only {
+        if registering.check_only && through == RequestId(0) {
             host.reply(peer, request, answer);
             return Ok(());
         }
@@ -614,9 +635,48 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.reply(peer, request, Message::Error(error));
             return Ok(());
         }
+        if through > RequestId(0) && !self.core.remembers_abandoned_of(host.now(), engine) {
+            too_many_abandon(host, peer, request);
+            return Ok(());
+        }
+        if registering.check_only {
+            let number = self.ranks.waits_for_copies(peer, request, answer);
+            return self.abandon_through(host, engine, number, through);
+        }
+        // Memory of the same rank that is still being opened is replaced, too.
+        if let Some(checked) = opening {
+            let earlier = self.ranks.opening.range_mut(..number);
+            for (_, opening) in earlier.filter(|(_, opening)| {
+                let same = (opening.engine, opening.user) == (engine, checked.user);
+                same && opening.may_be_of(pid)
+            }) {
+                opening.unwanted = true;
+            }
+        }
+        if through > RequestId(0) {
+            // Nothing waits for this number: the answer comes once the memory is closed.
+            self.ranks.last_abandoning += 1;
+            self.abandon_through(host, engine, self.ranks.last_abandoning, through)?;
+        }
         let stepped = self.memory_gone(host, engine, "registered again meanwhile");
         host.reply_when_closed(peer, request, engine, answer);
         stepped
+    }
+
+    /// Gives up the requests of an engine up to `through`, in the core.
+    fn abandon_through<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        engine: EngineId,
+        number: u64,
+        through: RequestId,
+    ) -> Result<(), Fatal> {
+        let event = WorkerEvent::AbandonThrough {
+            engine,
+            number,
+            through,
+        };
+        self.step(host, event)
     }
 
     /// Answers a rank's registration: its memory is used, or why it is not.
@@ -697,7 +757,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             opening.peer == peer
                 || opening.engine == engine && opening.user == user && opening.may_be_of(pid)
         });
-        ranks.left = None;
+        // A seat that is kept for a rank that has lost its connection is that rank's alone to give up.
+        ranks.left.take_if(|left| left.engine == engine);
         let stepped = self.memory_gone(host, engine, "unregistered meanwhile");
         if being_opened {
             let text = "the memory is being opened: retry";

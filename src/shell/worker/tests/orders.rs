@@ -1,7 +1,7 @@
 //! Orders of the leader: which are carried out, and how each is answered.
 
 use super::*;
-use kvferry_protocol::Invalidate;
+use kvferry_protocol::{Empty, Invalidate};
 use kvferry_types::{ResetId, TransferId};
 
 impl World {

@@ -270,6 +270,45 @@ fn memory_that_is_not_served_replaces_what_its_engine_had_unless_it_is_only_chec
 }
 
 #[test]
+fn memory_that_is_being_opened_is_replaced_by_later_memory_that_is_not_served() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.send_registration(5, 1, 1, registration());
+    let mut later = registration();
+    later.groups[0].attention = Attention::Other;
+    world.send_registration(5, 2, 1, later);
+    let registering = world.process.opening.pop().expect("it is checked");
+    world.run(|shell, process| shell.checked(process, registering, Ok(PAGE_BYTES)));
+    assert_eq!(world.received(), [(5, 2, MessageKind::Registered, None)]);
+    // The opening of the earlier memory ends later.
+    world.open();
+    let invalid = Some(ErrorCode::Invalid);
+    assert_eq!(world.received(), [(5, 1, MessageKind::Error, invalid)]);
+    assert_eq!(world.process.closed, [1]);
+    assert!(!world.shell.is_used());
+}
+
+#[test]
+fn a_check_gives_up_requests_and_is_answered_once_nothing_is_copied_for_them() {
+    let mut world = World::attached();
+    world.received();
+    world.load(1);
+    let register = Register {
+        abandoned_through: 1000,
+        engine: [1; 16],
+        registration: registration(),
+        check_only: true,
+    };
+    world.send(5, 2, Message::Register(register));
+    let registering = world.process.opening.pop().expect("it is checked");
+    world.run(|shell, process| shell.checked(process, registering, Ok(PAGE_BYTES)));
+    assert_eq!(world.received(), [], "a copy runs");
+    world.end_load();
+    assert_eq!(world.received(), [(5, 2, MessageKind::Registered, None)]);
+    assert!(world.shell.is_used(), "its memory stays");
+}
+
+#[test]
 fn a_registration_that_differs_from_the_hello_is_refused_and_both_are_named() {
     let cases = [
         (

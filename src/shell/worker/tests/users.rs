@@ -88,6 +88,10 @@ fn another_user_gets_no_seat_whose_process_lives() {
     assert_eq!(attempt(&mut world, 2, 2), in_use);
     world.run(|shell, process| shell.closed(process, PeerId(1)));
     assert_eq!(attempt(&mut world, 2, 3), in_use);
+    // He unregisters what is not his.
+    world.send(2, 30, Message::Unregister(Unregister {}));
+    world.received();
+    assert_eq!(attempt(&mut world, 2, 31), in_use);
     // She gets her seat back.
     world.process.silent = false;
     world.connect_of(ALICE, 3, 50);
