@@ -367,7 +367,8 @@ impl<R> ClientSession<R> {
             if let Some(encoded) = self.encode_request(now, id) {
                 self.send_request(now, id, encoded);
             }
-        } else if before.is_none() && !in_flight {
+        } else if !in_flight && (before.is_none() || !self.unsent.contains(&id)) {
+            // New, or answered with a kind that this version does not know.
             self.unsent.push_back(id);
         }
         self.send_unsent(now);

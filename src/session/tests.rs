@@ -240,6 +240,13 @@ fn an_answer_of_an_unknown_kind_frees_the_credit_of_its_request() {
     // The request ends at its deadline; the next one is sent at once.
     client.tick(at(1));
     assert_eq!(client.requests(), [2]);
+    // A repeat of it is sent again.
+    client.receive(
+        at(2),
+        &from_server(VERSION, 2, Message::FinishAnswer(Empty {})),
+    );
+    client.request(at(2), 1);
+    assert_eq!(client.requests(), [1]);
 }
 
 #[test]

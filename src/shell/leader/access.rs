@@ -7,7 +7,7 @@ use std::fmt;
 use super::seats::PeerRole;
 use super::{LeaderHost, LeaderShell};
 use kvferry_core::Namespaces;
-use kvferry_protocol::{ErrorBody, ErrorCode, Message};
+use kvferry_protocol::{ErrorBody, ErrorCode, Message, ResetPages};
 use kvferry_types::{PeerId, User};
 
 /// Characters of a namespace that an error shows.
@@ -30,7 +30,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             && let Some(left_out) = self.forbidden_lines.line(host.now())
         {
             let kind = message.kind().name();
-            tracing::warn!(%user, kind, left_out, "request refused: it is not for this user");
+            tracing::warn!(%user, kind, left_out, "request refused: it is not for engines of this user");
         }
         refused.map_or(Ok(()), |text| {
             Err(ErrorBody::new(ErrorCode::Forbidden, text))
@@ -51,12 +51,13 @@ fn refusal(namespaces: &Namespaces, user: User, message: &Message) -> Option<Str
     };
     match message {
         Message::Lookup(lookup) => named("lookup.namespace", &lookup.namespace),
-        Message::Reset(reset) => match &reset.namespace {
-            Some(namespace) => named("reset.namespace", namespace),
-            None => Some(
-                "reset.namespace is absent: an engine names a namespace; `kvferry reset` removes the pages of all"
+        Message::Reset(reset) => match (&reset.which, &reset.namespace) {
+            (ResetPages::All, _) => Some(
+                "reset.which is 'all', which is for operators (`kvferry reset`): name a namespace, with which 'namespace'"
                     .to_owned(),
             ),
+            (_, Some(namespace)) => named("reset.namespace", namespace),
+            (_, None) => Some("reset.namespace is absent: name the namespace of the pages".to_owned()),
         },
         Message::ReadEvents(read) => match &read.namespace {
             Some(namespace) => named("read_events.namespace", namespace),
