@@ -21,6 +21,9 @@ use smallvec::SmallVec;
 pub const SLOTS_MAX: usize = 65_536;
 /// Most bytes of page hashes that the slots of one engine keep.
 pub const HASH_BYTES_PER_ENGINE_MAX: usize = 256 << 20;
+/// Most bytes of page hashes in the slots of all engines together whose connections are broken: beyond that, those that left
+/// first are forgotten at once. One engine that connects again finds its slots, and many names in turn take no more.
+pub const HASH_BYTES_LEFT_MAX: usize = HASH_BYTES_PER_ENGINE_MAX;
 /// Answers kept for retries, per engine; about 100 bytes each.
 pub const ANSWERS_KEPT: usize = 4096;
 
@@ -549,6 +552,30 @@ impl Sessions {
             session.answers.end(id, answer);
             self.remove_if_over(engine);
         }
+    }
+
+    /// The engines without connections that are to be forgotten now, and when they would have been, so that the hashes of
+    /// the others take at most `most` bytes.
+    pub fn left_beyond(&self, most: usize) -> Vec<(Time, EngineId)> {
+        let left = |(engine, session): (&EngineId, &Session)| {
+            let forget_at = session.gone_at.filter(|_| session.hash_bytes > 0)?;
+            Some((forget_at, *engine, session.hash_bytes))
+        };
+        let mut left: Vec<_> = self.0.iter().filter_map(left).collect();
+        let mut bytes: usize = left.iter().map(|(.., bytes)| bytes).sum();
+        if bytes <= most {
+            return Vec::new();
+        }
+        left.sort_unstable();
+        let mut forgotten = Vec::new();
+        for (forget_at, engine, its) in left {
+            if bytes <= most {
+                break;
+            }
+            bytes -= its;
+            forgotten.push((forget_at, engine));
+        }
+        forgotten
     }
 
     /// Forgets an engine whose slots are finished. Its session stays until its requests in progress are answered,

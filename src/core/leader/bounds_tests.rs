@@ -5,7 +5,7 @@ use super::*;
 use crate::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
 use crate::refusal::Refusal;
-use crate::session::HASH_BYTES_PER_ENGINE_MAX;
+use crate::session::{HASH_BYTES_LEFT_MAX, HASH_BYTES_PER_ENGINE_MAX};
 use kvferry_types::{
     Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry, GroupId,
     LookupAnswer, PageHashes, PageList, PageRecord, Part, PerTier, Rank, Replica, Request,
@@ -535,6 +535,36 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     let refused = answers(&step(&mut leader, Time(0), LeaderEvent::WorkerDead(WORKER)));
     let unknown = || Err(Refusal::UnknownSlot(SlotId(1)));
     assert_eq!(refused, [unknown(), unknown()]);
+}
+
+#[test]
+fn engines_that_leave_one_after_another_keep_no_more_hashes_than_one() {
+    // Without the recount of the bytes: a test has no room for so many.
+    let step = |leader: &mut Leader, event| leader.step(Time(0), event, &mut Vec::new());
+    let mut leader = serving();
+    let other = EngineId([9; 16]);
+    let opened = |leader: &mut Leader, engine, hash_bytes| {
+        step(leader, LeaderEvent::EngineOpened(engine));
+        let session = leader.sessions.get_mut(engine).expect("an engine");
+        *session.hash_bytes_mut() = hash_bytes;
+    };
+    opened(&mut leader, ENGINE, HASH_BYTES_LEFT_MAX);
+    step(&mut leader, LeaderEvent::EngineClosed(ENGINE));
+    assert!(leader.knows(ENGINE), "one engine alone");
+    opened(&mut leader, other, 16);
+    assert!(leader.knows(ENGINE), "the other is connected");
+    step(&mut leader, LeaderEvent::EngineClosed(other));
+    assert!(leader.knows(other));
+    assert!(!leader.knows(ENGINE), "the first to leave");
+    // It connects again before it would have been forgotten, and stays.
+    opened(&mut leader, ENGINE, 0);
+    leader.step(
+        Time(0) + Duration::from_secs(60),
+        LeaderEvent::Tick,
+        &mut Vec::new(),
+    );
+    assert!(leader.knows(ENGINE));
+    assert!(!leader.knows(other));
 }
 
 /// A store keeps its hashes when its slot is finished.

@@ -44,7 +44,7 @@ use crate::held::HeldCount;
 use crate::namespaces::Namespaces;
 use crate::policy::TierPolicy;
 use crate::pool_counts::PoolCounts;
-use crate::session::{Session, Sessions, Slot};
+use crate::session::{HASH_BYTES_LEFT_MAX, Session, Sessions, Slot};
 use kvferry_types::{
     Edge, EngineId, Epoch, PerTier, Ratio, RequestId, Sharding, SlotId, TierId, Time, WorkerId,
 };
@@ -540,6 +540,10 @@ impl Leader {
             self.timers.clear(before, Timer::Engine(engine));
         }
         self.timers.set(at, Timer::Engine(engine));
+        for (at, engine) in self.sessions.left_beyond(HASH_BYTES_LEFT_MAX) {
+            self.timers.clear(at, Timer::Engine(engine));
+            self.remove_engine(engine);
+        }
     }
 
     /// Finishes all slots of an engine's earlier process, and refuses its request ids, so that no answer to an old request
