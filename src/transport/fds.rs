@@ -17,6 +17,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+use rustix::process::{Resource, getrlimit};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{oneshot, watch};
@@ -34,6 +35,9 @@ pub const TICKET_BYTES: usize = 16;
 /// Most descriptors of one user that wait to be taken; further ones are refused. Each chunk of an engine's memory is one
 /// descriptor. Worst case for each user: about 16 MiB beside the descriptors themselves.
 pub const UNTAKEN_MAX: usize = 16_448;
+/// Part of the files that this process may open that descriptors of all other users together may be while they wait: the
+/// others are for its disk, its connections, and the memory of its own user's engines.
+const FILES_OF_OTHERS: u64 = 4;
 /// Most descriptors in one message: the limit of Linux.
 pub const TOGETHER_MAX: usize = 253;
 /// Time after which a descriptor that was not taken is closed.
@@ -83,9 +87,10 @@ pub struct FdReceiver {
     _alive: watch::Sender<()>,
 }
 
-#[derive(Default)]
 struct Untaken {
     waiting: Mutex<AllWaiting>,
+    /// Most descriptors of all other users together.
+    most_of_others: usize,
 }
 
 /// The descriptors that wait, and how many each user has.
@@ -103,17 +108,27 @@ struct Waiting {
 }
 
 impl Untaken {
+    fn new(most_of_others: usize) -> Self {
+        Self {
+            waiting: Mutex::default(),
+            most_of_others,
+        }
+    }
+
     fn waiting(&self) -> MutexGuard<'_, AllWaiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores a descriptor, if its user has room and the ticket is not in use. The returned receiver completes when the
+    /// Stores a descriptor, if its user and all other users have room and the ticket is not in use. The returned receiver completes when the
     /// descriptor is taken or removed.
     fn keep(&self, user: User, ticket: Ticket, fd: OwnedFd) -> Option<oneshot::Receiver<()>> {
         let mut waiting = self.waiting();
         let AllWaiting { by_ticket, of_user } = &mut *waiting;
+        let others = of_user.iter().filter(|(user, _)| **user != User::Own);
+        let of_others: usize = others.map(|(_, count)| count).sum();
+        let crowded = user != User::Own && of_others >= self.most_of_others;
         let count = of_user.entry(user).or_default();
-        if *count >= UNTAKEN_MAX || by_ticket.contains_key(&ticket) {
+        if crowded || *count >= UNTAKEN_MAX || by_ticket.contains_key(&ticket) {
             return None;
         }
         *count += 1;
@@ -155,7 +170,9 @@ impl FdReceiver {
         directory::prepare_for(directory, &users)?;
         let mut claim = Claim::take(directory, FD_SOCKET_NAME)?;
         let socket = claim.bind(&users)?;
-        let untaken = Arc::new(Untaken::default());
+        let files = getrlimit(Resource::Nofile).current;
+        let most_of_others = files.map_or(usize::MAX, |files| (files / FILES_OF_OTHERS) as usize);
+        let untaken = Arc::new(Untaken::new(most_of_others));
         let (alive, gone) = watch::channel(());
         tokio::spawn(accept(socket, users, Arc::downgrade(&untaken), gone));
         Ok(Self {
@@ -456,4 +473,26 @@ fn send_both(stream: BorrowedFd<'_>, tickets: &[u8], fds: &[BorrowedFd<'_>]) -> 
         &mut ancillary,
         SendFlags::NOSIGNAL,
     )?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each user has room for more than all of them have together.
+    #[test]
+    fn waiting_descriptors_of_other_users_leave_files_for_the_own_one() {
+        let untaken = Untaken::new(4);
+        let keep = |user, ticket| {
+            let fd = std::fs::File::open("/dev/null").expect("opens").into();
+            untaken.keep(user, [ticket; TICKET_BYTES], fd)
+        };
+        let kept: Vec<_> = (0..6)
+            .map(|number| keep(User::Other(1001 + u32::from(number % 2)), number).is_some())
+            .collect();
+        assert_eq!(kept, [true, true, true, true, false, false]);
+        assert!(keep(User::Own, 9).is_some());
+        untaken.remove(&[0; TICKET_BYTES]).expect("it waited");
+        assert!(keep(User::Other(1003), 10).is_some());
+    }
 }
