@@ -79,6 +79,8 @@ class RankSession:
         self._process: int | None = 0
         self._process_fd: int | None = None
         self._process_killed = False
+        #: That process may not be ended by this user.
+        self._process_of_another = False
         #: When each request was abandoned.
         self._abandoned_at: dict[int, float] = {}
         #: Time after which the worker is killed that does not give the present abandoned pages back.
@@ -384,6 +386,7 @@ class RankSession:
         self._forget_process()
         if process != self._process:
             self._silence.end()
+            self._process_of_another = False
         self._process, self._process_fd = process, process_fd
 
     def _forget_process(self) -> None:
@@ -409,17 +412,27 @@ class RankSession:
                 self._are_over(self._outbox.dead())
         elif self._process_is_dead():
             self._are_over(self._outbox.dead())
-        elif given_up and not self._process_killed:
+        elif given_up and not self._process_killed and not self._process_of_another:
             # A request that was abandoned again after its end was read has no time here.
             waited_s = now - min(self._abandoned_at.get(request, now) for request in self._outbox.abandoned)
-            logger.error(
-                "kvferry: worker %s gives no pages back for %.1f s and no process ends it: it is killed",
-                self._process,
-                waited_s,
-            )
+            self._kill(self._process_fd, waited_s)
+
+    def _kill(self, process_fd: int, waited_s: float) -> None:
+        why = f"worker {self._process} gives no pages back for {waited_s:.1f} s and no process ends it"
+        try:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)
+                signal.pidfd_send_signal(process_fd, signal.SIGKILL)
+        except PermissionError:
+            # The worker runs as another user: the setting `users`.
+            self._process_of_another = True
+            logger.error(
+                "kvferry: %s, and user %d may not: its pages stay in use until it answers or ends: end it as its user",
+                why,
+                os.geteuid(),
+            )
+        else:
             self._process_killed = True
+            logger.error("kvferry: %s: it is killed", why)
 
 
 def _is_final(failure: Failure) -> bool:

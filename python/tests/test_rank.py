@@ -1,6 +1,8 @@
 """Tests of the requests that a rank owes its worker, and of the end of all copies."""
 
 import contextlib
+import errno
+import logging
 import os
 import signal
 import socket
@@ -266,6 +268,36 @@ def test_a_paused_worker_without_a_supervisor_is_killed(tmp_path: Path, monkeypa
         session.abandon([7])
         over(session, [7])
         assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
+
+
+def test_a_worker_of_another_user_is_left_and_the_turns_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rank, "KILL_AFTER_S", 0.5)
+    refused = []
+
+    def refuse(process_fd: int, number: int) -> None:
+        refused.append(number)
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with leader_and_worker(tmp_path) as (_, worker), contextlib.closing(begin(tmp_path / "worker-0-0")) as session:
+        eventually("it is registered", lambda: session.registered)
+        monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+        stop(worker.pid)
+        session.abandon([7])
+        eventually("the signal is refused", lambda: refused)
+        turns: list[float] = []
+        turn = session._client._turn
+        session._client._turn = lambda: turns.append(time.monotonic()) or turn()  # type: ignore
+        eventually("turns go on", lambda: len(turns) > 5)
+        assert session.over() == [], "its pages stay in use"
+        assert refused == [signal.SIGKILL]
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+        assert len(lines) == 1, lines
+        assert f"worker {worker.pid} gives no pages back" in lines[0]
+        assert f"user {os.geteuid()} may not: its pages stay in use" in lines[0]
+        worker.send_signal(signal.SIGCONT)
+        over(session, [7])
 
 
 def test_a_worker_is_killed_for_a_request_that_was_abandoned_again_before_its_end_was_read(
