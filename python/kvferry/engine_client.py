@@ -36,9 +36,8 @@ class Sends(Protocol):
 class EngineRequests:
     """The requests of an engine. Each call sends one request and returns its handle at once.
 
-    Sequences of hashes and pages must not change afterwards: the message is built on the client's thread.
-    A load or a store may use its pages again only after an answer, or after a failure with ``over``. See
-    :class:`kvferry.client.Failure`.
+    Sequences of hashes and pages are copied in the call, and may be changed afterwards. A load or a store may use its
+    pages again only after an answer, or after a failure with ``over``. See :class:`kvferry.client.Failure`.
     """
 
     def lookup(
