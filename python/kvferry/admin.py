@@ -31,13 +31,19 @@ class AdminClient(Client):
         """
         return self._answer(self.request(wire.Status(check), timeout_s))
 
-    def reset(self, namespace: bytes | None = None, *, tier: int = 0, timeout_s: float = 30.0) -> int:
-        """Removes the pages of a namespace, or all pages with ``None``. Returns their number.
+    def reset(self, namespace: bytes, *, tier: int = 0, timeout_s: float = 30.0) -> int:
+        """Removes the pages of a namespace; ``b""`` is that of requests that name none. Returns their number.
 
         With a ``tier``, 2 for host memory or 3 for the disk, the other tiers keep them. ``leased`` while lookups or
         loads hold some of the pages: then none is removed.
         """
-        answer: wire.ResetAnswer = self._answer(self.request(wire.reset(namespace, tier=tier), timeout_s))
+        message = engine_messages.reset(namespace, tier=tier)
+        answer: wire.ResetAnswer = self._answer(self.request(message, timeout_s))
+        return answer.pages
+
+    def reset_all(self, *, tier: int = 0, timeout_s: float = 30.0) -> int:
+        """Removes the pages of all namespaces. Returns their number. The rest is as for :meth:`reset`."""
+        answer: wire.ResetAnswer = self._answer(self.request(wire.reset(tier=tier), timeout_s))
         return answer.pages
 
     def flush(self, *, timeout_s: float = 30.0) -> int:
@@ -69,7 +75,7 @@ class AdminClient(Client):
     def drain(self, *, resume: bool = False, timeout_s: float = 5.0) -> wire.DrainAnswer:
         """Makes the leader refuse lookups, loads and stores; with ``resume`` the leader takes them again.
 
-        Returns what still runs: the leader is drained when all of it is 0.
+        Returns what still runs: the leader is drained when ``drained`` is true. The numbers are for people.
         """
         return self._answer(self.request(wire.Drain(resume), timeout_s))
 

@@ -240,7 +240,7 @@ class EngineClient(Client):
 
     ``engine``: 16 random bytes, drawn at each start, the same as that of its ranks. ``first_id``: above every id that
     an engine of the same name has used, for example from the clock. Each call sends one request, and its result is
-    awaited for the answer; its ``id`` is known at once. Sequences of hashes and pages must not change until the end.
+    awaited for the answer; its ``id`` is known at once. Sequences of hashes and pages are copied in the call.
     """
 
     def __init__(self, directory: Path, engine: bytes, *, first_id: int, replica: int = 0, name: str = ""):
@@ -344,9 +344,15 @@ class AdminClient(Client):
         """Returns the state of the leader: see :meth:`kvferry.admin.AdminClient.status`."""
         return await self.request(wire.Status(check), timeout_s)
 
-    async def reset(self, namespace: bytes | None = None, *, tier: int = 0, timeout_s: float = 30.0) -> int:
-        """Removes pages, and returns their number: see :meth:`kvferry.admin.AdminClient.reset`."""
-        answer: wire.ResetAnswer = await self.request(wire.reset(namespace, tier=tier), timeout_s)
+    async def reset(self, namespace: bytes, *, tier: int = 0, timeout_s: float = 30.0) -> int:
+        """Removes the pages of a namespace: see :meth:`kvferry.admin.AdminClient.reset`."""
+        message = engine_messages.reset(namespace, tier=tier)
+        answer: wire.ResetAnswer = await self.request(message, timeout_s)
+        return answer.pages
+
+    async def reset_all(self, *, tier: int = 0, timeout_s: float = 30.0) -> int:
+        """Removes the pages of all namespaces: see :meth:`kvferry.admin.AdminClient.reset_all`."""
+        answer: wire.ResetAnswer = await self.request(wire.reset(tier=tier), timeout_s)
         return answer.pages
 
     async def flush(self, *, timeout_s: float = 30.0) -> int:

@@ -171,7 +171,7 @@ def test_events_rebuild_what_kvferry_holds(engine: SmallEngine) -> None:
         assert not any(page[2] // 100 == 50 for page in pages)
 
         engine.daemon.flush()
-        admin.reset(tier=2)
+        admin.reset_all(tier=2)
         pages = agree(engine, live, "after a reset of host memory")
         assert {page[0] for page in pages} == {"STORAGE"}
         engine.store(3)

@@ -422,7 +422,7 @@ def run(folder: Path, all_: contextlib.ExitStack, kept: Kept) -> dict[str, bytes
     status.append(daemon.status())
     with AdminClient(daemon.socket_dir / "leader", name=NAME) as admin:
         admin.reset(NAMESPACE)
-        admin.reset()
+        admin.reset_all()
     second = metrics(log)
     command.stop()
     daemon.stop()

@@ -154,7 +154,7 @@ class Schedule:
                 return
             case "reset":
                 with AdminClient(daemon.socket_dir / "leader") as admin, contextlib.suppress(Failure):
-                    admin.reset(None)
+                    admin.reset_all()
                     self.counts["reset"] += 1
                 return
             case _:

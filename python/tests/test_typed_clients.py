@@ -107,6 +107,10 @@ def test_an_engine_stores_and_loads_and_an_operator_resets(clients: Clients, ver
             status = admin.status()
             assert (status.counters["hit_pages"], status.counters["hit_tokens"]) == (3, 24)
             assert (status.counters["loads_done"], status.counters["stores_done"]) == (1, 1)
+            with pytest.raises(TypeError, match="namespace"):
+                admin.reset()
+            with pytest.raises(TypeError, match=r"namespace is None: give bytes; .* reset_all"):
+                admin.reset(None)
             assert admin.reset(b"another namespace") == 0
             assert admin.reset(b"n") == 3
             gone = answer_of(reads)
@@ -118,6 +122,12 @@ def test_an_engine_stores_and_loads_and_an_operator_resets(clients: Clients, ver
                 admin.flush()
             found = answer_of(engine.lookup(3, HASHES, namespace=b"n", timeout_s=TIMEOUT_S))
             assert found == wire.LookupAnswer(0)
+
+            store = engine.store(3, [Part(0, 0, [4, 5, 1])], timeout_s=TIMEOUT_S)
+            rank.wrote(store.id)
+            assert answer_of(store).stored_pages == 3
+            answer_of(engine.finish(3, timeout_s=TIMEOUT_S))
+            assert admin.reset_all() == 3
         finally:
             engine.close()
             rank.close()
