@@ -81,15 +81,13 @@ class StoreBatches:
         return max(each.deadline_ms for each in numbered), wire.body_of(wire.Stores(numbered))
 
     def ends(
-        self, identity: int, kind: int, body: msgspec.Struct | None
+        self, identity: int, body: msgspec.Struct | None
     ) -> Iterator[tuple[PendingRequest, wire.StoreAnswer | wire.Error | None]]:
         """Yields the stores of an answered message, each with its end; nothing if ``identity`` is of no such message.
 
-        A store without an end must be sent again, alone: the peer has refused the message as a whole, or its answer
-        cannot be read.
+        ``body``: None if it cannot be read. A store without an end must be sent again, alone: the peer has refused the
+        message as a whole, or its answer cannot be read or is of another kind.
         """
-        if kind not in (Kind.STORES_ANSWER, Kind.ERROR):
-            return
         stores = self._open.pop(identity, [])
         self.more -= max(len(stores) - 1, 0)
         if stores and isinstance(body, wire.Error):

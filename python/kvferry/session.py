@@ -271,11 +271,14 @@ class Session:
             self._sent_at = now
             return self._reply(envelope)
         self._in_flight_bytes -= self._in_flight.pop(envelope.correlation, 0)
-        for store, end in self._batches.ends(envelope.correlation, envelope.kind, envelope.body):
+        if envelope.body is None and not envelope.required and not unreadable:
+            # Its kind is unknown here.
+            return None
+        for store, end in self._batches.ends(envelope.correlation, envelope.body):
             self._store_ended(store, end)
         pending = self.open.get(envelope.correlation)
-        if pending is None or (envelope.body is None and not envelope.required and not unreadable):
-            # No request waits for this answer, or its kind is unknown here.
+        if pending is None:
+            # No request waits for this answer.
             return None
         if isinstance(envelope.body, wire.Error):
             self._refused(pending, envelope.body)

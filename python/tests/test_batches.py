@@ -8,12 +8,14 @@ import msgspec
 import pytest
 import torch
 from daemon import TIMEOUT_S, Daemon, running
-from test_client import LOOKUP, WITH_A_THREAD, Fake, client_type, directory, ended, talking
+from test_client import ENGINE, LOOKUP, WITH_A_THREAD, Fake, client_type, directory, ended, talking
 from test_memory import CONTENT, PAGE_TOKENS, PAGES, Talk, group
 from test_scheduler import Engine, found, request
 
 from kvferry import batches, wire
 from kvferry.client import Client, PendingRequest
+from kvferry.engine_client import EngineClient
+from kvferry.served import Part
 from kvferry.wire import Code, Kind
 
 __all__ = ["client_type", "directory"]
@@ -129,8 +131,17 @@ def test_stores_of_a_refused_message_are_sent_alone(directory: Path, code: Code)
             assert receive(server)[2] == [store.id for store in later]
 
 
-@pytest.mark.parametrize("answer", [results(STORED), results(STORED, STORED, STORED), b"\x81", b"\xc1"])
-def test_stores_whose_answer_does_not_fit_are_sent_alone_over_the_same_connection(directory: Path, answer: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        *((Kind.STORES_ANSWER, each) for each in (results(STORED), results(STORED, STORED, STORED), b"\x81", b"\xc1")),
+        (Kind.STORE_ANSWER, STORED),
+        (Kind.LOOKUP_ANSWER, b"\xc1"),
+    ],
+)
+def test_stores_whose_answer_does_not_fit_are_sent_alone_over_the_same_connection(
+    directory: Path, kind: Kind, answer: Any
+) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
@@ -138,7 +149,7 @@ def test_stores_whose_answer_does_not_fit_are_sent_alone_over_the_same_connectio
         peer, identity, _ = receive(server)
         # An answer of an unknown kind is dropped.
         server.say(peer, 201, identity, results(STORED, STORED))
-        server.say(peer, Kind.STORES_ANSWER, identity, answer)
+        server.say(peer, kind, identity, answer)
         for store in stores:
             assert server.receive_bytes(Kind.STORE)[:2] == (peer, store.id)
             server.say(peer, Kind.STORE_ANSWER, store.id, STORED)
@@ -187,6 +198,19 @@ def test_a_message_has_one_credit(directory: Path) -> None:
         assert not asked.wait(0.1)
         server.say(peer, Kind.STORES_ANSWER, identity, results(STORED, STORED))
         assert server.receive_bytes(Kind.LOOKUP)[1] == asked.id
+
+
+@WITH_A_THREAD
+def test_a_store_that_waits_to_be_sent_has_the_pages_of_its_call(directory: Path) -> None:
+    server = Fake(directory)
+    with EngineClient(directory, ENGINE, first_id=1) as client:
+        server.greet(client)
+        pages = [3, 9]
+        client.store(7, [Part(0, 0, pages)], timeout_s=TIMEOUT_S, wake=False)
+        pages[:] = [5, 6]
+        client.poke()
+        body = msgspec.msgpack.decode(server.receive_bytes(Kind.STORE)[2])
+        assert body["parts"][0]["pages"] == [3, 9]
 
 
 @pytest.fixture(scope="module")
