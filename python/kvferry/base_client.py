@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.requests import Later, PendingRequest, refuse
+from kvferry.requests import Later, PendingRequest, refuse_closing, refuse_full
 from kvferry.session import OPEN_MAX, Session
 
 logger = logging.getLogger("kvferry")
@@ -87,8 +87,10 @@ class BaseClient:
 
     def _refuse(self, pending: PendingRequest) -> None:
         """Ends a request that is not sent, because the client closes or has too many without an answer."""
-        text = "the client closes" if self._closing else f"{OPEN_MAX} requests wait for an answer"
-        refuse(pending, text)
+        if self._closing:
+            refuse_closing(pending)
+        else:
+            refuse_full(pending, OPEN_MAX)
 
     def _set_problem(self, problem: str) -> None:
         if problem != self.problem:

@@ -117,6 +117,11 @@ class PendingRequest:
         self._message = None
 
     @property
+    def never_sent(self) -> bool:
+        """Whether no peer can have received the request, or an earlier one under its id."""
+        return self.sent_at is None and not self.repeated
+
+    @property
     def pages_in_use(self) -> bool:
         """Whether the pages of a load or a store may still be read or written.
 
@@ -173,6 +178,13 @@ class Watch(Protocol):
         """A request has ended, and no caller knows it yet."""
 
 
-def refuse(pending: PendingRequest, reason: str) -> None:
-    """Ends a request that its client does not send."""
-    pending._end(None, Failure(Code.BUSY, reason, reported=False, retry=True, over=not pending.repeated))
+def refuse_closing(pending: PendingRequest) -> None:
+    """Ends a request that its client does not send because it closes, so that no later one is sent either."""
+    failure = Failure(Code.DRAINING, "the client closes", reported=False, over=pending.never_sent)
+    pending._end(None, failure)
+
+
+def refuse_full(pending: PendingRequest, most: int) -> None:
+    """Ends a request that its client does not send because this many wait for an answer."""
+    text = f"{most} requests wait for an answer"
+    pending._end(None, Failure(Code.BUSY, text, reported=False, retry=True, over=pending.never_sent))

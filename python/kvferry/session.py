@@ -147,12 +147,14 @@ class Session:
         self.link = 0
         self._forget_in_flight()
         for pending in [pending for pending in self.open.values() if pending.link is not None]:
-            self._settle(pending, None, Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True))
+            self._settle(pending, None, _broke(pending))
 
     def closed(self) -> None:
         """Fails every request without an answer, because there will be no further connection."""
         for pending in list(self.open.values()):
-            self._settle(pending, None, Failure(Code.DRAINING, "the conversation was closed", reported=False))
+            text = "the conversation was closed"
+            failure = Failure(Code.DRAINING, text, reported=False, over=pending.never_sent)
+            self._settle(pending, None, failure)
 
     def _forget_in_flight(self) -> None:
         self._batches.lost()
@@ -176,9 +178,7 @@ class Session:
         if (failure := _not_encoded(pending)) is not None:
             self._settle(pending, None, failure)
         elif pending.link is not None and pending.link != self.link:
-            over = not pending.repeated
-            failure = Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True, over=over)
-            self._settle(pending, None, failure)
+            self._settle(pending, None, _broke(pending))
         else:
             self._queue(pending)
 
@@ -194,9 +194,9 @@ class Session:
             pending = self.open.get(identity)
             # A request that is repeated under its id has another time than before.
             if pending is not None and pending.expires <= now:
-                self._settle(
-                    pending, None, Failure(Code.DEADLINE, "no answer came in time", reported=False, retry=True)
-                )
+                text, over = "no answer came in time", pending.never_sent
+                failure = Failure(Code.DEADLINE, text, reported=False, retry=True, over=over)
+                self._settle(pending, None, failure)
 
     @property
     def next_expiry(self) -> float | None:
@@ -247,8 +247,7 @@ class Session:
         if why is None:
             return body
         # The request may have been sent to an earlier peer.
-        over = pending.sent_at is None and not pending.repeated
-        self._settle(pending, None, Failure(Code.LIMIT, why, reported=False, over=over))
+        self._settle(pending, None, Failure(Code.LIMIT, why, reported=False, over=pending.never_sent))
         return None
 
     # Messages of the peer.
@@ -348,6 +347,11 @@ class Session:
         self._sent_at = now
         head = wire.header(self._version, Kind.PING, 0, max(int(self._beat_s * 1000), 1), self.epoch)
         return head, wire.body_of(wire.Empty())
+
+
+def _broke(pending: PendingRequest) -> Failure:
+    """The end of a request that is bound to a connection which is gone."""
+    return Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True, over=pending.never_sent)
 
 
 def _not_encoded(pending: PendingRequest) -> Failure | None:

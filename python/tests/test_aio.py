@@ -185,11 +185,13 @@ def test_leaving_a_client_ends_its_requests(directory: Path, turns: int) -> None
             waiting = asyncio.ensure_future(request)
         with pytest.raises(Failure, match="closed") as failed:
             await waiting
-        assert not failed.value.over
+        assert (failed.value.code, failed.value.retry) == (Code.DRAINING, False)
+        assert failed.value.over, "no peer has received the request"
         late = client.load(1, PARTS, timeout_s=TIMEOUT_S)
         assert not late.pages_in_use
-        with pytest.raises(Failure, match="the client closes"):
+        with pytest.raises(Failure, match="the client closes") as failed:
             await late
+        assert (failed.value.code, failed.value.retry) == (Code.DRAINING, False)
 
     run(test)
 
@@ -210,7 +212,7 @@ def test_a_loop_that_ends_ends_its_clients(directory: Path, turns: int) -> None:
     run(test)
     assert time.monotonic() - begun < TIMEOUT_S / 2
     assert found[0].done
-    assert found[0].pages_in_use
+    assert not found[0].pages_in_use, "no peer has received the request"
 
 
 def test_a_client_is_of_one_loop_and_entered_once(directory: Path) -> None:

@@ -580,10 +580,22 @@ def test_closing_ends_every_request(directory: Path) -> None:
         client.close()
         failure = ended(pending).failure
         assert isinstance(failure, Failure)
-        assert not failure.reported
         late = ended(client.request(LOOKUP, 60)).failure
-        assert late is not None
-        assert late.over
+        assert isinstance(late, Failure)
+        for each in (failure, late):
+            assert (each.code, each.reported, each.retry, each.over) == (Code.DRAINING, False, False, True)
+
+
+def test_closing_leaves_pages_in_use_of_a_request_that_was_sent(directory: Path) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        server.greet(client)
+        pending = client.request(LOOKUP, 60)
+        server.receive()
+        client.close()
+        failure = ended(pending).failure
+        assert failure is not None
+        assert (failure.code, failure.retry, failure.over) == (Code.DRAINING, False, False)
 
 
 @WITH_A_THREAD

@@ -291,3 +291,36 @@ def test_pages_that_version_1_cannot_name_are_refused_before_they_are_sent(sent_
     assert "131073 pages of one part: version 1 of the protocol names at most 131072" in load.failure.message
     # A peer of version 2 may have it.
     assert load.failure.over is not sent_before
+
+
+@pytest.mark.parametrize("how", ["expires", "closed", "the connection broke"])
+@pytest.mark.parametrize(("sent", "repeated"), [(False, False), (True, False), (False, True)])
+def test_only_a_request_that_no_peer_has_received_is_over(how: str, sent: bool, repeated: bool) -> None:
+    talk = Talk()
+    talk.connect()
+    pending = talk.request(1, link=talk.session.link if how == "the connection broke" else None)
+    pending.repeated = repeated
+    if sent:
+        assert len(talk.sent()) == 1
+    if how == "expires":
+        talk.now += 1
+        talk.session.expire(talk.now)
+    elif how == "closed":
+        talk.session.closed()
+    else:
+        talk.session.lost(talk.now)
+    assert pending.failure is not None
+    assert pending.failure.over is not (sent or repeated)
+    assert pending.pages_in_use is (sent or repeated)
+
+
+def test_a_request_that_was_sent_before_the_connection_broke_is_not_over() -> None:
+    talk = Talk()
+    talk.connect()
+    pending = talk.request(1)
+    assert len(talk.sent()) == 1
+    talk.session.lost(talk.now)
+    talk.now += 1
+    talk.session.expire(talk.now)
+    assert pending.failure is not None
+    assert not pending.failure.over
