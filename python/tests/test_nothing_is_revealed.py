@@ -418,7 +418,7 @@ def run(folder: Path, all_: contextlib.ExitStack, kept: Kept) -> dict[str, bytes
     engine.lookup(PAGES - 2)
     engine.load(PAGES - 2)
     engine.finish()
-    eventually("the damage is seen", lambda: daemon.status()["ranks"][0]["disk"]["bad_pages"])
+    eventually("the damage is seen", lambda: daemon.status()["ranks"][0].get("disk", {}).get("bad_pages"))
     status.append(daemon.status())
     with AdminClient(daemon.socket_dir / "leader", name=NAME) as admin:
         admin.reset(NAMESPACE)
