@@ -279,7 +279,7 @@ def sent_by(client: Any, source: type) -> Iterator[tuple[str, set[Kind]]]:
 )
 def test_each_client_sends_only_kinds_of_its_role(role: str, client: type, source: type) -> None:
     calls = dict(sent_by(client(), source))
-    assert len(calls) == (7 if role == "engine" else 6), calls
+    assert len(calls) == 7, calls
     for name, kinds in calls.items():
         assert len(kinds) == 1, f"{source.__name__}.{name} has sent {kinds}"
         for kind in kinds:
