@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -178,3 +179,34 @@ def test_a_peer_that_sends_no_welcome_delays_no_failure(clients: Clients) -> Non
             admin.status(timeout_s=0.2)
         assert time.monotonic() - began_at < 1.5, "an attempt to connect takes 2 s"
         silent.close(0)
+
+
+def test_stores_with_the_id_of_an_open_store_or_of_their_message_are_refused(clients: Clients) -> None:
+    memory = KvMemory(
+        [Group({"layer": torch.zeros((PAGES, 1, 8, 4))}, engine_page_tokens=8, device_pages=PAGES)],
+        Place(rank=0, tp_size=1, shard=0, content=b"test"),
+    )
+    with running(ranks=1) as daemon, clients.admin(daemon.socket_dir / "leader", name="test") as admin:
+        rank = RankSession(daemon.socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
+        engine = clients.engine(daemon.socket_dir / "leader", ENGINE, first_id=1, name="test")
+        engine.start()
+        try:
+            eventually("lookups are served", lambda: rank.registered and admin.status().ready)
+            answer_of(engine.lookup(1, HASHES, timeout_s=TIMEOUT_S))
+            # Its page is not written yet, so that it waits.
+            alone = engine.store(1, [Part(0, 0, [0])], timeout_s=TIMEOUT_S)
+            body = msgspec.Raw(wire.body_of(wire.Store(1, [wire.part(1, [1])])))
+            # The second message has the next id but one.
+            for taken in (alone.id, alone.id + 2):
+                stores = wire.Stores([wire.NumberedStore(taken, 10_000, body)])
+                refused = engine.request(stores, TIMEOUT_S)
+                assert refused.wait(TIMEOUT_S)
+                assert refused.failure is not None
+                assert (refused.failure.code, refused.failure.reported) == (wire.Code.INVALID, True)
+                assert f"stores.id {taken} " in refused.failure.message
+            assert refused.id == taken, "its own id"
+            rank.wrote(alone.id)
+            assert answer_of(alone).stored_pages == 1
+        finally:
+            engine.close()
+            rank.close()

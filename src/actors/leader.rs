@@ -259,6 +259,10 @@ impl LeaderHost for Host {
         self.clock.now()
     }
 
+    fn is_open(&self, peer: PeerId, request: RequestId) -> bool {
+        self.replier.is_open(peer, request)
+    }
+
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message) {
         self.replier.reply(peer, request, message);
     }

@@ -143,7 +143,7 @@ impl Peer {
     }
 
     fn afford(&self, id: RequestId, bytes: u64) -> Verdict {
-        if self.open.contains_key(&id) {
+        if self.is_open(id) {
             return Verdict::Repeated;
         }
         if self.open.len() >= limits::REQUEST_CREDITS as usize
@@ -164,6 +164,11 @@ impl Peer {
     /// Charges the credits of a request that was decoded and has no answer yet.
     pub(super) fn note_request(&mut self, id: RequestId, bytes: u64) {
         self.open_bytes += bytes - self.open.insert(id, bytes).unwrap_or(0);
+    }
+
+    /// True while this request has no answer.
+    pub(super) fn is_open(&self, id: RequestId) -> bool {
+        self.open.contains_key(&id)
     }
 
     /// The requests without an answer, and their bytes.

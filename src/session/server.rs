@@ -418,6 +418,13 @@ impl ServerSession {
         })
     }
 
+    /// True while this request of a peer waits for its answer.
+    pub fn is_open(&self, peer: PeerId, request: RequestId) -> bool {
+        self.peers
+            .get(&peer)
+            .is_some_and(|peer| peer.is_open(request))
+    }
+
     /// Requests of a peer that wait for answers, and their bytes; `None` without such a peer.
     pub fn open_requests(&self, peer: PeerId) -> Option<(u64, u64)> {
         self.peers.get(&peer).map(Peer::open_requests)

@@ -531,7 +531,10 @@ fn connections_and_what_was_refused_are_counted() {
         (1, 0, 1)
     );
     assert!(open.open_bytes > 0);
+    assert!(server.is_open(PEER, RequestId(4)));
+    assert!(!server.is_open(PEER, RequestId(5)));
     server.settle(PEER, RequestId(4));
+    assert!(!server.is_open(PEER, RequestId(4)));
     let settled = server.connections();
     assert_eq!((settled.open_requests, settled.open_bytes), (0, 0));
     let all = [("hello_first".to_owned(), 1), ("invalid".to_owned(), 1)];

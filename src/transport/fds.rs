@@ -35,9 +35,9 @@ pub const TICKET_BYTES: usize = 16;
 /// Most descriptors of one user that wait to be taken; further ones are refused. Each chunk of an engine's memory is one
 /// descriptor. Worst case for each user: about 16 MiB beside the descriptors themselves.
 pub const UNTAKEN_MAX: usize = 16_448;
-/// Part of the files that this process may open that descriptors of all other users together may be while they wait: the
-/// others are for its disk, its connections, and the memory of its own user's engines.
-const FILES_OF_OTHERS: u64 = 4;
+/// The limit of open files of this process, divided by this, is the most that waiting descriptors of all other users may be
+/// together. The rest is for its disk, its connections, and the memory of its own user's engines.
+const OTHERS_DIVISOR: u64 = 4;
 /// Most descriptors in one message: the limit of Linux.
 pub const TOGETHER_MAX: usize = 253;
 /// Time after which a descriptor that was not taken is closed.
@@ -171,7 +171,7 @@ impl FdReceiver {
         let mut claim = Claim::take(directory, FD_SOCKET_NAME)?;
         let socket = claim.bind(&users)?;
         let files = getrlimit(Resource::Nofile).current;
-        let most_of_others = files.map_or(usize::MAX, |files| (files / FILES_OF_OTHERS) as usize);
+        let most_of_others = files.map_or(usize::MAX, |files| (files / OTHERS_DIVISOR) as usize);
         let untaken = Arc::new(Untaken::new(most_of_others));
         let (alive, gone) = watch::channel(());
         tokio::spawn(accept(socket, users, Arc::downgrade(&untaken), gone));

@@ -136,6 +136,11 @@ impl Replier {
         lock(&self.session).is_live(peer, self.clock.now())
     }
 
+    /// See [`ServerSession::is_open`].
+    pub fn is_open(&self, peer: PeerId, request: RequestId) -> bool {
+        lock(&self.session).is_open(peer, request)
+    }
+
     /// Closes a connection.
     pub fn disconnect(&self, peer: PeerId) {
         self.sender.disconnect(peer);

@@ -1,7 +1,7 @@
 //! Stores that arrive several in one message, and are answered in one.
 
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::time::Duration;
 
@@ -20,9 +20,6 @@ const ALONE_AFTER: Duration = Duration::from_millis(100);
 #[derive(Debug, Default)]
 pub(super) struct StoreBatches {
     batches: BTreeMap<(EngineId, RequestId), Batch>,
-    /// Requests that arrived in a message of their own and have no answer. An engine's connection has at most as many as
-    /// it has request credits.
-    alone: BTreeSet<(EngineId, RequestId)>,
     /// For each store without an answer: its message, and its place there.
     places: BTreeMap<(EngineId, RequestId), (RequestId, usize)>,
     /// Messages younger than [`ALONE_AFTER`], the oldest first. Some may be answered, but not the first: at most as many
@@ -39,16 +36,7 @@ struct Batch {
 }
 
 impl StoreBatches {
-    /// Notes a request with a message of its own, until its answer.
-    pub(super) fn begin_alone(&mut self, engine: EngineId, request: RequestId) {
-        // A store of a message that is sent again alone is answered with its message.
-        if !self.places.contains_key(&(engine, request)) {
-            self.alone.insert((engine, request));
-        }
-    }
-
-    /// Adds a message with these stores. Fails if one of them has the id of the message, or waits for its answer already:
-    /// it would get two, or none of its own.
+    /// Adds a message with these stores. Fails if one of them waits for its answer already: it would get two.
     fn begin(
         &mut self,
         now: Time,
@@ -56,10 +44,6 @@ impl StoreBatches {
         message: RequestId,
         stores: &[RequestId],
     ) -> Result<(), RequestId> {
-        let taken = |id: &&RequestId| **id == message || self.alone.contains(&(engine, **id));
-        if let Some(store) = stores.iter().find(taken) {
-            return Err(*store);
-        }
         for (place, store) in stores.iter().enumerate() {
             match self.places.entry((engine, *store)) {
                 Entry::Vacant(vacant) => vacant.insert((message, place)),
@@ -93,7 +77,6 @@ impl StoreBatches {
         answer: Message,
     ) -> Option<(RequestId, Message)> {
         let Some((message, place)) = self.places.remove(&(engine, request)) else {
-            self.alone.remove(&(engine, request));
             return Some((request, answer));
         };
         let batch = self.batches.get_mut(&(engine, message))?;
@@ -166,10 +149,15 @@ impl StoreBatches {
     pub(super) fn forget(&mut self, engine: EngineId) {
         self.batches.retain(|(whose, _), _| *whose != engine);
         self.places.retain(|(whose, _), _| *whose != engine);
-        self.alone.retain(|(whose, _)| *whose != engine);
         self.young.retain(|(_, whose, _)| *whose != engine);
         self.trim();
     }
+}
+
+/// Why no store of a message is begun: this id is taken.
+fn taken(id: RequestId) -> String {
+    let id = id.0;
+    format!("stores.id {id} is the message's own, or of a request without an answer: draw a new id")
 }
 
 impl<P: fmt::Debug> LeaderShell<P> {
@@ -182,17 +170,17 @@ impl<P: fmt::Debug> LeaderShell<P> {
         stores: Stores,
     ) {
         let ids: Vec<RequestId> = stores.stores.iter().map(|one| RequestId(one.id)).collect();
-        let begun = match ids.is_empty() {
-            true => Err("stores is empty: name at least one store".to_owned()),
-            false => self
+        // One of these, or of a store of another message, would get two answers or none of its own.
+        let alone = ids
+            .iter()
+            .find(|id| **id == message || host.is_open(peer, **id));
+        let begun = match (ids.is_empty(), alone) {
+            (true, _) => Err("stores is empty: name at least one store".to_owned()),
+            (_, Some(id)) => Err(taken(*id)),
+            (_, None) => self
                 .batches
                 .begin(host.now(), engine, message, &ids)
-                .map_err(|id| {
-                    let id = id.0;
-                    format!(
-                        "stores.id {id} is the message's own, or of a request without an answer: draw a new id"
-                    )
-                }),
+                .map_err(taken),
         };
         if let Err(text) = begun {
             let error = ErrorBody::new(ErrorCode::Invalid, text);

@@ -16,6 +16,9 @@ pub trait LeaderHost: HolderPeers {
     /// The clock of deadlines.
     fn now(&self) -> Time;
 
+    /// True while a request of this peer, with a message of its own, has no answer.
+    fn is_open(&self, peer: PeerId, request: RequestId) -> bool;
+
     /// Answers a request. Never waits for a peer that is gone or does not read.
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message);
 

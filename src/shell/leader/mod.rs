@@ -368,7 +368,6 @@ impl<P: fmt::Debug> LeaderShell<P> {
             Ok(request) => request,
             Err(error) => return host.reply(peer, id, Message::Error(error)),
         };
-        self.batches.begin_alone(engine, id);
         let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
         let event = LeaderEvent::Request {
             engine,

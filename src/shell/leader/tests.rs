@@ -38,6 +38,8 @@ struct Process {
     /// Process ids that the system does not show.
     unseen: Vec<i32>,
     own: Option<i32>,
+    /// Requests without an answer.
+    open: Vec<(PeerId, RequestId)>,
     supervised: bool,
     replies: Vec<(u64, Message)>,
     orders: Vec<(u64, Message)>,
@@ -70,6 +72,10 @@ impl HolderPeers for Process {
 impl LeaderHost for Process {
     fn now(&self) -> Time {
         self.now
+    }
+
+    fn is_open(&self, peer: PeerId, request: RequestId) -> bool {
+        self.open.contains(&(peer, request))
     }
 
     fn reply(&mut self, peer: PeerId, _: RequestId, message: Message) {

@@ -150,6 +150,10 @@ impl LeaderHost for Host<'_> {
         }
     }
 
+    fn is_open(&self, peer: PeerId, request: RequestId) -> bool {
+        self.server.is_open(connection(peer), request)
+    }
+
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message) {
         let id = connection(peer);
         let engine = self.server.hello(id).map(|hello| hello.role) == Some(Role::Engine);

@@ -51,6 +51,10 @@ impl SimServer {
         self.session.is_live(peer(id), now)
     }
 
+    pub(super) fn is_open(&self, id: ConnectionId, request: RequestId) -> bool {
+        self.session.is_open(peer(id), request)
+    }
+
     pub(super) fn next_timeout(&self) -> Time {
         self.session.next_timeout()
     }

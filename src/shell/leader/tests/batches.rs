@@ -234,6 +234,7 @@ fn stores_that_ended_early_do_not_wait_for_a_slow_one() {
 fn stores_with_the_id_of_an_open_request_or_of_their_message_are_refused() {
     let mut world = World::with_slot();
     world.request(1, 11, Message::Store(store(11, 4, 0).store));
+    world.process.open.push((PeerId(1), RequestId(11)));
     for taken in [11, MESSAGE] {
         world.stores(MESSAGE, vec![store(12, 4, 1), store(taken, 4, 2)]);
         let Some((1, Message::Error(error))) = world.process.replies.pop() else {
@@ -249,6 +250,7 @@ fn stores_with_the_id_of_an_open_request_or_of_their_message_are_refused() {
         matches!(alone, Some((1, Message::StoreAnswer(_)))),
         "{alone:?}"
     );
+    world.process.open.clear();
     world.stores(MESSAGE, vec![store(12, 4, 1), store(11, 4, 0)]);
     world.copied();
     assert_eq!(world.results().len(), 2);
