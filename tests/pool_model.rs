@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use kvferry_core::{
     AnchorKey, Arena, BlockRun, Domain, EvictionPolicy, Match, MatchGoal, Pin, Pool, Reserved,
-    ShardSet, TierPolicy,
+    RuleLimits, ShardSet, TierPolicy,
 };
 use kvferry_types::{GroupId, PageHashes, Ratio, Shard, TransferId};
 use proptest::prelude::*;
@@ -230,7 +230,7 @@ impl Model {
 
     fn with_policy(capacity: u32, ratio: u32, policy: TierPolicy) -> Self {
         let pool = Pool::new(capacity, Ratio::new(ratio).expect("in bounds"));
-        let pool = pool.with_policy(policy);
+        let pool = pool.with_policy(policy, RuleLimits::new());
         let (written, copying, held) = (HashMap::new(), Vec::new(), Vec::new());
         Self {
             pool,

@@ -298,6 +298,42 @@ def test_a_tenant_gets_nothing_of_another_and_cannot_disturb_it(daemon: Daemon) 
         bob.kill()
 
 
+def test_a_tenant_with_many_namespaces_evicts_its_own_pages(rules: Path) -> None:
+    rules.write_text(rules.read_text().replace("held_pages = 5", "g2_pages = 9"))
+    with running(ranks=1, replicas=2, g2="32KiB", users=f"{ALICE},{BOB}", namespaces=rules) as daemon:
+        daemon.socket_dir.parent.chmod(0o711)
+        alice, bob = Tenant(ALICE, daemon.socket_dir, 0), Tenant(BOB, daemon.socket_dir, 1)
+        try:
+            for tenant in (alice, bob):
+                eventually("the memory is registered", lambda tenant=tenant: tenant("registered"))
+            daemon.wait_ready()
+            assert bob("lookup", 1, OF_BOB) == 0
+            assert bob("store", 1, [1, 2, 3], 9.0) == 3
+            bob("finish", 1)
+            places = daemon.status("--check")["tiers"][0]["pages"]
+            names = [b"a/%d" % number for number in range(places // 3 + 3)]
+            for slot, name in enumerate(names):
+                assert alice("lookup", slot, name) == 0
+                assert alice("store", slot, [1, 2, 3], 7.0) == 3
+                alice("finish", slot)
+            # The memory is full, and the pages that were stored first are of a tenant within its limit.
+            assert alice("lookup", 1000, names[0]) == 0
+            assert alice("lookup", 1001, names[-1]) == 3
+            assert bob("lookup", 2, OF_BOB) == 3
+            assert bob("load", 2, [4, 5, 6]) == [[9.0]] * 3
+            # It stores where the other one is above its limit.
+            for slot in range(3, 6):
+                name = b"b/%d" % slot
+                assert bob("lookup", slot, name) == 0
+                assert bob("store", slot, [1, 2, 3], 5.0) == 3
+            assert bob("lookup", 6, OF_BOB) == 3
+            for tenant in (alice, bob):
+                tenant.end()
+        finally:
+            alice.kill()
+            bob.kill()
+
+
 def test_a_seat_is_free_for_another_user_once_its_process_has_ended(daemon: Daemon) -> None:
     alice, bob = Tenant(ALICE, daemon.socket_dir, 0), Tenant(BOB, daemon.socket_dir, 1)
     try:

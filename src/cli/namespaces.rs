@@ -17,7 +17,7 @@ use crate::error::CommandError;
 use kvferry_core::{NAMESPACE_RULES_MAX, NamespaceRule, NamespaceSecret, Namespaces};
 use kvferry_protocol::limits::NAMESPACE_BYTES_MAX;
 use kvferry_transport::own_uid;
-use kvferry_types::User;
+use kvferry_types::{PerTier, TierId, User};
 
 /// Users of one entry, at most.
 const USERS_OF_ENTRY_MAX: usize = 64;
@@ -39,6 +39,8 @@ struct Entry {
     prefix: Spanned<String>,
     users: Spanned<Vec<Spanned<i64>>>,
     held_pages: Option<Spanned<i64>>,
+    g2_pages: Option<Spanned<i64>>,
+    g3_pages: Option<Spanned<i64>>,
     secret_file: Option<Spanned<PathBuf>>,
 }
 
@@ -158,7 +160,7 @@ impl FileReader<'_> {
             Err(error) => {
                 let at = error.span().map_or(0, |span| span.start);
                 let text = format!(
-                    "{}: entries are [[namespace]] with prefix, users, held_pages and secret_file",
+                    "{}: entries are [[namespace]] with prefix, users, held_pages, g2_pages, g3_pages and secret_file",
                     error.message().trim_end()
                 );
                 return self.refuse(at, &text);
@@ -217,26 +219,47 @@ impl FileReader<'_> {
                 }
             }
         });
-        let held_pages = entry.held_pages.map(|pages| {
-            let number = u64::try_from(*pages.get_ref()).ok();
-            number.and_then(NonZeroU64::new).map_or_else(
-                || {
-                    let text = format!(
-                        "held_pages is {}: give a number of pages above 0, or leave it out for no limit",
-                        pages.get_ref()
-                    );
-                    self.refuse(pages.span().start, &text)
-                },
-                Ok,
-            )
-        });
+        let held_pages = entry.held_pages.as_ref();
+        let held_pages = held_pages.map(|pages| self.pages("held_pages", pages, NonZeroU64::new));
+        let mut stored_pages = PerTier::default();
+        let in_tiers = [
+            (TierId::Host, "g2_pages", &entry.g2_pages),
+            (TierId::Disk, "g3_pages", &entry.g3_pages),
+        ];
+        for (tier, field, pages) in in_tiers {
+            if let Some(pages) = pages {
+                let in_bounds = |pages| u32::try_from(pages).ok().filter(|pages| *pages > 0);
+                stored_pages.insert(tier, self.pages(field, pages, in_bounds)?);
+            }
+        }
         let secret = entry.secret_file.map(|file| self.secret(&file));
         Ok(NamespaceRule {
             prefix,
             users: users.collect::<Result<_, _>>()?,
             held_pages: held_pages.transpose()?,
+            stored_pages,
             secret: secret.transpose()?,
         })
+    }
+
+    /// A number of pages above 0.
+    fn pages<T>(
+        &self,
+        field: &str,
+        pages: &Spanned<i64>,
+        read: impl FnOnce(u64) -> Option<T>,
+    ) -> Result<T, CommandError> {
+        let number = u64::try_from(*pages.get_ref()).ok();
+        number.and_then(read).map_or_else(
+            || {
+                let text = format!(
+                    "{field} is {}: give a number of pages above 0, or leave it out for no limit",
+                    pages.get_ref()
+                );
+                self.refuse(pages.span().start, &text)
+            },
+            Ok,
+        )
     }
 
     fn secret(&self, file: &Spanned<PathBuf>) -> Result<NamespaceSecret, CommandError> {
@@ -299,7 +322,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let secret = file(folder.path(), "secret", &[7; 32]);
         let text = format!(
-            "[[namespace]]\nprefix = 'a/'\nusers = [1001]\nheld_pages = 9\nsecret_file = '{}'\n\n\
+            "[[namespace]]\nprefix = 'a/'\nusers = [1001]\nheld_pages = 9\ng2_pages = 70\ng3_pages = 800\nsecret_file = '{}'\n\n\
              [[namespace]]\nprefix = ''\nusers = [{}, 1002]\n",
             secret.display(),
             own_uid()
@@ -312,9 +335,12 @@ mod tests {
         assert_eq!(of_a.prefix, b"a/");
         assert_eq!(of_a.users, [User::Other(1001)].into());
         assert_eq!(of_a.held_pages, NonZeroU64::new(9));
+        let stored = [(TierId::Host, 70), (TierId::Disk, 800)];
+        assert_eq!(of_a.stored_pages, stored.into_iter().collect());
         assert_eq!(of_a.secret, Some(NamespaceSecret::new(&[7; 32])));
         assert_eq!(rest.users, [User::Own, User::Other(1002)].into());
         assert_eq!((rest.held_pages, &rest.secret), (None, &None));
+        assert_eq!(rest.stored_pages, PerTier::default());
         let none = loaded(Path::new(""), "1001").expect("no file");
         assert!(none.permits(User::Other(1001), b"a/"));
         let empty = loaded(&file(folder.path(), "e.toml", b""), "1001").expect("good");
@@ -355,6 +381,14 @@ mod tests {
             (
                 format!("{entry}held_pages = 0\n"),
                 "line 4: held_pages is 0: give a number",
+            ),
+            (
+                format!("{entry}g2_pages = -1\n"),
+                "line 4: g2_pages is -1: give a number",
+            ),
+            (
+                format!("{entry}g3_pages = 4294967296\n"),
+                "line 4: g3_pages is 4294967296: give a number",
             ),
             (
                 format!("{entry}secret_file = 'x'\n"),

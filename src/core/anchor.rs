@@ -6,18 +6,25 @@ use std::sync::Arc;
 use siphasher::sip128::{Hasher128, SipHasher24};
 
 use crate::namespaces::Namespaces;
-use kvferry_types::{Anchor, DomainId, Fingerprint, GroupId, NamespaceId};
+use kvferry_types::{Anchor, DomainId, Fingerprint, GroupId, NamespaceId, RuleId};
 
 /// Secret of a depot. Anchors made with another key never match. The caller supplies it, because the core draws no
 /// random bytes.
 #[derive(Clone)]
 pub struct AnchorKey {
     secret: [u8; 32],
-    /// For each rule of `namespaces`: what takes the place of `secret` for its namespaces, where it has a secret.
-    of_rules: Arc<[Option<[u8; 32]>]>,
+    of_rules: Arc<[RuleKey]>,
     namespaces: Arc<Namespaces>,
     /// Has absorbed the key of the anchors, which is derived once instead of for each request's domain.
     anchors: SipHasher24,
+}
+
+/// The part of the key that is of one rule about namespaces.
+#[derive(Clone)]
+struct RuleKey {
+    id: RuleId,
+    /// Takes the place of [`AnchorKey::secret`] for its namespaces, where the rule has a secret.
+    secret: Option<[u8; 32]>,
 }
 
 impl std::fmt::Debug for AnchorKey {
@@ -42,17 +49,19 @@ impl AnchorKey {
         }
     }
 
-    /// The same key, with which the ids of domains also depend on the secret of their namespace's rule.
+    /// The same key, with which the ids of domains also depend on the rule of their namespace, and on its secret.
     #[must_use]
     pub fn with_namespaces(self, namespaces: Arc<Namespaces>) -> Self {
         let rules = namespaces.rules().iter();
-        let of_rules = rules.map(|rule| {
-            let secret = rule.secret.as_ref()?;
-            let derived = blake3::Hasher::new_keyed(&self.secret)
-                .update(b"secret of a namespace")
-                .update(secret.bytes())
-                .finalize();
-            Some(*derived.as_bytes())
+        let of_rules = rules.map(|rule| RuleKey {
+            id: self.rule(&rule.prefix),
+            secret: rule.secret.as_ref().map(|secret| {
+                let derived = blake3::Hasher::new_keyed(&self.secret)
+                    .update(b"secret of a namespace")
+                    .update(secret.bytes())
+                    .finalize();
+                *derived.as_bytes()
+            }),
         });
         Self {
             of_rules: of_rules.collect(),
@@ -61,12 +70,33 @@ impl AnchorKey {
         }
     }
 
+    /// The id of the rule with this prefix: 4 bytes of `BLAKE3-keyed(anchor key, "rule of namespaces", prefix)`.
+    pub(super) fn rule(&self, prefix: &[u8]) -> RuleId {
+        let derived = blake3::Hasher::new_keyed(&self.secret)
+            .update(b"rule of namespaces")
+            .update(prefix)
+            .finalize();
+        let mut first = [0; 4];
+        first.copy_from_slice(&derived.as_bytes()[..4]);
+        RuleId(u32::from_le_bytes(first))
+    }
+
     /// The prefix of the ids of all domains of a namespace: `BLAKE3-keyed(anchor key, length and bytes of the
-    /// namespace)`, cut to 8 bytes. Where the rule of the namespace has a secret, the key is derived from both.
+    /// namespace)`, cut to 8 bytes. Where the namespace has a rule, 4 of them are the id of the rule; where that rule has a
+    /// secret, the key is derived from both.
     pub fn namespace(&self, namespace: &[u8]) -> NamespaceId {
+        let rule = self.rule_of(namespace);
         let mut first = [0; 8];
-        first.copy_from_slice(&self.derive(namespace).finalize().as_bytes()[..8]);
-        NamespaceId(u64::from_le_bytes(first))
+        first.copy_from_slice(
+            &derive(self.secret_of(rule), namespace)
+                .finalize()
+                .as_bytes()[..8],
+        );
+        let own = u64::from_le_bytes(first);
+        NamespaceId(match rule {
+            None => own,
+            Some(rule) => own & !u64::from(u32::MAX) | u64::from(rule.id.0),
+        })
     }
 
     /// The domain with this id, for pages whose engine is not there: a block carries its domain's id.
@@ -76,14 +106,22 @@ impl AnchorKey {
         Domain { id, hasher }
     }
 
-    fn derive(&self, namespace: &[u8]) -> blake3::Hasher {
-        let rule = self.namespaces.find(namespace);
-        let of_rule = rule.and_then(|rule| self.of_rules.get(rule)?.as_ref());
-        let mut derive = blake3::Hasher::new_keyed(of_rule.unwrap_or(&self.secret));
-        derive.update(&(namespace.len() as u64).to_le_bytes());
-        derive.update(namespace);
-        derive
+    fn rule_of(&self, namespace: &[u8]) -> Option<&RuleKey> {
+        self.of_rules.get(self.namespaces.find(namespace)?)
     }
+
+    fn secret_of<'a>(&'a self, rule: Option<&'a RuleKey>) -> &'a [u8; 32] {
+        let of_rule = rule.and_then(|rule| rule.secret.as_ref());
+        of_rule.unwrap_or(&self.secret)
+    }
+}
+
+/// Absorbs the length and the bytes of a namespace.
+fn derive(secret: &[u8; 32], namespace: &[u8]) -> blake3::Hasher {
+    let mut derive = blake3::Hasher::new_keyed(secret);
+    derive.update(&(namespace.len() as u64).to_le_bytes());
+    derive.update(namespace);
+    derive
 }
 
 /// Makes the anchors of one domain: `SipHash-2-4-128(k, domain id and fingerprint)`, both big-endian, where `k` is the
@@ -107,7 +145,8 @@ impl Domain {
         layout_fingerprint: &[u8; 16],
         group: GroupId,
     ) -> Self {
-        let mut derive = key.derive(namespace);
+        let rule = key.rule_of(namespace);
+        let mut derive = derive(key.secret_of(rule), namespace);
         derive.update(layout_fingerprint);
         derive.update(&[group.0]);
         let mut within = [0; 8];
@@ -136,6 +175,7 @@ mod tests {
 
     use super::*;
     use crate::namespaces::{NamespaceRule, NamespaceSecret};
+    use kvferry_types::PerTier;
 
     fn anchor(key: u8, namespace: &[u8], layout: u8, group: u8) -> Anchor {
         domain(key, namespace, layout, group).anchor(Fingerprint(7))
@@ -203,6 +243,7 @@ mod tests {
             prefix: prefix.to_vec(),
             users: BTreeSet::new(),
             held_pages: None,
+            stored_pages: PerTier::default(),
             secret: secret.map(NamespaceSecret::new),
         };
         let key = |secret: &[u8]| {
@@ -225,9 +266,11 @@ mod tests {
         };
         let [without, of_first, of_second] = anchors(b"a/1");
         assert!(without != of_first && of_first != of_second && without != of_second);
-        let [without, of_first, of_second] = anchors(b"b/1");
-        assert!(without != of_first && of_first == of_second);
-        for free in [&b"a/open/1"[..], b"c", b""] {
+        for with_rule in [&b"a/open/1"[..], b"b/1"] {
+            let [without, of_first, of_second] = anchors(with_rule);
+            assert!(without != of_first && of_first == of_second);
+        }
+        for free in [&b"c"[..], b"a", b""] {
             let [without, of_first, of_second] = anchors(free);
             assert!(
                 without == of_first && of_first == of_second,
@@ -235,6 +278,28 @@ mod tests {
                 free.escape_ascii()
             );
         }
+    }
+
+    #[test]
+    fn a_namespace_names_the_rule_with_its_longest_prefix() {
+        let rules = [&b"a/"[..], b"a/open/"].map(|prefix| NamespaceRule {
+            prefix: prefix.to_vec(),
+            users: BTreeSet::new(),
+            held_pages: None,
+            stored_pages: PerTier::default(),
+            secret: None,
+        });
+        let rules = Arc::new(Namespaces::new(rules.to_vec()));
+        let key = |secret| AnchorKey::new([secret; 32]).with_namespaces(rules.clone());
+        let (key, other_key) = (key(1), key(2));
+        let rule_of = |namespace: &[u8]| key.namespace(namespace).rule();
+        assert_eq!(rule_of(b"a/1"), key.rule(b"a/"));
+        assert_eq!(rule_of(b"a/2"), key.rule(b"a/"));
+        assert_eq!(rule_of(b"a/open/1"), key.rule(b"a/open/"));
+        assert_ne!(key.rule(b"a/"), key.rule(b"a/open/"));
+        assert_ne!(key.rule(b"a/"), other_key.rule(b"a/"));
+        assert_ne!(key.namespace(b"a/1"), key.namespace(b"a/2"));
+        assert_ne!(rule_of(b"c"), rule_of(b"d"), "no rule");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Blocks are stored in a slab. The fingerprints of their pages are stored in one array indexed by arena page, because
 //! the pages of a block are consecutive.
 
-use crate::eviction::{EvictionOrder, Place, Places};
+use crate::eviction::{EvictionOrder, Place, Places, Share};
 use kvferry_types::{Anchor, DomainId, Fingerprint, HashView, NamespaceId, Scope, TransferId};
 
 /// Marks the end of a linked list.
@@ -346,10 +346,10 @@ impl Blocks {
         self.order.set_evictable(&mut self.slab, index, evictable);
     }
 
-    /// The next block of which pages can be evicted; with a namespace, the next one of that namespace. Takes held blocks
-    /// out of the order, each once until it is released.
-    pub(super) fn oldest_evictable(&mut self, own: Option<NamespaceId>) -> Option<BlockIndex> {
-        while let Some(index) = self.order.oldest(&self.slab, own) {
+    /// The next block of which pages can be evicted; with a share, the next one of its blocks. Takes held blocks out of the
+    /// order, each once until it is released.
+    pub(super) fn oldest_evictable(&mut self, share: Option<Share>) -> Option<BlockIndex> {
+        while let Some(index) = self.order.oldest(&self.slab, share) {
             if self.get(index).evictable_pages() > 0 {
                 return Some(index);
             }

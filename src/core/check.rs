@@ -88,23 +88,25 @@ impl Pool {
 }
 
 impl Pool {
-    /// Compares the pages of each list and namespace in the order of eviction with those of the blocks.
+    /// Compares the pages of each list and share in the order of eviction with those of the blocks.
     fn check_order(&self) -> Result<(), Contradiction> {
         let order = self.blocks.order();
         let mut pages = vec![0; order.pages().len()];
         let mut used = BTreeMap::new();
         for (_, block) in self.blocks.by_age() {
             pages[usize::from(block.list())] += u64::from(block.total_pages());
-            *used.entry(block.domain.namespace()).or_default() += block.total_pages();
+            for share in order.shares(block.domain.namespace()) {
+                *used.entry(share).or_default() += block.total_pages();
+            }
         }
         if pages != order.pages() {
             let counted = order.pages();
             return Err(format!("blocks have {pages:?} pages by list, {counted:?} counted").into());
         }
         let counted = order.used();
-        match counted.is_empty() || counted == used {
+        match counted == used {
             true => Ok(()),
-            false => Err(format!("namespaces have {used:?} pages, {counted:?} counted").into()),
+            false => Err(format!("shares have {used:?} pages, {counted:?} counted").into()),
         }
     }
 }

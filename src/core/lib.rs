@@ -66,7 +66,7 @@ pub use event::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, MemoryStatement,
     WorkerMemory, Workers,
 };
-pub use eviction::{EvictionPolicy, REMEMBERED_PAGES_MAX};
+pub use eviction::{EvictionPolicy, REMEMBERED_PAGES_MAX, RuleLimits};
 pub use group::{
     GROUPS_MAX, GroupError, GroupField, GroupKind, GroupSpec, Groups, HIT_TOKENS_MAX, Hit,
     LookupBounds, Presence, Retention, SEQUENCE_TOKENS_MAX, Written,

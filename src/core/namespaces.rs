@@ -1,4 +1,5 @@
-//! Rules about namespaces: whose they are, how many pages their lookups hold, and the secrets of their anchors.
+//! Rules about namespaces: whose they are, how many pages they store and their lookups hold, and the secrets of their
+//! anchors.
 //!
 //! The longest prefix that a namespace begins with decides. Without rules, all engines share all namespaces.
 
@@ -6,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::num::NonZeroU64;
 
-use kvferry_types::{EngineId, User};
+use kvferry_types::{EngineId, PerTier, User};
 
 /// Rules of a leader, at most. A lookup compares its namespace with each of them: a few microseconds for all.
 pub const NAMESPACE_RULES_MAX: usize = 256;
@@ -44,6 +45,9 @@ pub struct NamespaceRule {
     pub users: BTreeSet<User>,
     /// Most pages that lookups and loads of these namespaces hold together; `None` for no limit.
     pub held_pages: Option<NonZeroU64>,
+    /// Pages of these namespaces together in a tier from which on their stores evict their own blocks alone, and stores
+    /// of others evict these blocks first.
+    pub stored_pages: PerTier<u32>,
     /// The secret of their anchors.
     pub secret: Option<NamespaceSecret>,
 }
@@ -113,6 +117,7 @@ mod tests {
             prefix: prefix.to_vec(),
             users: users.iter().copied().collect(),
             held_pages: None,
+            stored_pages: PerTier::default(),
             secret: None,
         }
     }

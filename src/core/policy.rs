@@ -117,16 +117,20 @@ impl fmt::Display for TierPolicy {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::eviction::RuleLimits;
     use crate::tests::{domain, sequence, stored};
     use kvferry_types::PageRun;
 
     /// Stores a sequence of 4 pages where holes of 2, 1 and 1 pages are free, and the oldest of two other blocks begins
     /// at page 8. Returns the evicted runs, and those of the stored pages.
     fn stored_with(pieces_max: u32) -> (Vec<PageRun>, Vec<PageRun>) {
-        let mut pool = stored(&sequence(16, 0), 16).with_policy(TierPolicy {
-            pieces_max,
-            ..TierPolicy::default()
-        });
+        let mut pool = stored(&sequence(16, 0), 16).with_policy(
+            TierPolicy {
+                pieces_max,
+                ..TierPolicy::default()
+            },
+            RuleLimits::new(),
+        );
         for (block, pages) in [(0, 2), (1, 1), (3, 1)] {
             pool.trim(block, pages);
         }

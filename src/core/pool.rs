@@ -18,7 +18,7 @@ use crate::anchor::Domain;
 use crate::arena::Arena;
 use crate::blocks::{BlockIndex, Blocks, Filling};
 use crate::change::Changes;
-use crate::eviction::{EvictionOrder, EvictionPolicy};
+use crate::eviction::{EvictionOrder, EvictionPolicy, RuleLimits};
 use crate::index::{Index, Match, MatchGoal};
 use crate::page_index::PageIndex;
 use crate::policy::TierPolicy;
@@ -154,11 +154,11 @@ impl Pool {
         self.ratio
     }
 
-    /// The pool with another policy. Blocks that it already has are kept.
+    /// The pool with another policy, and with limits on the stored pages of rules. Blocks that it already has are kept.
     #[must_use]
-    pub fn with_policy(mut self, policy: TierPolicy) -> Self {
+    pub fn with_policy(mut self, policy: TierPolicy, rules: RuleLimits) -> Self {
         let capacity = self.arena.capacity_pages();
-        let order = EvictionOrder::new(policy.eviction, policy.quota_pages, capacity);
+        let order = EvictionOrder::new(policy.eviction, policy.quota_pages, rules, capacity);
         self.blocks.set_order(order);
         self.admitter = Admitter::new(policy.admission.clone());
         self.policy = policy;

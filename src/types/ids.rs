@@ -106,9 +106,21 @@ impl fmt::Display for WorkerId {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DepotId(pub u128);
 
-/// A namespace, as a keyed hash. All domains of a namespace have the same one, in every layout.
+/// A rule about namespaces, as a keyed hash of its prefix.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RuleId(pub u32);
+
+/// A namespace, as a keyed hash. All domains of a namespace have the same one, in every layout. The second half is the id of
+/// the rule of the namespace, if it has one, so that the rule is known of pages that were found on a disk.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NamespaceId(pub u64);
+
+impl NamespaceId {
+    /// The rule of this namespace; where it has none, any number.
+    pub const fn rule(self) -> RuleId {
+        RuleId(self.0 as u32)
+    }
+}
 
 impl fmt::Debug for NamespaceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -37,7 +37,7 @@ pub use hash::{
 };
 pub use ids::{
     AttachId, DepotId, DomainId, EngineId, Epoch, FlushId, GroupId, LinkId, MemoryId, NamespaceId,
-    PeerId, Rank, Replica, RequestId, ResetId, Shard, SlotId, TransferId, WorkerId,
+    PeerId, Rank, Replica, RequestId, ResetId, RuleId, Shard, SlotId, TransferId, WorkerId,
 };
 pub use latency::{LATENCY_BOUNDS_US, LatencyHistogram};
 pub use log_limit::LogLimit;

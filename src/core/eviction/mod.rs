@@ -1,10 +1,11 @@
 //! The order of eviction: which block loses pages next.
 //!
 //! Blocks are in one list, or, depending on the policy, in several: by number of uses or by priority. Each list is in the
-//! order of the last touch. A quota adds an index of the blocks of each namespace.
+//! order of the last touch. Limits on stored pages add an index of the blocks that share one.
 
 mod arc;
 mod list;
+mod quota;
 
 use std::collections::BTreeMap;
 
@@ -15,6 +16,9 @@ use arc::{AGAIN, Adaptive, ONCE};
 use list::AgeList;
 pub use list::BlockIndex;
 pub(super) use list::{Place, Places};
+use quota::Quotas;
+pub use quota::RuleLimits;
+pub(super) use quota::Share;
 
 /// Which block is evicted first.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,15 +48,6 @@ impl EvictionPolicy {
     }
 }
 
-/// The blocks and pages of each namespace; about 40 bytes for each block, and as many for each namespace that has one.
-#[derive(Debug)]
-struct Quota {
-    pages: u32,
-    used: BTreeMap<NamespaceId, u32>,
-    /// The blocks in the order of eviction, by namespace and last touch.
-    blocks: BTreeMap<(NamespaceId, u64), BlockIndex>,
-}
-
 /// The order of eviction. See the module.
 #[derive(Debug)]
 pub(super) struct EvictionOrder {
@@ -61,19 +56,24 @@ pub(super) struct EvictionOrder {
     /// Pages of the blocks of each list, those outside the order included.
     pages: Vec<u64>,
     arc: Adaptive,
-    quota: Option<Quota>,
+    quotas: Option<Quotas>,
     touches: u64,
 }
 
 impl Default for EvictionOrder {
     fn default() -> Self {
-        Self::new(EvictionPolicy::Lru, None, 0)
+        Self::new(EvictionPolicy::Lru, None, RuleLimits::new(), 0)
     }
 }
 
 impl EvictionOrder {
-    /// An order without blocks, for a tier of this size.
-    pub(super) fn new(policy: EvictionPolicy, quota: Option<u32>, capacity_pages: u32) -> Self {
+    /// An order without blocks, for a tier of this size, with the limit of each namespace and those of rules.
+    pub(super) fn new(
+        policy: EvictionPolicy,
+        quota_pages: Option<u32>,
+        rules: RuleLimits,
+        capacity_pages: u32,
+    ) -> Self {
         let lists = match policy {
             EvictionPolicy::Lru => 1,
             EvictionPolicy::Arc => 2,
@@ -84,11 +84,7 @@ impl EvictionOrder {
             lists: (0..lists).map(|_| AgeList::default()).collect(),
             pages: vec![0; lists],
             arc: Adaptive::new(capacity_pages),
-            quota: quota.map(|pages| Quota {
-                pages,
-                used: BTreeMap::new(),
-                blocks: BTreeMap::new(),
-            }),
+            quotas: Quotas::new(quota_pages, rules),
             touches: 0,
         }
     }
@@ -107,13 +103,13 @@ impl EvictionOrder {
     /// Makes a block the most recently used one.
     pub(super) fn touch(&mut self, places: &mut impl Places, index: BlockIndex) {
         let is_in = places.place(index).is_in_order();
-        if is_in && self.quota.is_some() {
+        if is_in && self.quotas.is_some() {
             self.unlist(places, index);
         }
         self.touches += 1;
         let touched = self.touches;
         self.list_of(places, index).touch(places, index, touched);
-        if is_in && self.quota.is_some() {
+        if is_in && self.quotas.is_some() {
             self.enlist(places, index);
         }
     }
@@ -157,15 +153,10 @@ impl EvictionOrder {
         }
     }
 
-    /// The next victim in the order. It may be held. With a namespace, the next victim of that namespace.
-    pub(super) fn oldest(
-        &self,
-        places: &impl Places,
-        own: Option<NamespaceId>,
-    ) -> Option<BlockIndex> {
-        if let (Some(namespace), Some(quota)) = (own, &self.quota) {
-            let all = (namespace, 0)..=(namespace, u64::MAX);
-            return quota.blocks.range(all).next().map(|(_, index)| *index);
+    /// The next victim in the order. It may be held. With a share, the next victim of its blocks.
+    pub(super) fn oldest(&self, places: &impl Places, share: Option<Share>) -> Option<BlockIndex> {
+        if let (Some(share), Some(quotas)) = (share, &self.quotas) {
+            return quotas.oldest(share);
         }
         match self.policy {
             EvictionPolicy::Lru | EvictionPolicy::Priority => {
@@ -180,31 +171,31 @@ impl EvictionOrder {
         }
     }
 
-    /// The namespace, if it has a quota and these further pages exceed it: its own blocks are evicted first.
-    pub(super) fn over_quota(&self, namespace: NamespaceId, more: u32) -> Option<NamespaceId> {
-        let quota = self.quota.as_ref()?;
-        let used = quota.used.get(&namespace).copied().unwrap_or(0);
-        (used.saturating_add(more) > quota.pages).then_some(namespace)
+    /// The shares of a namespace that these further pages bring above their limits: its own, and that of its rule.
+    pub(super) fn exceeded(&self, namespace: NamespaceId, more: u32) -> [Option<Share>; 2] {
+        let quotas = self.quotas.as_ref();
+        quotas.map_or([None; 2], |quotas| quotas.exceeded(namespace, more))
+    }
+
+    /// The rules above their limits.
+    pub(super) fn above(&self) -> Vec<Share> {
+        let quotas = self.quotas.as_ref();
+        quotas.map_or_else(Vec::new, |quotas| quotas.above().collect())
     }
 
     /// Counts pages that a block gets.
     pub(super) fn add_pages(&mut self, place: Place, namespace: NamespaceId, count: u32) {
         self.pages[usize::from(place.list())] += u64::from(count);
-        if let Some(quota) = &mut self.quota {
-            *quota.used.entry(namespace).or_default() += count;
+        if let Some(quotas) = &mut self.quotas {
+            quotas.add_pages(namespace, count);
         }
     }
 
     /// Counts pages that a block loses.
     pub(super) fn remove_pages(&mut self, place: Place, namespace: NamespaceId, count: u32) {
         self.pages[usize::from(place.list())] -= u64::from(count);
-        if let Some(quota) = &mut self.quota
-            && let Some(used) = quota.used.get_mut(&namespace)
-        {
-            *used -= count;
-            if *used == 0 {
-                quota.used.remove(&namespace);
-            }
+        if let Some(quotas) = &mut self.quotas {
+            quotas.remove_pages(namespace, count);
         }
     }
 
@@ -238,10 +229,17 @@ impl EvictionOrder {
         &self.pages
     }
 
-    /// Pages of each namespace, for checks; empty without a quota.
-    pub(super) fn used(&self) -> BTreeMap<NamespaceId, u32> {
-        let quota = self.quota.as_ref();
-        quota.map_or_else(BTreeMap::new, |quota| quota.used.clone())
+    /// The shares of a namespace that have limits, for checks.
+    pub(super) fn shares(&self, namespace: NamespaceId) -> impl Iterator<Item = Share> {
+        let quotas = self.quotas.as_ref();
+        let shares = quotas.map_or([None; 2], |quotas| quotas.shares(namespace));
+        shares.into_iter().flatten().map(|(share, _)| share)
+    }
+
+    /// Pages of each share, for checks; empty without limits.
+    pub(super) fn used(&self) -> BTreeMap<Share, u32> {
+        let quotas = self.quotas.as_ref();
+        quotas.map_or_else(BTreeMap::new, |quotas| quotas.used().clone())
     }
 
     fn list_of(&mut self, places: &impl Places, index: BlockIndex) -> &mut AgeList {
@@ -267,23 +265,21 @@ impl EvictionOrder {
     }
 
     fn enlist(&mut self, places: &impl Places, index: BlockIndex) {
-        if let Some(quota) = &mut self.quota {
-            let key = (places.namespace(index), places.place(index).touched());
-            quota.blocks.insert(key, index);
+        if let Some(quotas) = &mut self.quotas {
+            quotas.enlist(places, index);
         }
     }
 
     fn unlist(&mut self, places: &impl Places, index: BlockIndex) {
-        if let Some(quota) = &mut self.quota {
-            let key = (places.namespace(index), places.place(index).touched());
-            quota.blocks.remove(&key);
+        if let Some(quotas) = &mut self.quotas {
+            quotas.unlist(places, index);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::eviction::EvictionPolicy;
+    use crate::eviction::{EvictionPolicy, RuleLimits};
     use crate::policy::TierPolicy;
     use crate::pool::{BlockRun, Pool};
     use crate::shard_set::ShardSet;
@@ -301,7 +297,7 @@ mod tests {
             let policy: TierPolicy = policy.parse().expect("a policy");
             let ratio = Ratio::new(2).expect("in bounds");
             Self {
-                pool: Pool::new(8, ratio).with_policy(policy),
+                pool: Pool::new(8, ratio).with_policy(policy, RuleLimits::new()),
                 next: 0,
             }
         }
@@ -421,7 +417,7 @@ mod tests {
             quota_pages: Some(2),
             ..TierPolicy::default()
         };
-        tier.pool = tier.pool.with_policy(policy);
+        tier.pool = tier.pool.with_policy(policy, RuleLimits::new());
         assert_eq!(tier.pool.check(), Ok(()));
         for salt in [1, 2, 3] {
             tier.store(2, salt);

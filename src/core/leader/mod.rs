@@ -40,6 +40,7 @@ use crate::Contradiction;
 use crate::anchor::AnchorKey;
 use crate::decision::RunDigest;
 use crate::event::{LeaderEffect, LeaderEvent};
+use crate::eviction::RuleLimits;
 use crate::held::HeldCount;
 use crate::namespaces::Namespaces;
 use crate::policy::TierPolicy;
@@ -138,6 +139,21 @@ impl LeaderSettings {
             (None, TierId::Host) => TierPolicy::default(),
             (None, _) => TierPolicy::evict_first(),
         }
+    }
+
+    /// The limits of rules about namespaces in a tier. Two of 256 rules have one id, and then the lower limit, once in
+    /// 130,000 leaders.
+    pub(super) fn rule_limits(&self, tier: TierId) -> RuleLimits {
+        let mut limits = RuleLimits::new();
+        for rule in self.namespaces.rules() {
+            if let Some(pages) = rule.stored_pages.get(tier) {
+                let limit = limits
+                    .entry(self.anchor_key.rule(&rule.prefix))
+                    .or_insert(*pages);
+                *limit = (*limit).min(*pages);
+            }
+        }
+        limits
     }
 
     /// Default settings for an epoch, a number of ranks that each hold KV of their own, a ratio and an anchor key.

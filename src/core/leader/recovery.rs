@@ -441,7 +441,8 @@ impl Leader {
             && let Some(tier) = self.tiers.get_mut(id)
             && let Some((key, recovery)) = tier.take_part(id, part, &self.roster, &mut self.timers)
         {
-            let mut pool = recovery.into_pool().with_policy(self.settings.policy(id));
+            let (policy, rules) = (self.settings.policy(id), self.settings.rule_limits(id));
+            let mut pool = recovery.into_pool().with_policy(policy, rules);
             if self.settings.moves.iter().any(|one| one.edge.from == id) {
                 pool.record_gains();
             }

@@ -8,7 +8,7 @@ use crate::blocks::{BlockIndex, Filling};
 use crate::change::GoneReason;
 use crate::index::Match;
 use crate::shard_set::ShardSet;
-use kvferry_types::{HashView, PageRun, TransferId};
+use kvferry_types::{HashView, NamespaceId, PageRun, TransferId};
 
 impl Pool {
     /// Reserves pages `position..end` of a sequence, which must not cross a multiple of the ratio. `tail` is the block
@@ -140,11 +140,7 @@ impl Pool {
         let mut taken = 0;
         let mut pieces = self.fit(domain, hashes, position, wanted);
         while pieces.is_empty() && taken < wanted {
-            let namespace = domain.id().namespace();
-            let own = self.blocks.order().over_quota(namespace, wanted);
-            let victim = own.and_then(|own| self.blocks.oldest_evictable(Some(own)));
-            let victim = victim.or_else(|| self.blocks.oldest_evictable(None));
-            let Some(victim) = victim else {
+            let Some(victim) = self.victim(domain.id().namespace(), wanted) else {
                 break;
             };
             let run = self.trim(victim, wanted);
@@ -156,6 +152,27 @@ impl Pool {
         match pieces.is_empty() {
             true => self.split(domain, hashes, position, wanted, u32::MAX),
             false => pieces,
+        }
+    }
+
+    /// The block that loses the next pages for a run of this namespace: one of the namespace, if the run exceeds its limit;
+    /// one of its rule, and of no other, if the run exceeds that limit; else one of a rule above its limit, before any
+    /// other.
+    fn victim(&mut self, namespace: NamespaceId, wanted: u32) -> Option<BlockIndex> {
+        let [own, rule] = self.blocks.order().exceeded(namespace, wanted);
+        let mut shares = Vec::from_iter(own.into_iter().chain(rule));
+        if rule.is_none() {
+            shares.append(&mut self.blocks.order().above());
+        }
+        let mut victims = shares
+            .into_iter()
+            .filter_map(|share| self.blocks.oldest_evictable(Some(share)));
+        if let Some(victim) = victims.next() {
+            return Some(victim);
+        }
+        match rule {
+            Some(_) => None,
+            None => self.blocks.oldest_evictable(None),
         }
     }
 

@@ -16,14 +16,12 @@ use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, EMPTY, NOWHERE, SimDepot, Storage, TORN};
 use super::{Counts, SimEvent};
-use kvferry_core::{AnchorKey, Domain, Leader, Model, Refusal};
+use kvferry_core::{Domain, Leader, Model, Refusal};
 use kvferry_protocol::HEADER_BYTES;
 use kvferry_types::{
     Answer, DepotId, DomainId, EngineId, Epoch, Fingerprint, GroupId, MemoryGeometry, PerTier,
     Rank, RequestId, Shard, TierId, Time, Transfer, WorkerId,
 };
-
-use super::ANCHOR_KEY;
 
 /// Incarnations of one engine whose memory is kept.
 const MEMORIES_KEPT: usize = 8;
@@ -86,7 +84,7 @@ impl SimContext {
     pub(super) fn new(seed: u64, lie: Option<Lie>) -> Self {
         let mut rng = Rng::with_seed(seed);
         let setup = Setup::draw(&mut rng);
-        let key = AnchorKey::new(ANCHOR_KEY);
+        let key = setup.anchor_key();
         let mut namespaces = BTreeMap::new();
         for shape in &setup.shapes {
             let geometry = setup.geometry(*shape, 0);

@@ -3,9 +3,10 @@
 
 use std::collections::BTreeMap;
 
+use super::SimWorld;
 use super::leader::LeaderProcess;
-use super::{ANCHOR_KEY, SimWorld};
-use kvferry_core::{AnchorKey, Change, Domain, Leader, LogRead, PlacedPages};
+use super::setup::Setup;
+use kvferry_core::{Change, Domain, Leader, LogRead, PlacedPages};
 use kvferry_types::{DomainId, Epoch, Fingerprint, TierId, Time};
 
 /// What the arena pages of all tiers hold.
@@ -73,10 +74,10 @@ impl Follower {
     }
 
     /// What a reader must have: the readable pages of all blocks, of the reader's namespace in the layout of the tier.
-    fn expected(&self, leader: &Leader, tiers: &[TierId]) -> Held {
+    fn expected(&self, leader: &Leader, setup: &Setup) -> Held {
         let mut held = Held::new();
-        let anchors = AnchorKey::new(ANCHOR_KEY);
-        for tier in tiers {
+        let anchors = setup.anchor_key();
+        for tier in &setup.tiers {
             let (Some(pool), Some(key)) = (leader.pool_of(*tier), leader.tier_key(*tier)) else {
                 continue;
             };
@@ -95,8 +96,8 @@ impl Follower {
     }
 
     /// Compares what the reader has with the pools. Returns what is wrong.
-    fn compare(&self, leader: &Leader, tiers: &[TierId]) -> Option<String> {
-        let expected = self.expected(leader, tiers);
+    fn compare(&self, leader: &Leader, setup: &Setup) -> Option<String> {
+        let expected = self.expected(leader, setup);
         let differs = |held: &Held, other: &Held| {
             let mut held = held.iter();
             held.find(|(place, page)| other.get(place) != Some(page))
@@ -120,7 +121,7 @@ impl SimWorld {
         let Some(leader) = self.leader.state.as_mut() else {
             return;
         };
-        let tiers = &self.env.setup.tiers;
+        let setup = &self.env.setup;
         let mut wrong = None;
         for (number, follower) in (0..).zip(&mut self.followers) {
             // From a part at each check to a part at one of 9.
@@ -130,7 +131,7 @@ impl SimWorld {
             let most = 1 + u32::try_from(checks % 61).unwrap_or(0);
             let has_all = follower.follow(leader, now, most);
             if has_all && checks.is_multiple_of(4) {
-                wrong = wrong.or(follower.compare(leader.core(), tiers));
+                wrong = wrong.or(follower.compare(leader.core(), setup));
             }
         }
         if let Some(wrong) = wrong {
@@ -144,7 +145,7 @@ impl SimWorld {
         let Some(leader) = self.leader.state.as_mut() else {
             return;
         };
-        let tiers = &self.env.setup.tiers;
+        let setup = &self.env.setup;
         let mut wrong = None;
         for follower in &mut self.followers {
             let mut parts = 0;
@@ -155,7 +156,7 @@ impl SimWorld {
                     break;
                 }
             }
-            wrong = wrong.or(follower.compare(leader.core(), tiers));
+            wrong = wrong.or(follower.compare(leader.core(), setup));
         }
         if let Some(wrong) = wrong {
             self.env.violated(wrong);

@@ -1,14 +1,15 @@
 //! Start, death and pauses of processes.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::engine::EngineProcess;
 use super::faults::Fault;
 use super::leader::LeaderProcess;
 use super::worker::WorkerProcess;
-use super::{ANCHOR_KEY, NodeId, SimEvent, SimProcess, SimWorld, nemesis};
-use kvferry_core::{AnchorKey, LeaderSettings};
+use super::{NodeId, SimEvent, SimProcess, SimWorld, nemesis};
+use kvferry_core::LeaderSettings;
 use kvferry_types::{Epoch, Ratio, TierId};
 
 impl SimWorld {
@@ -24,12 +25,8 @@ impl SimWorld {
                 self.epoch = Epoch(self.epoch.0 + 1);
                 env.counts.leaders += 1;
                 let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
-                let mut settings = LeaderSettings::new(
-                    self.epoch,
-                    env.setup.ranks,
-                    ratio,
-                    AnchorKey::new(ANCHOR_KEY),
-                );
+                let mut settings =
+                    LeaderSettings::new(self.epoch, env.setup.ranks, ratio, env.setup.anchor_key());
                 settings.sharding = env.setup.sharding;
                 settings.replicas = env.setup.replicas;
                 settings.tiers.clone_from(&env.setup.tiers);
@@ -37,6 +34,7 @@ impl SimWorld {
                 settings.prefill_tokens_per_s = env.setup.prefill_tokens_per_s;
                 settings.tier_policies.clone_from(&env.setup.policies);
                 settings.page_index = env.setup.page_index(self.epoch);
+                settings.namespaces = Arc::clone(&env.setup.rules);
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;

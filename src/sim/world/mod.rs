@@ -31,6 +31,7 @@ mod process;
 mod prompts;
 mod queue;
 mod roster;
+mod rules;
 mod saboteur;
 mod server;
 mod setup;

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::time::Duration;
 
 use fastrand::Rng;
 
 use super::disk_faults::DiskSetup;
 use super::groups::{CELLS_MAX, SimGroup, draw_model, units};
-use kvferry_core::{Admission, EvictionPolicy, MoveEdge, TierPolicy};
+use super::{ANCHOR_KEY, rules};
+use kvferry_core::{Admission, AnchorKey, EvictionPolicy, MoveEdge, Namespaces, TierPolicy};
 use kvferry_types::{Edge, Epoch, PerTier, Sharding, TierId};
 use kvferry_workload::scheduler::ComputeSteps;
 
@@ -34,6 +36,8 @@ const GRANULE: u64 = 0x6772_616e_756c;
 const TIMES: u64 = 0x7469_6d65_7321;
 /// Like [`LARGE`], for the tiers below host memory.
 const TIERS: u64 = 0x7469_6572_7321;
+/// Like [`LARGE`], for the rules about namespaces.
+const RULES: u64 = 0x7275_6c65_7321;
 /// Like [`LARGE`], for the groups of layers of models.
 const GROUPS: u64 = 0x6772_6f75_7073;
 /// Like [`LARGE`], for the index of pages and for prompts that are tails.
@@ -115,6 +119,8 @@ pub struct Setup {
     pub cached_pages: u32,
     /// Namespaces, 1 to 3.
     pub namespaces: u8,
+    /// Rules about them.
+    pub rules: Arc<Namespaces>,
     /// Families of sequences, each with branches.
     pub families: u64,
     /// Longest sequence in pages.
@@ -207,6 +213,7 @@ impl Setup {
         let mut limits = Rng::with_seed(rng.clone().u64(..) ^ LIMITS);
         let mut rates = Rng::with_seed(rng.clone().u64(..) ^ RATES);
         let mut disks = Rng::with_seed(rng.clone().u64(..) ^ DISKS);
+        let mut of_rules = Rng::with_seed(rng.clone().u64(..) ^ RULES);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
             ranks,
@@ -244,6 +251,7 @@ impl Setup {
             pause_while_dividing: 0,
             cached_pages: rng.u32(0..=device_pages) * u32::from(rng.bool()),
             namespaces: rng.u8(1..=3),
+            rules: Arc::default(),
             families: if rng.bool() {
                 rng.u64(1..=2)
             } else {
@@ -322,8 +330,19 @@ impl Setup {
         if setup.tiers.contains(&TierId::Disk) && disks.bool() {
             setup.use_disks(&mut disks);
         }
+        setup.rules = rules::draw(
+            &mut of_rules,
+            setup.namespaces,
+            &setup.tiers,
+            setup.arena_pages,
+        );
         setup.disk = DiskSetup::draw(&mut disks, setup.request_timeout);
         setup
+    }
+
+    /// The key of all leaders and engines.
+    pub(super) fn anchor_key(&self) -> AnchorKey {
+        AnchorKey::new(ANCHOR_KEY).with_namespaces(Arc::clone(&self.rules))
     }
 
     /// In every third world, stores or moves to slower tiers have a rate, from a fifth of what one copy moves without it

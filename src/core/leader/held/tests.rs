@@ -34,6 +34,7 @@ impl World {
             prefix: b"a/".to_vec(),
             users: [kvferry_types::User::Own].into(),
             held_pages: NonZeroU64::new(6),
+            stored_pages: kvferry_types::PerTier::default(),
             secret: None,
         };
         let ratio = Ratio::new(4).expect("in bounds");

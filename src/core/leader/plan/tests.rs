@@ -2,6 +2,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::eviction::RuleLimits;
 use crate::pool::BlockRun;
 use crate::shard_set::ShardSet;
 use crate::tests::domain;
@@ -99,7 +100,7 @@ impl Stored {
         let ratio = Ratio::new(RATIO).expect("in bounds");
         let policy = policy.parse().expect("a policy");
         Self {
-            pool: Pool::new(40, ratio).with_policy(policy),
+            pool: Pool::new(40, ratio).with_policy(policy, RuleLimits::new()),
             trails: trails.then(|| (0..SEQUENCES).map(|_| Trail::default()).collect()),
             next_id: 0,
             next: [0; SEQUENCES],

@@ -19,6 +19,7 @@ fn rule(prefix: &[u8], users: &[User]) -> NamespaceRule {
         prefix: prefix.to_vec(),
         users: users.iter().copied().collect(),
         held_pages: None,
+        stored_pages: kvferry_types::PerTier::default(),
         secret: None,
     }
 }
