@@ -76,6 +76,23 @@ rank() {
     return $rc
 }
 
+# vLLM with the connector: each model in a process of its own.
+vllm() {
+    local model rc=0
+    for model in llama gemma3; do
+        PYTHONPATH=$here/python${PYTHONPATH:+:$PYTHONPATH} \
+            python3 "$here/vllm_engine.py" --program "$program" check "$model" || rc=1
+    done
+    return $rc
+}
+
+has_vllm() {
+    timeout 60 python3 -c '
+import sys, msgspec, torch, zmq
+from vllm.platforms import current_platform
+sys.exit(not (torch.cuda.is_available() and current_platform.is_cuda()))' >/dev/null 2>&1
+}
+
 has_torch() { python3 -c "import sys, $1; sys.exit(not torch.cuda.is_available())" 2>/dev/null; }
 
 # Figures: short lines from the log of a step.
@@ -99,6 +116,8 @@ smoke_figures() {
 }
 
 rank_figures() { grep -E '^rank ' "$1"; }
+
+vllm_figures() { grep -E '^vllm ' "$1"; }
 
 near_figures() { grep -E '^(step|kernels) ' "$1"; }
 
@@ -219,9 +238,14 @@ first_run() {
 second_run() {
     local replay=("$program" replay --device cuda --requests 60 --g1-pages 64 --sequential)
     step facts 15 facts_figures "${self[@]}" facts
-    step replay 90 replay_figures "${replay[@]}"
-    step together 90 replay_figures env KVFERRY_GPU_COPY=batch "${replay[@]}"
-    step processes 200 tests_figures "${run_tests[@]}" "$cluster" on_gpus
+    step replay 30 replay_figures "${replay[@]}"
+    step together 30 replay_figures env KVFERRY_GPU_COPY=batch "${replay[@]}"
+    if has_vllm; then
+        step vllm 150 vllm_figures "${self[@]}" vllm
+    else
+        skip vllm "no python3 with vllm that finds a GPU, msgspec and pyzmq"
+    fi
+    step processes 170 tests_figures "${run_tests[@]}" "$cluster" on_gpus
     step seeds 200 tests_figures "${run_tests[@]}" "$library" tests::copies
 }
 

@@ -24,6 +24,9 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("engine_loop.py", include_str!("../gpu/engine_loop.py")),
     ("neighbour.py", include_str!("../gpu/neighbour.py")),
     ("torch_rank.py", include_str!("../gpu/torch_rank.py")),
+    ("vllm_engine.py", include_str!("../gpu/vllm_engine.py")),
+    ("vllm_models.py", include_str!("../gpu/vllm_models.py")),
+    ("vllm_session.py", include_str!("../gpu/vllm_session.py")),
 ];
 
 /// The Python package, in the tree and in the archive.
@@ -110,13 +113,7 @@ fn pack(file: &Path) -> Result<(), String> {
     for (name, text) in SCRIPTS {
         fs::write(folder.join(name), text).map_err(io)?;
     }
-    fs::create_dir_all(folder.join(PACKAGE)).map_err(io)?;
-    for file in fs::read_dir(root().join(PACKAGE)).map_err(io)? {
-        let file = file.map_err(io)?;
-        if file.path().extension().is_some_and(|ending| ending == "py") {
-            fs::copy(file.path(), folder.join(PACKAGE).join(file.file_name())).map_err(io)?;
-        }
-    }
+    copy_modules(&root().join(PACKAGE), &folder.join(PACKAGE))?;
     fs::write(folder.join("VERSION"), version()).map_err(io)?;
     archive(&parent, file)?;
     let bytes = fs::metadata(file).map_err(io)?.len();
@@ -133,6 +130,24 @@ fn pack(file: &Path) -> Result<(), String> {
         file.display(),
         mib(bytes)
     );
+    Ok(())
+}
+
+/// Copies the Python modules of a folder and of the folders in it.
+fn copy_modules(from: &Path, to: &Path) -> Result<(), String> {
+    let io = |error: std::io::Error| format!("{}: {error}", from.display());
+    fs::create_dir_all(to).map_err(io)?;
+    for entry in fs::read_dir(from).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        let (path, to) = (entry.path(), to.join(entry.file_name()));
+        if path.is_dir() {
+            if path.file_name() != Some(OsStr::new("__pycache__")) {
+                copy_modules(&path, &to)?;
+            }
+        } else if path.extension().is_some_and(|ending| ending == "py") {
+            fs::copy(&path, &to).map_err(io)?;
+        }
+    }
     Ok(())
 }
 
