@@ -153,14 +153,15 @@ def figures(options: argparse.Namespace, folder: Path) -> None:
         # Kernels are compiled and tuned by shape.
         for size in options.tokens:
             prompt_times(engine, size, 1, config)
+        decoding(engine, 1, config)
         for size in options.tokens:
             took, cached = prompt_times(engine, size, options.rounds, config)
             megabytes = f"{cached * vllm_models.kv_bytes_per_token(config) / 1e6:.0f}" if daemon else "-"
             row(f"{size:>8} " + " ".join(f"{spread(each):>24}" for each in took) + f" {megabytes:>7}")
         steps = decoding(engine, options.rounds, config)
         rate = DECODING / statistics.median(steps) * 1e3
-        row(f"decoding of {DECODING} requests of {DECODING_TOKENS} tokens, {options.rounds} turns:")
-        row(f"{spread(steps)} ms a step, {rate:.0f} tokens/s")
+        turns = f"{options.rounds} turns of {DECODING} requests of {DECODING_TOKENS} tokens"
+        row(f"decoding, {turns}: {spread(steps)} ms a step, {rate:.0f} tokens/s")
         if daemon:
             engine.drain()
             row(f"stored: {daemon.pages()} pages")
