@@ -332,6 +332,11 @@ impl Session {
         self.gone_at.replace(forget_at)
     }
 
+    /// True if the engine is gone and its requests are answered.
+    fn is_over(&self) -> bool {
+        self.gone && self.answers.open() == 0
+    }
+
     /// Another process sends requests from now on.
     pub fn replaced(&mut self) {
         self.answers.replaced();
@@ -545,13 +550,18 @@ impl Sessions {
         self.0.get_mut(&engine)
     }
 
-    /// Keeps the answer to a request for retries, and removes the session of an engine that is gone with its last
-    /// answer.
-    pub fn answered(&mut self, engine: EngineId, id: RequestId, answer: &Result<Answer, Refusal>) {
-        if let Some(session) = self.0.get_mut(&engine) {
+    /// Keeps the answer to a request for retries. Returns true if the engine is gone and this was its last answer, so that
+    /// its session is to be removed.
+    pub fn answered(
+        &mut self,
+        engine: EngineId,
+        id: RequestId,
+        answer: &Result<Answer, Refusal>,
+    ) -> bool {
+        self.0.get_mut(&engine).is_some_and(|session| {
             session.answers.end(id, answer);
-            self.remove_if_over(engine);
-        }
+            session.is_over()
+        })
     }
 
     /// The engines without connections that are to be forgotten now, and when they would have been, so that the hashes of
@@ -583,14 +593,9 @@ impl Sessions {
     pub fn remove(&mut self, engine: EngineId) {
         if let Some(session) = self.0.get_mut(&engine) {
             session.gone = true;
-            self.remove_if_over(engine);
-        }
-    }
-
-    fn remove_if_over(&mut self, engine: EngineId) {
-        let session = self.0.get(&engine);
-        if session.is_some_and(|session| session.gone && session.answers.open() == 0) {
-            self.0.remove(&engine);
+            if session.is_over() {
+                self.0.remove(&engine);
+            }
         }
     }
 

@@ -578,7 +578,7 @@ impl Leader {
     }
 
     /// Finishes all slots of an engine, and forgets it once its requests in progress are answered.
-    fn remove_engine(&mut self, engine: EngineId) {
+    pub(super) fn remove_engine(&mut self, engine: EngineId) {
         self.finish_all(engine);
         self.sessions.remove(engine);
     }

@@ -201,7 +201,10 @@ impl Leader {
         answer: Result<Answer, Refusal>,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        self.sessions.answered(engine, id, &answer);
+        if self.sessions.answered(engine, id, &answer) {
+            // Requests that came since the engine is gone may have opened slots.
+            self.remove_engine(engine);
+        }
         effects.push(LeaderEffect::Answer { engine, id, answer });
     }
 

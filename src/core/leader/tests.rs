@@ -14,6 +14,8 @@ use kvferry_types::{
     PageList, Part, PerTier, Rank, Replica, Request, Shard, StoreAnswer, TierId, TransferId,
 };
 
+mod gone;
+
 #[test]
 fn a_pin_without_a_holder_is_detected() {
     let ratio = Ratio::new(4).expect("in bounds");
