@@ -299,9 +299,14 @@ pub enum Refusal {
         /// Pages that the lookup found.
         pages: u64,
     },
-    /// The request id is older than the answers that are kept.
-    #[error("{0} is older than every answer kept: use growing request ids")]
-    StaleRequest(RequestId),
+    /// The request id is older than the answers that are kept, or of an earlier process of the engine.
+    #[error("{id} is older than every answer kept: use growing request ids")]
+    StaleRequest {
+        /// The id.
+        id: RequestId,
+        /// No copy of a request with this id is running.
+        is_over: bool,
+    },
 }
 
 /// The reason of a refusal, by which refusals are counted; each is an error code of the wire.
@@ -393,7 +398,7 @@ impl Refusal {
             Self::Limit { .. } => RefusalReason::Limit,
             Self::Crowded { .. } => RefusalReason::Busy,
             Self::CopyFailed(_) | Self::NotLoaded => RefusalReason::CopyFailed,
-            Self::StaleRequest(_) => RefusalReason::StaleRequest,
+            Self::StaleRequest { .. } => RefusalReason::StaleRequest,
             Self::Quota { .. } => RefusalReason::Quota,
         }
     }
@@ -401,6 +406,11 @@ impl Refusal {
     /// True when no copy of the refused request is running or will start, so that its engine may reuse its pages. False
     /// for a refusal that the leader gives before it can know that.
     pub fn is_over(&self) -> bool {
-        !matches!(self, Self::Crowded { .. } | Self::StillRead { .. })
+        !matches!(
+            self,
+            Self::Crowded { .. }
+                | Self::StillRead { .. }
+                | Self::StaleRequest { is_over: false, .. }
+        )
     }
 }

@@ -232,6 +232,8 @@ pub enum RequestState {
     Answered(Result<Answer, Refusal>),
     /// Too old: its answer is no longer kept.
     Stale,
+    /// Of an earlier process of the engine, and still in progress.
+    StaleUnderWay,
 }
 
 /// Answers by request id, so that a retry has no second effect.
@@ -252,10 +254,14 @@ impl ReplyCache {
 
     /// The state of a request.
     fn state(&self, id: RequestId) -> RequestState {
+        let kept = self.kept.get(&id);
         if self.of_earlier.is_some_and(|last| id <= last) {
-            return RequestState::Stale;
+            return match kept {
+                Some(None) => RequestState::StaleUnderWay,
+                _ => RequestState::Stale,
+            };
         }
-        match self.kept.get(&id) {
+        match kept {
             Some(Some(answer)) => RequestState::Answered(answer.clone()),
             Some(None) => RequestState::UnderWay,
             None if self.dropped.is_some_and(|dropped| id <= dropped) => RequestState::Stale,
@@ -344,9 +350,12 @@ impl Session {
         self.cancelled.clear();
     }
 
-    /// True if this id was used before, by any request.
+    /// True if a request with this id is in progress, or its answer is kept.
     pub fn knows_request(&self, id: RequestId) -> bool {
-        self.answers.state(id) != RequestState::New
+        !matches!(
+            self.answers.state(id),
+            RequestState::New | RequestState::Stale
+        )
     }
 
     /// Notes a request and returns the state that it had before.
@@ -670,9 +679,10 @@ mod tests {
         answers.end(RequestId(2), &Ok(Answer::Finish));
         answers.replaced();
         assert_eq!(answers.open(), 2, "they end later");
-        for id in 0..3 {
-            assert_eq!(answers.begin(RequestId(id)), RequestState::Stale);
+        for id in [0, 1] {
+            assert_eq!(answers.begin(RequestId(id)), RequestState::StaleUnderWay);
         }
+        assert_eq!(answers.begin(RequestId(2)), RequestState::Stale);
         assert_eq!(answers.begin(RequestId(3)), RequestState::New);
         for id in [0, 1, 3] {
             answers.end(RequestId(id), &Ok(Answer::Finish));

@@ -102,8 +102,8 @@ pub struct LeaderSettings {
     pub hold_for: Duration,
     /// Time after its deadline in which a copy must end before its worker is fenced. Default: 10 s.
     pub fence: Duration,
-    /// Open requests of one engine, and its loads and stores that wait until the copies of an older leader have ended:
-    /// at most this many of each, more are refused. Default: [`OPEN_REQUESTS_MAX`].
+    /// Open stores of one engine, its other open requests, and its loads and stores that wait until the copies of an older
+    /// leader have ended: at most this many of each, more are refused. Default: [`OPEN_REQUESTS_MAX`].
     pub open_requests_max: usize,
     /// Time for which the slots of an engine are kept after its connection broke. Default: 10 s.
     pub engine_grace: Duration,

@@ -90,17 +90,17 @@ impl Leader {
             request,
             Request::Finish { .. } | Request::CancelStores { .. }
         );
-        let session = self.sessions.open(engine);
         // `finish` and `cancel_stores` are exempt from the limit, because they free requests.
-        let full = session.open_requests() >= self.settings.open_requests_max && !finishes;
-        match session.begin(id) {
+        let full = !finishes && self.is_full(engine, matches!(request, Request::Store { .. }));
+        match self.sessions.open(engine).begin(id) {
             RequestState::New => {}
             RequestState::UnderWay => return,
             RequestState::Answered(answer) => {
                 return effects.push(LeaderEffect::Answer { engine, id, answer });
             }
-            RequestState::Stale => {
-                let refusal = Refusal::StaleRequest(id);
+            stale @ (RequestState::Stale | RequestState::StaleUnderWay) => {
+                let is_over = stale == RequestState::Stale;
+                let refusal = Refusal::StaleRequest { id, is_over };
                 self.count_refusal(kind, &refusal);
                 let answer = Err(refusal);
                 return effects.push(LeaderEffect::Answer { engine, id, answer });
@@ -113,7 +113,7 @@ impl Leader {
         }
         if full {
             let refusal = Refusal::Limit {
-                limit: "requests of an engine under way",
+                limit: "stores of an engine under way, and that of its other requests,",
                 max: self.settings.open_requests_max as u64,
             };
             return self.refuse(reply_to, kind, refusal, effects);
@@ -167,6 +167,21 @@ impl Leader {
             Ok(None) => {}
             Ok(Some(answer)) => self.answer(engine, id, Ok(answer), effects),
             Err(refusal) => self.refuse(reply_to, kind, refusal, effects),
+        }
+    }
+
+    /// True if an engine has as many stores under way as it may have, or as many other requests. One message brings many
+    /// stores, which must not keep its lookups and loads out.
+    fn is_full(&mut self, engine: EngineId, stores: bool) -> bool {
+        let max = self.settings.open_requests_max;
+        let open = self.sessions.open(engine).open_requests();
+        if open < max {
+            return false;
+        }
+        let open_stores = self.stores.of(engine);
+        match stores {
+            true => open_stores >= max,
+            false => open - open_stores >= max,
         }
     }
 
@@ -236,10 +251,12 @@ impl Leader {
         let parked = std::mem::take(&mut self.parked);
         for ((engine, id), (kind, slot)) in parked.0 {
             let session = self.sessions.get_mut(engine);
-            if session.is_some_and(|session| session.begin(id) != RequestState::New) {
+            let before = session.map(|session| session.begin(id));
+            if let Some(RequestState::UnderWay | RequestState::Answered(_)) = before {
                 // Another request has come under this id, and its answer is the answer to both.
                 continue;
             }
+            // The answers of so many later requests may have been dropped meanwhile that the id is stale.
             let refusal = Refusal::UnknownSlot(slot);
             self.count_refusal(Some(kind), &refusal);
             self.answer(engine, id, Err(refusal), effects);

@@ -130,6 +130,14 @@ impl Stores {
         self.waiting.len()
     }
 
+    /// Number of stores of one engine.
+    pub(super) fn of(&self, engine: EngineId) -> usize {
+        let stores = self.waiting.values();
+        stores
+            .filter(|store| store.reply_to.engine == engine)
+            .count()
+    }
+
     pub(super) fn contains(&self, key: StoreKey) -> bool {
         self.waiting.contains_key(&key)
     }

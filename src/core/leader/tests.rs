@@ -15,6 +15,7 @@ use kvferry_types::{
 };
 
 mod gone;
+mod parked;
 
 #[test]
 fn a_pin_without_a_holder_is_detected() {

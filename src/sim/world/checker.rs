@@ -64,7 +64,8 @@ impl SimWorld {
         let cancels = leader.open_cancels();
         let others = leader.open_requests() - cancels;
         let limits = [
-            (others, self.env.setup.open_requests_max(self.epoch)),
+            // Stores, and other requests.
+            (others, 2 * self.env.setup.open_requests_max(self.epoch)),
             (cancels, CANCELS_MAX),
         ];
         for (open, max) in limits {

@@ -388,7 +388,7 @@ impl Oracle {
         }
         if let Some(before) = &taken.answer
             && before != answer
-            && !matches!(before, Err(Refusal::StaleRequest(_)))
+            && !matches!(before, Err(Refusal::StaleRequest { .. }))
         {
             return Some(format!(
                 "{id} of engine {engine} is answered {before:?}, then {answer:?}"

@@ -142,7 +142,13 @@ fn each_counter_of_refusals_counts_its_request_and_reason() {
         ("invalid", invalid),
         ("not_pinned", not_pinned),
         ("limit", Refusal::Limit { limit: "", max: 1 }),
-        ("stale_request", Refusal::StaleRequest(RequestId(1))),
+        (
+            "stale_request",
+            Refusal::StaleRequest {
+                id: RequestId(1),
+                is_over: true,
+            },
+        ),
         ("draining", Refusal::Draining),
         ("busy", Refusal::Crowded { max: 1 }),
         ("quota", quota),
@@ -248,15 +254,17 @@ fn refusals_are_counted_once_for_all_retries() {
     send(&mut leader, ms(0), 3, lookup(1, 2));
     send(&mut leader, ms(0), 4, load(2));
     send(&mut leader, ms(0), 5, store_pages(2));
-    send(&mut leader, ms(0), 6, lookup(1, 2));
+    // A store is under way: another one is refused, and a lookup is not.
+    send(&mut leader, ms(0), 6, store_pages(2));
+    send(&mut leader, ms(0), 7, lookup(2, 2));
     leader.drain();
-    send(&mut leader, ms(0), 7, lookup(1, 2));
+    send(&mut leader, ms(0), 8, lookup(1, 2));
     let expected = [
-        ("refused_lookups_limit", 1),
         ("refused_lookups_draining", 1),
         ("refused_loads_unknown_slot", 1),
         ("refused_loads_not_pinned", 1),
         ("refused_stores_unknown_slot", 1),
+        ("refused_stores_limit", 1),
     ];
     assert_eq!(counted(&leader, &["refused_"]), expected);
     assert_eq!(counted(&leader, &["loads_", "load_us"]), []);
