@@ -282,7 +282,7 @@ pub const METRICS: &[Metric] = &[
     count(
         "kvferry_withheld_pages_total",
         "withheld_pages",
-        "Pages that lookups found and did not offer, because their engine would have held more than half of host memory",
+        "Pages that lookups found and did not offer, because their engine would have held more than half of host memory, or their namespace more than held_pages",
     ),
     count(
         "kvferry_refused_pages_total",

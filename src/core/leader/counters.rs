@@ -57,7 +57,8 @@ pub struct LeaderCounts {
     pub failed_copies: u64,
     /// Copies that missed their deadline.
     pub late_copies: u64,
-    /// Pages that lookups found and did not offer, because their engine would have held more than half of host memory.
+    /// Pages that lookups found and did not offer, because their engine would have held more than half of host memory, or
+    /// their namespace more than its limit.
     pub withheld_pages: u64,
     /// Lookups whose pages were released because the engine did not load or finish in time.
     pub expired_holds: u64,
@@ -282,7 +283,7 @@ pub const COUNTERS: &[Counter] = &[
     counter(
         "withheld_pages",
         "Pages that lookups found and did not offer, because their engine, one of several, would have held more than half \
-         of host memory",
+         of host memory, or because `held_pages` of their namespace is less",
         |l, _| l.withheld_pages,
     ),
     counter(

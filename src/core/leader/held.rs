@@ -60,6 +60,28 @@ impl Leader {
         }
     }
 
+    /// Where a hit of a sequence must end for its pages to fit the limit of the namespace's rule while nothing else is held;
+    /// `None` if it may end where it does. A hit of several groups cannot end anywhere: its lookup is refused.
+    pub(super) fn end_within_rule(
+        &self,
+        namespace: &[u8],
+        sequence: &Sequence,
+        needed: &[(GroupId, TierRun)],
+    ) -> Option<u32> {
+        let rule = self.settings.namespaces.find(namespace)?;
+        let max = self.settings.namespaces.rules()[rule].held_pages?;
+        if !sequence.model().is_plain() {
+            return None;
+        }
+        let mut pages = 0;
+        let mut needed = needed.iter();
+        let beyond = needed.find(|(_, run)| {
+            pages += u64::from(run.run.pages);
+            pages > max.get()
+        });
+        beyond.map(|(_, run)| run.run.position)
+    }
+
     /// Where a hit of a sequence must end for its engine to hold no more than half of host memory, so that other engines
     /// can store; `None` if it may end where it does. A hit of several groups cannot end anywhere: its lookup is refused.
     pub(super) fn end_within_half(

@@ -83,7 +83,11 @@ impl Leader {
         }
         let (mut found, mut declined_pages) =
             self.find_offered(now, &sequence, device_pages, limit_pages);
-        if let Some(end) = self.end_within_half(reply_to.engine, &sequence, &found.needed)? {
+        let ends = [
+            self.end_within_half(reply_to.engine, &sequence, &found.needed)?,
+            self.end_within_rule(namespace, &sequence, &found.needed),
+        ];
+        if let Some(end) = ends.into_iter().flatten().min() {
             let whole = found.hit_pages;
             (found, declined_pages) =
                 self.find_offered(now, &sequence, device_pages, Some(end.max(device_pages)));

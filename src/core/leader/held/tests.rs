@@ -242,9 +242,21 @@ fn a_lookup_beyond_the_pages_of_its_rule_is_refused_until_others_end() {
 }
 
 #[test]
+fn a_hit_of_more_pages_than_its_rule_holds_is_cut() {
+    let mut world = World::new();
+    world.store(b"a/1", (1, 12));
+    // Blocks have 4 pages: two of them would be 8.
+    assert_eq!(world.lookup(ENGINE, 1, b"a/1", (1, 12)), Ok(4));
+    assert_eq!(world.of_rule(), 4);
+    assert_eq!(world.leader.counts().withheld_pages, 8);
+}
+
+#[test]
 fn a_store_follows_a_lookup_that_was_refused() {
     let mut world = World::new();
     world.store(b"a/1", (1, 8));
+    world.store(b"a/2", (2, 4));
+    assert_eq!(world.lookup(ENGINE, 2, b"a/2", (2, 4)), Ok(4));
     assert!(world.lookup(ENGINE, 1, b"a/1", (1, 8)).is_err());
     let store = Request::Store {
         slot: SlotId(1),
