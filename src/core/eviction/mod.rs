@@ -156,19 +156,25 @@ impl EvictionOrder {
     /// The next victim in the order. It may be held. With a share, the next victim of its blocks.
     pub(super) fn oldest(&self, places: &impl Places, share: Option<Share>) -> Option<BlockIndex> {
         if let (Some(share), Some(quotas)) = (share, &self.quotas) {
-            return quotas.oldest(share);
+            return quotas.oldest(share, self.victims());
         }
-        match self.policy {
-            EvictionPolicy::Lru | EvictionPolicy::Priority => {
-                self.lists.iter().find_map(|list| list.oldest(places))
-            }
-            EvictionPolicy::Arc => {
-                let first = usize::from(self.arc.victims(self.pages[usize::from(ONCE)]));
-                let [first, second] =
-                    [first, 1 - first].map(|list| self.lists[list].oldest(places));
-                first.or(second)
-            }
-        }
+        let mut lists = self.victims().map(|list| &self.lists[usize::from(list)]);
+        lists.find_map(|list| list.oldest(places))
+    }
+
+    /// The lists, in the order in which they lose their blocks.
+    fn victims(&self) -> impl Iterator<Item = u8> {
+        let first = match self.policy {
+            EvictionPolicy::Lru | EvictionPolicy::Priority => 0,
+            EvictionPolicy::Arc => self.arc.victims(self.pages[usize::from(ONCE)]),
+        };
+        let count = u8::try_from(self.lists.len()).unwrap_or(u8::MAX);
+        (0..count).map(move |at| (first + at) % count)
+    }
+
+    /// Pages that the rule of a namespace may still store within its limit; `None` if it has no limit.
+    pub(super) fn room_of_rule(&self, namespace: NamespaceId) -> Option<u32> {
+        self.quotas.as_ref()?.room_of_rule(namespace)
     }
 
     /// The shares of a namespace that these further pages bring above their limits: its own, and that of its rule.
@@ -256,11 +262,13 @@ impl EvictionOrder {
         self.pages[usize::from(list)] += pages;
         let is_in = place.is_in_order();
         if is_in {
+            self.unlist(places, index);
             self.list_of(places, index).remove(places, index);
         }
         places.place_mut(index).set_list(list);
         if is_in {
             self.list_of(places, index).insert(places, index);
+            self.enlist(places, index);
         }
     }
 
@@ -345,7 +353,11 @@ mod tests {
 
     #[test]
     fn under_arc_blocks_that_were_used_again_outlive_a_scan() {
-        for (policy, kept) in [("eviction=lru", vec![]), ("eviction=arc", vec![0, 1])] {
+        for (policy, kept) in [
+            ("eviction=lru", vec![]),
+            ("eviction=arc", vec![0, 1]),
+            ("eviction=arc,quota=1", vec![0, 1]),
+        ] {
             let mut tier = Tier::new(policy);
             for salt in [0, 1] {
                 tier.store(0, salt);
@@ -362,33 +374,37 @@ mod tests {
 
     #[test]
     fn under_arc_a_page_that_is_stored_again_soon_counts_as_used_again() {
-        let mut tier = Tier::new("eviction=arc");
-        tier.store(0, 0);
-        tier.look_up(0, 0);
-        for salt in 1..5 {
-            tier.store(0, salt);
+        for policy in ["eviction=arc", "eviction=arc,quota=1"] {
+            let mut tier = Tier::new(policy);
+            tier.store(0, 0);
+            tier.look_up(0, 0);
+            for salt in 1..5 {
+                tier.store(0, salt);
+            }
+            assert_eq!(tier.found(0), [0, 2, 3, 4], "{policy}");
+            tier.store(0, 1);
+            tier.store(0, 5);
+            tier.store(0, 6);
+            assert!(tier.found(0).contains(&1), "{policy}: {:?}", tier.found(0));
         }
-        assert_eq!(tier.found(0), [0, 2, 3, 4]);
-        tier.store(0, 1);
-        tier.store(0, 5);
-        tier.store(0, 6);
-        assert!(tier.found(0).contains(&1), "{:?}", tier.found(0));
     }
 
     #[test]
     fn blocks_with_the_lowest_priority_are_evicted_first() {
-        let mut tier = Tier::new("eviction=priority");
-        for (salt, priority) in [(0, Some(7)), (1, None), (2, Some(0)), (3, Some(0))] {
-            tier.store(0, salt);
-            let run = tier.runs(0, salt)[0];
-            if let Some(priority) = priority {
-                tier.pool.set_priority(run.block, priority);
+        for policy in ["eviction=priority", "eviction=priority,quota=1"] {
+            let mut tier = Tier::new(policy);
+            for (salt, priority) in [(0, Some(7)), (1, None), (2, Some(0)), (3, Some(0))] {
+                tier.store(0, salt);
+                let run = tier.runs(0, salt)[0];
+                if let Some(priority) = priority {
+                    tier.pool.set_priority(run.block, priority);
+                }
             }
-        }
-        tier.look_up(0, 2);
-        for (salt, found) in [(4, [0, 1, 2, 4]), (5, [0, 1, 4, 5]), (6, [0, 4, 5, 6])] {
-            tier.store(0, salt);
-            assert_eq!(tier.found(0), found);
+            tier.look_up(0, 2);
+            for (salt, found) in [(4, [0, 1, 2, 4]), (5, [0, 1, 4, 5]), (6, [0, 4, 5, 6])] {
+                tier.store(0, salt);
+                assert_eq!(tier.found(0), found, "{policy}");
+            }
         }
     }
 

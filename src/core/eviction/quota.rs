@@ -31,8 +31,8 @@ pub(super) struct Quotas {
     used: BTreeMap<Share, u32>,
     /// Rules above their limits.
     above: BTreeSet<RuleId>,
-    /// The blocks in the order of eviction, by share and last touch.
-    blocks: BTreeMap<(Share, u64), BlockIndex>,
+    /// The blocks in the order of eviction, by share, list of the policy, and last touch.
+    blocks: BTreeMap<(Share, u8, u64), BlockIndex>,
 }
 
 impl Quotas {
@@ -101,23 +101,39 @@ impl Quotas {
         }
     }
 
-    /// The block of a share that was touched first.
-    pub(super) fn oldest(&self, share: Share) -> Option<BlockIndex> {
-        let all = (share, 0)..=(share, u64::MAX);
-        self.blocks.range(all).next().map(|(_, index)| *index)
+    /// Pages that the rule of a namespace may still store within its limit; `None` if it has no limit.
+    pub(super) fn room_of_rule(&self, namespace: NamespaceId) -> Option<u32> {
+        let [_, rule] = self.shares(namespace);
+        let (share, limit) = rule?;
+        let used = self.used.get(&share).copied().unwrap_or(0);
+        Some(limit.saturating_sub(used))
+    }
+
+    /// The block of a share in these lists, the first of which loses its blocks first, that was touched first.
+    pub(super) fn oldest(
+        &self,
+        share: Share,
+        lists: impl Iterator<Item = u8>,
+    ) -> Option<BlockIndex> {
+        lists.into_iter().find_map(|list| {
+            let all = (share, list, 0)..=(share, list, u64::MAX);
+            self.blocks.range(all).next().map(|(_, index)| *index)
+        })
     }
 
     pub(super) fn enlist(&mut self, places: &impl Places, index: BlockIndex) {
-        let touched = places.place(index).touched();
+        let place = places.place(index);
         for (share, _) in self.shares(places.namespace(index)).into_iter().flatten() {
-            self.blocks.insert((share, touched), index);
+            let key = (share, place.list(), place.touched());
+            self.blocks.insert(key, index);
         }
     }
 
     pub(super) fn unlist(&mut self, places: &impl Places, index: BlockIndex) {
-        let touched = places.place(index).touched();
+        let place = places.place(index);
         for (share, _) in self.shares(places.namespace(index)).into_iter().flatten() {
-            self.blocks.remove(&(share, touched));
+            let key = (share, place.list(), place.touched());
+            self.blocks.remove(&key);
         }
     }
 
@@ -290,6 +306,17 @@ mod tests {
         }
         let own = tier.key.namespace(&[0]);
         assert_eq!(tier.store(&[0], 6), (true, vec![own]));
+    }
+
+    #[test]
+    fn a_rule_stores_up_to_a_limit_that_is_less_than_a_block() {
+        let mut tier = Tier::new(EvictionPolicy::Lru, None, &[1]);
+        for salt in 0..6 {
+            assert_eq!(tier.store(&[9], salt), (true, vec![]));
+        }
+        let other = tier.key.namespace(&[9]);
+        assert_eq!(tier.store(&[0], 6), (false, vec![other]));
+        assert_eq!(tier.used(&[0]), 1);
     }
 
     #[test]

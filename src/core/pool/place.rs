@@ -138,15 +138,22 @@ impl Pool {
             return Vec::new();
         }
         let mut taken = 0;
+        let mut within = wanted;
         let mut pieces = self.fit(domain, hashes, position, wanted);
-        while pieces.is_empty() && taken < wanted {
-            let Some(victim) = self.victim(domain.id().namespace(), wanted) else {
-                break;
+        while pieces.is_empty() && taken < within {
+            let namespace = domain.id().namespace();
+            let Some(victim) = self.victim(namespace, within) else {
+                // A rule without blocks to evict gets as many pages of others as its limit leaves.
+                match self.blocks.order().room_of_rule(namespace) {
+                    Some(room) if (1..within).contains(&room) => within = room,
+                    _ => break,
+                }
+                continue;
             };
-            let run = self.trim(victim, wanted);
+            let run = self.trim(victim, within);
             taken += run.count;
             evicted.push(run);
-            pieces = self.fit(domain, hashes, position, wanted);
+            pieces = self.fit(domain, hashes, position, within);
         }
         self.counts.largest_eviction_pages = self.counts.largest_eviction_pages.max(taken);
         match pieces.is_empty() {
