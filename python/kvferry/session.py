@@ -40,6 +40,9 @@ _URGENT_BYTES = 256
 #: A message to be sent: header and body.
 Message = tuple[bytes, bytes]
 
+#: Requests whose effect ends with the process that carries them out.
+_OF_ONE_PROCESS = (Kind.DRAIN, Kind.SET_LOG)
+
 
 class Session:
     """The state of a conversation over its connections. For one thread at a time.
@@ -123,6 +126,8 @@ class Session:
                 f"{self._hello.version_min} to {self._hello.version_max}: update the older side"
             )
             raise Failure(Code.UNSUPPORTED_VERSION, text, reported=True)
+        if envelope.epoch != self.epoch:
+            self._end_orders()
         self.epoch = envelope.epoch
         self._version = welcome.version
         self.features = welcome.features
@@ -148,6 +153,13 @@ class Session:
         self._forget_in_flight()
         for pending in [pending for pending in self.open.values() if pending.link is not None]:
             self._settle(pending, None, _broke(pending))
+
+    def _end_orders(self) -> None:
+        """Fails what was ordered from the process before this one: its successor must not drain for it."""
+        for pending in list(self.open.values()):
+            if pending.kind in _OF_ONE_PROCESS and not pending.never_sent:
+                text = "the process to which it was sent has ended"
+                self._settle(pending, None, Failure(Code.STALE_EPOCH, text, reported=False))
 
     def closed(self) -> None:
         """Fails every request without an answer, because there will be no further connection."""
@@ -317,8 +329,10 @@ class Session:
         return wire.header(self._version, kind, request.correlation, 0, self.epoch), body
 
     def _settle(self, pending: PendingRequest, answer: msgspec.Struct | None, failure: Failure | None) -> None:
-        if self.open.pop(pending.id, None) is None:
+        # A later request under the same id is another one.
+        if self.open.get(pending.id) is not pending:
             return
+        del self.open[pending.id]
         if self._ended is not None:
             self._ended()
         pending._end(answer, failure)

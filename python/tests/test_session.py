@@ -29,8 +29,8 @@ class Talk:
         self.session = Session(DIRECTORY, hello, lambda: next(self.ids), now=self.now)
         self.welcome = {"version": 2, "heartbeat_ms": 1000, "request_credits": 8, "byte_credits": 1 << 20, **welcome}
 
-    def connect(self) -> None:
-        self.session.welcomed(message(Kind.WELCOME, 0, wire.Welcome(**self.welcome), epoch=7), self.now)
+    def connect(self, epoch: int = 7) -> None:
+        self.session.welcomed(message(Kind.WELCOME, 0, wire.Welcome(**self.welcome), epoch), self.now)
 
     def request(self, timeout_s: float, *, body: Any = LOOKUP, link: int | None = None) -> PendingRequest:
         made = PendingRequest(next(self.ids), body, self.now + timeout_s, self.now + timeout_s, link)
@@ -87,6 +87,35 @@ def test_unanswered_requests_are_sent_again_with_their_ids_and_the_time_that_is_
     assert talk.ended == [second.id, third.id]
     talk.answer(first)
     assert talk.ended == [second.id, third.id, first.id]
+
+
+def test_a_drain_is_not_repeated_to_the_next_leader() -> None:
+    talk = Talk()
+    talk.connect()
+    drain, log, lookup = (talk.request(5, body=body) for body in (wire.Drain(False), wire.SetLog("warn"), LOOKUP))
+    assert [kind for kind, *_ in talk.sent()] == [Kind.DRAIN, Kind.SET_LOG, Kind.LOOKUP]
+    talk.session.lost(talk.now)
+    talk.connect()
+    assert [kind for kind, *_ in talk.sent()] == [Kind.DRAIN, Kind.SET_LOG, Kind.LOOKUP], "it is the same leader"
+    talk.session.lost(talk.now)
+    unsent = talk.request(5, body=wire.Drain(False))
+    talk.connect(epoch=8)
+    assert talk.sent() == [(Kind.LOOKUP, lookup.id, 5000), (Kind.DRAIN, unsent.id, 5000)]
+    assert talk.ended == [drain.id, log.id]
+    assert drain.failure is not None and drain.failure.code == Code.STALE_EPOCH
+
+
+def test_the_answer_of_a_message_does_not_end_a_store_that_was_repeated_meanwhile() -> None:
+    talk = Talk()
+    talk.connect()
+    store = talk.request(5)
+    talk.answer(store, wire.Error(Code.BUSY, "full", retry=True, over=False), Kind.ERROR)
+    again = PendingRequest(store.id, LOOKUP, talk.now + 5, talk.now + 5, None)
+    talk.session.add(again)
+    talk.session._store_ended(store, wire.Error(Code.BUSY, "full", retry=True, over=False))
+    assert not again.done and talk.ended == [store.id]
+    talk.answer(again)
+    assert again.done and again.failure is None
 
 
 def test_pings_are_sent_when_nothing_was_sent_or_received_for_a_heartbeat() -> None:

@@ -481,6 +481,9 @@ impl<R> ClientSession<R> {
 
     fn open(&mut self, now: Time, welcome: &Welcome, epoch: Epoch) {
         self.version = welcome.version;
+        if epoch != self.epoch {
+            self.fail_orders();
+        }
         self.epoch = epoch;
         self.link = LinkId(self.link.0 + 1);
         self.backoff = self.times.reconnect;
@@ -674,6 +677,19 @@ impl<R> ClientSession<R> {
             .filter(|(_, pending)| pending.request.link.is_some_and(|bound| bound != link));
         for id in bound.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.fail(id, broken());
+        }
+    }
+
+    /// Fails what was ordered from the process before this one and ends with it: its successor must not drain for it.
+    fn fail_orders(&mut self) {
+        let kinds = [MessageKind::Drain, MessageKind::SetLog];
+        let sent = self
+            .pending
+            .iter()
+            .filter(|(_, pending)| pending.sent && kinds.contains(&pending.request.message.kind()));
+        for id in sent.map(|(id, _)| *id).collect::<Vec<_>>() {
+            let text = "the process to which it was sent has ended";
+            self.fail(id, Failure::new(ErrorCode::StaleEpoch, text));
         }
     }
 

@@ -7,8 +7,8 @@ use super::{
     ServerHost, ServerSession, ServerSettings, encode_reply,
 };
 use kvferry_protocol::{
-    Connections, DrainAnswer, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello,
-    Message, MessageKind, Role, Status, VERSION, Welcome, decode, encode,
+    Connections, Drain, DrainAnswer, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header,
+    Hello, Message, MessageKind, Role, Status, VERSION, Welcome, decode, encode,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time, User};
 
@@ -103,11 +103,15 @@ impl Client {
     }
 
     fn request(&mut self, now: Time, id: u64) {
+        self.send(now, id, status());
+    }
+
+    fn send(&mut self, now: Time, id: u64, message: Message) {
         self.session.request(
             now,
             ClientRequest {
                 id: RequestId(id),
-                message: status(),
+                message,
                 deadline: now + Duration::from_secs(60),
                 grace: Duration::ZERO,
                 link: None,
@@ -299,6 +303,25 @@ fn a_request_is_sent_again_over_the_next_connection_until_its_deadline() {
     assert_eq!(client.requests(), [1]);
     client.tick(at(60_001));
     assert_eq!(client.answered, [(1, Err(ErrorCode::Deadline))]);
+}
+
+#[test]
+fn a_drain_is_not_repeated_to_the_next_leader() {
+    let mut client = Client::welcomed(at(0), 10);
+    client.request(at(1), 1);
+    client.send(at(1), 2, Message::Drain(Drain { resume: false }));
+    assert_eq!(client.requests(), [1]);
+    for (epoch, answered) in [(7, vec![]), (8, vec![(2, Err(ErrorCode::StaleEpoch))])] {
+        client.session.disconnected(at(2), "closed");
+        client.act();
+        client.tick(client.session.next_timeout());
+        client.session.connected(at(100));
+        let welcome = Message::Welcome(Welcome::new(1000));
+        let (mut header, body) = from_server(HELLO_VERSION, 0, welcome);
+        header[24..32].copy_from_slice(&u64::to_be_bytes(epoch));
+        client.receive(at(100), &(header, body));
+        assert_eq!(client.answered, answered, "epoch {epoch}");
+    }
 }
 
 /// A lost welcome must not leave a client waiting, even if the other side sends other messages.
