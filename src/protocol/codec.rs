@@ -172,9 +172,11 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
         Some(message) => message,
         None => Message::read(kind, body)?,
     };
-    check(&message).map_err(|error| DecodeError::Limit {
-        kind: kind.name(),
-        reason: error.to_string(),
+    check(&message).map_err(|error| {
+        let (kind, text) = (kind.name(), error.to_string());
+        let reason = text.strip_prefix(&format!("{kind}: ")).map(str::to_owned);
+        let reason = reason.unwrap_or(text);
+        DecodeError::Limit { kind, reason }
     })?;
     Ok(Envelope {
         version: header.version,
@@ -187,7 +189,7 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
 
 fn read_body<T: DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -> Result<T, DecodeError> {
     let refuse = |error: rmp_serde::decode::Error| {
-        let (kind, reason) = (kind.name(), cut(error.to_string()));
+        let (kind, reason) = (kind.name(), cut(reason_of::<T>(&error, bytes)));
         match error {
             rmp_serde::decode::Error::DepthLimitExceeded => DecodeError::Limit { kind, reason },
             _ if reason.contains(BEYOND) => DecodeError::Limit { kind, reason },
@@ -205,6 +207,28 @@ fn read_body<T: DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -> Result<T, 
             kind: kind.name(),
             bytes: bytes.len() - body_bytes(bytes).map_err(refuse)?,
         }),
+    }
+}
+
+/// The reason why a body cannot be read, with the field.
+fn reason_of<T: DeserializeOwned>(error: &rmp_serde::decode::Error, bytes: &[u8]) -> String {
+    use rmp_serde::decode::Error;
+    // The path costs time with each field, so that only a body that was refused is read with it.
+    let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
+    reader.set_max_depth(DEPTH_MAX);
+    let again = serde_path_to_error::deserialize::<_, T>(Named(&mut reader));
+    let path = again.err().map(|error| error.path().to_string());
+    let reason = match error {
+        Error::TypeMismatch(marker) => {
+            format!("the MessagePack value {marker:?} is of another type than the schema has")
+        }
+        Error::OutOfRange => "the number is out of the bounds of the schema".to_owned(),
+        Error::InvalidMarkerRead(_) | Error::InvalidDataRead(_) => "the body ends early".to_owned(),
+        error => error.to_string(),
+    };
+    match path.filter(|path| path != ".") {
+        Some(path) => format!("{path}: {reason}"),
+        None => reason,
     }
 }
 
@@ -239,11 +263,11 @@ fn check(message: &Message) -> Result<(), EncodeError> {
         within("parts", count, PARTS_MAX as u64)?;
         within("pages", pages, PAGES_MAX)
     };
-    let text = |text: &str| within("text bytes", text.len() as u64, TEXT_BYTES_MAX as u64);
+    let text = |what, text: &str| within(what, text.len() as u64, TEXT_BYTES_MAX as u64);
     match message {
-        Message::Hello(hello) => text(&hello.name),
-        Message::Error(error) => text(&error.message),
-        Message::Readiness(readiness) => text(&readiness.problem),
+        Message::Hello(hello) => text("bytes of name", &hello.name),
+        Message::Error(error) => text("bytes of message", &error.message),
+        Message::Readiness(readiness) => text("bytes of problem", &readiness.problem),
         Message::Lookup(lookup) => {
             let namespace = lookup.namespace.len() as u64;
             within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;
@@ -298,7 +322,7 @@ fn check(message: &Message) -> Result<(), EncodeError> {
                 .results
                 .iter()
                 .filter_map(|result| result.error.as_ref());
-            errors.try_for_each(|error| text(&error.message))
+            errors.try_for_each(|error| text("bytes of message", &error.message))
         }
         Message::Transfer(transfer) => {
             within(
@@ -417,5 +441,53 @@ mod tests {
             assert!(!is_spoken(kind, 2, 3, 5), "{}", kind.name());
         }
         assert!(!is_spoken(MessageKind::Lookup, HELLO_VERSION, 3, 5));
+    }
+
+    /// The reason for which a lookup with this field is refused.
+    fn refused(field: &str, value: serde_json::Value) -> String {
+        let mut body = serde_json::json!({"slot": 1, "hash_bytes": 16});
+        body[field] = value;
+        let body = rmp_serde::to_vec_named(&body).expect("a body");
+        let read = read_body::<crate::Lookup>(MessageKind::Lookup, &body);
+        read.err()
+            .map_or_else(String::new, |error| error.to_string())
+    }
+
+    #[test]
+    fn a_body_that_cannot_be_read_names_the_field() {
+        let fields = [
+            (
+                "slot",
+                serde_json::json!("1"),
+                "body of lookup: slot: the MessagePack value FixStr(1) is of another type",
+            ),
+            ("slot", serde_json::json!(-1), "body of lookup: slot: "),
+            (
+                "hash_bytes",
+                serde_json::json!(1000),
+                "body of lookup: hash_bytes: ",
+            ),
+            (
+                "namespace",
+                serde_json::json!(7),
+                "body of lookup: namespace: ",
+            ),
+        ];
+        for (field, value, expected) in fields {
+            let reason = refused(field, value);
+            assert!(reason.starts_with(expected), "{reason}");
+        }
+        let parts =
+            serde_json::json!({"slot": 1, "parts": [{"first_page": 0, "pages": [], "count": "x"}]});
+        let parts = rmp_serde::to_vec_named(&parts).expect("a body");
+        let read = read_body::<crate::Load>(MessageKind::Load, &parts);
+        let reason = read.expect_err("count is a text").to_string();
+        assert!(
+            reason.starts_with("body of load: parts[0].count: "),
+            "{reason}"
+        );
+        let read = read_body::<crate::Load>(MessageKind::Load, &parts[..9]);
+        let reason = read.expect_err("half of a body").to_string();
+        assert!(reason.ends_with("the body ends early"), "{reason}");
     }
 }
