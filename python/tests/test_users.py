@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from daemon import TIMEOUT_S, Daemon, eventually, running
+from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from raw_peer import RawPeer
 
 from kvferry import wire
@@ -332,6 +333,41 @@ def test_a_tenant_with_many_namespaces_evicts_its_own_pages(rules: Path) -> None
         finally:
             alice.kill()
             bob.kill()
+
+
+def test_a_mistake_in_the_file_of_namespaces_costs_no_stored_page(tmp_path: Path, rules: Path) -> None:
+    log = tmp_path / "log"
+    settings = {"users": f"{ALICE},{BOB}", "namespaces": rules, "log": log}
+    with running(ranks=1, replicas=1, g2="16MiB", **settings) as daemon:
+        daemon.socket_dir.parent.chmod(0o711)
+        alice = Tenant(ALICE, daemon.socket_dir, 0)
+        try:
+            eventually("the memory is registered", lambda: alice("registered"))
+            daemon.wait_ready()
+            assert alice("lookup", 1, OF_ALICE) == 0
+            assert alice("store", 1, [1, 2, 3], 7.0) == 3
+            good = rules.read_text()
+            rules.write_text(good.replace("held_pages", "held_page"))
+            daemon.killed(daemon.leader)
+            for text in ("unknown field `held_page`", "leader cannot start with its present configuration"):
+                eventually(f"the log has '{text}'", lambda text=text: text in log.read_text())
+            rules.write_text(good)
+            eventually("the pages are found", lambda: alice("lookup", 2, OF_ALICE) == 3)
+            assert alice("load", 2, [8, 9, 10]) == [[7.0]] * 3
+            alice.end()
+        finally:
+            alice.kill()
+
+
+def test_status_of_another_users_leader_names_that_user(tmp_path: Path) -> None:
+    leader = tmp_path / "leader"
+    leader.mkdir()
+    for path in (tmp_path, leader):
+        os.chown(path, ALICE, ALICE)
+    command = [PROGRAM, "status", "--socket-dir", str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode != 0
+    assert f"runs as uid {ALICE}, and this is uid 0: run the command as that user" in done.stderr
 
 
 def test_a_seat_is_free_for_another_user_once_its_process_has_ended(daemon: Daemon) -> None:

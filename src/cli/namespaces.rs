@@ -21,6 +21,8 @@ use kvferry_types::{PerTier, TierId, User};
 
 /// Users of one entry, at most.
 const USERS_OF_ENTRY_MAX: usize = 64;
+/// Characters of a line that an error repeats.
+const SHOWN_MAX: usize = 80;
 /// Fewest bytes of a secret: too many to find it by trying all values.
 const SECRET_BYTES_MIN: usize = 16;
 /// Most bytes of a secret.
@@ -159,8 +161,14 @@ impl FileReader<'_> {
             Ok(contents) => contents,
             Err(error) => {
                 let at = error.span().map_or(0, |span| span.start);
+                let line = self
+                    .text
+                    .get(..at)
+                    .map_or(0, |before| before.matches('\n').count());
+                let line = self.text.lines().nth(line).unwrap_or_default().trim();
+                let line: String = line.chars().take(SHOWN_MAX).collect();
                 let text = format!(
-                    "{}: entries are [[namespace]] with prefix, users, held_pages, g2_pages, g3_pages and secret_file",
+                    "{} in `{line}`: entries are [[namespace]] with prefix, users, held_pages, g2_pages, g3_pages and secret_file",
                     error.message().trim_end()
                 );
                 return self.refuse(at, &text);
@@ -220,7 +228,8 @@ impl FileReader<'_> {
             }
         });
         let held_pages = entry.held_pages.as_ref();
-        let held_pages = held_pages.map(|pages| self.pages("held_pages", pages, NonZeroU64::new));
+        let held_pages = held_pages
+            .map(|pages| self.pages(("held_pages", i64::MAX as u64), pages, NonZeroU64::new));
         let mut stored_pages = PerTier::default();
         let in_tiers = [
             (TierId::Host, "g2_pages", &entry.g2_pages),
@@ -229,7 +238,8 @@ impl FileReader<'_> {
         for (tier, field, pages) in in_tiers {
             if let Some(pages) = pages {
                 let in_bounds = |pages| u32::try_from(pages).ok().filter(|pages| *pages > 0);
-                stored_pages.insert(tier, self.pages(field, pages, in_bounds)?);
+                let pages = self.pages((field, u32::MAX.into()), pages, in_bounds)?;
+                stored_pages.insert(tier, pages);
             }
         }
         let secret = entry.secret_file.map(|file| self.secret(&file));
@@ -242,10 +252,10 @@ impl FileReader<'_> {
         })
     }
 
-    /// A number of pages above 0.
+    /// A number of pages above 0, for a field with this largest value.
     fn pages<T>(
         &self,
-        field: &str,
+        (field, max): (&str, u64),
         pages: &Spanned<i64>,
         read: impl FnOnce(u64) -> Option<T>,
     ) -> Result<T, CommandError> {
@@ -253,7 +263,7 @@ impl FileReader<'_> {
         number.and_then(read).map_or_else(
             || {
                 let text = format!(
-                    "{field} is {}: give a number of pages above 0, or leave it out for no limit",
+                    "{field} is {}: give 1 to {max} pages, or leave it out for no limit",
                     pages.get_ref()
                 );
                 self.refuse(pages.span().start, &text)
@@ -367,6 +377,10 @@ mod tests {
                 "line 1: missing field `users`",
             ),
             (
+                "[[namespace]]\nprefix = 'a/'\nusers = ['alice']\n".to_owned(),
+                "line 3: invalid type: string \"alice\", expected i64 in `users = ['alice']`",
+            ),
+            (
                 "[[namespace]]\nprefix = 'a/'\nusers = []\n".to_owned(),
                 "line 3: users has 0 ids: give 1 to 64",
             ),
@@ -380,15 +394,15 @@ mod tests {
             ),
             (
                 format!("{entry}held_pages = 0\n"),
-                "line 4: held_pages is 0: give a number",
+                "line 4: held_pages is 0: give 1 to",
             ),
             (
                 format!("{entry}g2_pages = -1\n"),
-                "line 4: g2_pages is -1: give a number",
+                "line 4: g2_pages is -1: give 1 to",
             ),
             (
                 format!("{entry}g3_pages = 4294967296\n"),
-                "line 4: g3_pages is 4294967296: give a number",
+                "line 4: g3_pages is 4294967296: give 1 to 4294967295",
             ),
             (
                 format!("{entry}secret_file = 'x'\n"),

@@ -37,7 +37,7 @@ const LOCK_NAME: &str = "up.lock";
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// Time in which stored pages must be on the disk before the children end. A second signal ends it at once.
 const FLUSH_LIMIT: Duration = Duration::from_secs(10);
-/// Exit code of a child whose configuration is wrong. Restarting would not help.
+/// Exit code of a child whose configuration is wrong.
 const CONFIGURATION_ERROR: i32 = 78;
 const RESTART_FIRST: Duration = Duration::from_millis(100);
 const RESTART_MAX: Duration = Duration::from_secs(5);
@@ -96,6 +96,8 @@ struct Supervised {
     restart: Option<Instant>,
     pause: Duration,
     failures: u32,
+    /// A child of this part ran with its configuration.
+    has_run: bool,
     /// The statement to a leader on another machine that the child has ended.
     stating: Option<JoinHandle<()>>,
 }
@@ -301,6 +303,7 @@ impl Supervisor {
             restart: None,
             pause: RESTART_FIRST,
             failures: 0,
+            has_run: false,
             stating: None,
         });
         let (wants, wanted) = mpsc::channel(LINES_MAX);
@@ -456,13 +459,24 @@ impl Supervisor {
             supervised.pause = RESTART_FIRST;
             supervised.failures = 0;
         }
+        let misconfigured = code == Some(CONFIGURATION_ERROR);
+        supervised.has_run |= !misconfigured;
+        // A file of the configuration has changed since an earlier child ran: the pages that the others have are kept until
+        // the file is mended.
+        let to_mend = misconfigured && supervised.has_run;
+        if to_mend {
+            tracing::error!(
+                "{part} cannot start with its present configuration, see above: mend it, stored pages are kept"
+            );
+        }
         // A child that a signal killed has no exit code and does not count as a failure.
-        if code.is_some() {
+        if code.is_some() && !to_mend {
             supervised.failures += 1;
         }
         // Nothing is served worse without the monitor: it is started again however often it fails.
         let needed = part != ChildKind::Monitor;
-        if needed && (code == Some(CONFIGURATION_ERROR) || supervised.failures >= FAILURES_MAX) {
+        let gives_up = misconfigured && !to_mend || supervised.failures >= FAILURES_MAX;
+        if needed && gives_up {
             return Err(CommandError::Failed(format!(
                 "{part} does not stay up: see its messages above"
             )));

@@ -2,6 +2,8 @@
 
 mod table;
 
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +16,7 @@ use crate::cli::{
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
 use kvferry_protocol::{DiskHealth, ErrorCode, RankStatus, StatusAnswer};
-use kvferry_transport::Address;
+use kvferry_transport::{Address, own_uid};
 use kvferry_types::{ByteSize, Rank, Replica, WorkerId};
 
 /// Time limit of a leader's answer.
@@ -264,6 +266,11 @@ async fn status_by(
     let answer = request_status(client, until, check).await;
     answer.map_err(|failure| {
         CommandError::Failed(match &place.address {
+            Address::Directory(leader) if let Some(owner) = other_owner(leader) => format!(
+                "the leader in {} runs as uid {owner}, and this is uid {}: run the command as that user",
+                leader.parent().unwrap_or(leader).display(),
+                own_uid()
+            ),
             Address::Directory(leader) => format!(
                 "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",
                 leader.parent().unwrap_or(leader).display()
@@ -273,6 +280,12 @@ async fn status_by(
             ),
         })
     })
+}
+
+/// The owner of a directory, if that is another user than this one.
+fn other_owner(directory: &Path) -> Option<u32> {
+    let owner = std::fs::metadata(directory).ok()?.uid();
+    (owner != own_uid()).then_some(owner)
 }
 
 #[cfg(test)]

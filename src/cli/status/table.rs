@@ -226,12 +226,19 @@ fn hits(status: &StatusAnswer) -> String {
             "{}; the engine had every page itself",
             count(lookups, "lookup", "lookups")
         ),
-        Some(percent) => format!(
-            "{percent} of what the engine lacked: {} of {} tokens, {}",
-            grouped(hit * tokens),
-            grouped(missing * tokens),
-            count(lookups, "lookup", "lookups"),
-        ),
+        Some(percent) => {
+            // Without an engine, the tokens of a page are not known.
+            let (each, unit) = match tokens {
+                0 => (1, "pages"),
+                tokens => (tokens, "tokens"),
+            };
+            format!(
+                "{percent} of what the engine lacked: {} of {} {unit}, {}",
+                grouped(hit * each),
+                grouped(missing * each),
+                count(lookups, "lookup", "lookups"),
+            )
+        }
     }
 }
 

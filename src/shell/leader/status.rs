@@ -32,7 +32,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             && !readiness.problem.is_empty()
             && let Some(left_out) = self.problems.line(now)
         {
-            tracing::error!(%worker, problem = readiness.problem, left_out, "worker cannot continue");
+            tracing::warn!(%worker, problem = readiness.problem, left_out, "a worker reports a problem");
         }
         self.readiness.insert(worker, readiness);
     }
