@@ -7,7 +7,7 @@ use fastrand::Rng;
 use kvferry_core::{NamespaceRule, Namespaces};
 use kvferry_types::{PerTier, TierId, User};
 
-/// Draws the rules. In every third world there are some, each with one namespace; the last namespace has none.
+/// Draws the rules. In up to every third world there are some: of all namespaces that have no other, or of single ones.
 pub(super) fn draw(
     rng: &mut Rng,
     namespaces: u8,
@@ -17,7 +17,9 @@ pub(super) fn draw(
     if rng.u8(0..3) != 0 {
         return Arc::default();
     }
-    let rules = (0..namespaces.saturating_sub(1)).map(|name| {
+    let prefixes = (0..namespaces).map(|name| vec![name]).chain([Vec::new()]);
+    let prefixes: Vec<Vec<u8>> = prefixes.filter(|_| rng.bool()).collect();
+    let rules = prefixes.into_iter().map(|prefix| {
         let mut stored_pages = PerTier::default();
         for tier in tiers {
             if rng.bool() {
@@ -25,12 +27,16 @@ pub(super) fn draw(
             }
         }
         NamespaceRule {
-            prefix: vec![name],
+            prefix,
             users: [User::Own].into(),
             held_pages: None,
             stored_pages,
             secret: None,
         }
     });
-    Arc::new(Namespaces::new(rules.collect()))
+    let rules: Vec<NamespaceRule> = rules.collect();
+    match rules.is_empty() {
+        true => Arc::default(),
+        false => Arc::new(Namespaces::new(rules)),
+    }
 }
