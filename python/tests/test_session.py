@@ -102,7 +102,8 @@ def test_a_drain_is_not_repeated_to_the_next_leader() -> None:
     talk.connect(epoch=8)
     assert talk.sent() == [(Kind.LOOKUP, lookup.id, 5000), (Kind.DRAIN, unsent.id, 5000)]
     assert talk.ended == [drain.id, log.id]
-    assert drain.failure is not None and drain.failure.code == Code.STALE_EPOCH
+    assert drain.failure is not None
+    assert drain.failure.code == Code.STALE_EPOCH
 
 
 def test_the_answer_of_a_message_does_not_end_a_store_that_was_repeated_meanwhile() -> None:
@@ -113,9 +114,11 @@ def test_the_answer_of_a_message_does_not_end_a_store_that_was_repeated_meanwhil
     again = PendingRequest(store.id, LOOKUP, talk.now + 5, talk.now + 5, None)
     talk.session.add(again)
     talk.session._store_ended(store, wire.Error(Code.BUSY, "full", retry=True, over=False))
-    assert not again.done and talk.ended == [store.id]
+    assert not again.done
+    assert talk.ended == [store.id]
     talk.answer(again)
-    assert again.done and again.failure is None
+    assert again.done
+    assert again.failure is None
 
 
 def test_pings_are_sent_when_nothing_was_sent_or_received_for_a_heartbeat() -> None:
