@@ -396,7 +396,7 @@ fn one_request_too_many_is_refused_permanently_and_a_finish_never_is() {
     let first = store(&mut world, 0, 0, 7, 8);
     let transfer = *world.open.keys().next().expect("a copy");
     let second = store(&mut world, 0, 1, 8, 8);
-    let limit = "requests of an engine under way";
+    let limit = "stores of an engine under way";
     let refused = Some(Err(Refusal::Limit { limit, max: 1 }));
     assert_eq!(answer(&world, 0, second), refused);
     assert_eq!(world.leader.open_requests(), 1);

@@ -91,7 +91,8 @@ impl Leader {
             Request::Finish { .. } | Request::CancelStores { .. }
         );
         // `finish` and `cancel_stores` are exempt from the limit, because they free requests.
-        let full = !finishes && self.is_full(engine, matches!(request, Request::Store { .. }));
+        let stores = matches!(request, Request::Store { .. });
+        let full = !finishes && self.is_full(engine, stores);
         match self.sessions.open(engine).begin(id) {
             RequestState::New => {}
             RequestState::UnderWay => return,
@@ -113,7 +114,10 @@ impl Leader {
         }
         if full {
             let refusal = Refusal::Limit {
-                limit: "stores of an engine under way, and that of its other requests,",
+                limit: match stores {
+                    true => "stores of an engine under way",
+                    false => "requests of an engine under way, without stores",
+                },
                 max: self.settings.open_requests_max as u64,
             };
             return self.refuse(reply_to, kind, refusal, effects);
