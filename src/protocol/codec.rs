@@ -27,6 +27,9 @@ use kvferry_types::{
     ResetAnswer, StoreAnswer,
 };
 
+/// Room for a body at first: most answers and small requests take less.
+const USUAL_BODY_BYTES: usize = 256;
+
 macro_rules! messages {
     ($($(#[$doc:meta])* $number:literal $name:ident $text:literal: $body:ident, [$($sender:ident)*] to $receiver:ident,
         $stability:ident, $class:ident $($answer:ident $(($answer_body:ty))?)?;)*) => {
@@ -104,7 +107,7 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
         required: 0,
         epoch: envelope.epoch,
     };
-    let mut body = Vec::new();
+    let mut body = Vec::with_capacity(USUAL_BODY_BYTES);
     let written = match version {
         1 => flat(&envelope.message).write(&mut body),
         _ => match &envelope.message {
