@@ -2,6 +2,7 @@
 //! sides in turn.
 
 mod arena;
+mod bare_client;
 mod codec;
 mod lookup;
 mod ping;

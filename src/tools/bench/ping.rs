@@ -21,6 +21,7 @@ use kvferry_transport::{
 };
 use kvferry_types::{Rank, Replica, WorkerId};
 
+use super::bare_client::BareClient;
 use super::rpc::refused_lookup;
 use super::rpc_hit::leader_address;
 
@@ -57,7 +58,11 @@ struct Row {
     gate_p50_us: f64,
     gate_p99_us: f64,
     gate_to_zeromq: f64,
-    /// To a leader. On ipc alone.
+    /// Between a DEALER of the crate and a leader. On ipc alone.
+    bare_leader_p50_us: Option<f64>,
+    bare_leader_p99_us: Option<f64>,
+    bare_leader_to_zeromq: Option<f64>,
+    /// Between kvferry's own client and a leader. On ipc alone.
     leader_p50_us: Option<f64>,
     leader_p99_us: Option<f64>,
     leader_to_zeromq: Option<f64>,
@@ -79,18 +84,28 @@ impl Arguments {
             return Ok(());
         }
         print_line(
-            "Round trips between two zeromq sockets, through the gate (TCP: with TLS), and to a leader; p50 and p99.",
+            "Round trips between two zeromq sockets, through the gate (TCP: with TLS), and to a leader, from one such socket \
+             and from kvferry's client; p50 and p99.",
         );
         print_line(
-            "   body  network       zeromq us          gate us   ratio        leader us   ratio   parser",
+            "   body  network       zeromq us          gate us   ratio   socket, leader us   ratio   client, leader us   ratio   parser",
         );
         for row in rows {
-            let leader = match (row.leader_p50_us, row.leader_p99_us, row.leader_to_zeromq) {
+            let leaders = [
+                (
+                    row.bare_leader_p50_us,
+                    row.bare_leader_p99_us,
+                    row.bare_leader_to_zeromq,
+                ),
+                (row.leader_p50_us, row.leader_p99_us, row.leader_to_zeromq),
+            ];
+            let leaders = leaders.map(|leader| match leader {
                 (Some(p50), Some(p99), Some(ratio)) => {
-                    format!("{p50:>7.1} {p99:>8.1}  {ratio:>6.2}")
+                    format!("{p50:>8.1} {p99:>9.1}  {ratio:>6.2}")
                 }
-                _ => format!("{:>24}", "-"),
-            };
+                _ => format!("{:>26}", "-"),
+            });
+            let leader = leaders.join("  ");
             print_line(&format!(
                 "{:>5} B  {:<7}  {:>7.1} {:>8.1}  {:>7.1} {:>8.1}  {:>6.2}  {leader}  {:>6.0} ns",
                 row.body_bytes,
@@ -146,6 +161,9 @@ impl Arguments {
         ];
         let (client, mut incoming) = rig::client(leader_address(root), Role::Engine);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+        let endpoint = root.join("leader").join("kvferry.sock");
+        let endpoint = format!("ipc://{}", endpoint.display());
+        let mut bare_client = BareClient::welcomed(dealer(&endpoint).await?).await?;
         let mut ipc = (
             dealer(&ipc).await?,
             connection(&ZmqTransport, Address::Directory(gate)).await?,
@@ -159,12 +177,14 @@ impl Arguments {
             let frame = Frame::new(vec![1; ANSWER_BYTES.0], vec![1; body_bytes]);
             // Whole hashes.
             let hash_bytes = (body_bytes - LOOKUP_BYTES) / rig::HASH_BYTES * rig::HASH_BYTES;
-            let (mut zeromq, mut gate, mut leader) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut zeromq, mut gate) = (Vec::new(), Vec::new());
+            let (mut bare, mut leader) = (Vec::new(), Vec::new());
             let (mut plain, mut secured) = (Vec::new(), Vec::new());
             for round in 0..self.rounds + self.rounds / 10 {
                 let took = [
                     ping(&mut ipc.0, &frame).await?,
                     through(&mut ipc.1, &frame).await?,
+                    timed(bare_client.refused_lookup(hash_bytes)).await?,
                     timed(refused_lookup(&client, hash_bytes)).await?,
                     ping(&mut tcp.0, &frame).await?,
                     through(&mut tcp.1, &frame).await?,
@@ -174,6 +194,7 @@ impl Arguments {
                     let all = [
                         &mut zeromq,
                         &mut gate,
+                        &mut bare,
                         &mut leader,
                         &mut plain,
                         &mut secured,
@@ -188,7 +209,7 @@ impl Arguments {
                 body_bytes,
                 "ipc",
                 [zeromq, gate],
-                Some(leader),
+                Some([bare, leader]),
                 parser_ns,
             ));
             rows.push(row(body_bytes, "tcp", [plain, secured], None, parser_ns));
@@ -204,12 +225,16 @@ fn row(
     body_bytes: usize,
     network: &'static str,
     [zeromq, gate]: [Vec<f64>; 2],
-    leader: Option<Vec<f64>>,
+    leaders: Option<[Vec<f64>; 2]>,
     parser_ns: f64,
 ) -> Row {
     let (zeromq_p50_us, zeromq_p99_us) = percentiles(zeromq);
     let (gate_p50_us, gate_p99_us) = percentiles(gate);
-    let leader = leader.map(percentiles);
+    let leaders = leaders.map(|leaders| leaders.map(percentiles));
+    let (bare, leader) = (
+        leaders.map(|[bare, _]| bare),
+        leaders.map(|[_, leader]| leader),
+    );
     Row {
         body_bytes,
         network,
@@ -218,6 +243,9 @@ fn row(
         gate_p50_us,
         gate_p99_us,
         gate_to_zeromq: gate_p50_us / zeromq_p50_us,
+        bare_leader_p50_us: bare.map(|(p50, _)| p50),
+        bare_leader_p99_us: bare.map(|(_, p99)| p99),
+        bare_leader_to_zeromq: bare.map(|(p50, _)| p50 / zeromq_p50_us),
         leader_p50_us: leader.map(|(p50, _)| p50),
         leader_p99_us: leader.map(|(_, p99)| p99),
         leader_to_zeromq: leader.map(|(p50, _)| p50 / zeromq_p50_us),
