@@ -78,10 +78,8 @@ def test_a_recorded_run_replays_with_the_same_answers(recording: Path) -> None:
     print(rows, errors)
     assert code == 0, (rows, errors)
     assert rows["different"] == ["0"]
-    # On a busy machine a copy or a hold may end by its time in one of both runs.
-    timed = int(rows["not comparable"][0])
-    assert timed <= len(sent) // 20
-    assert int(rows["equal"][0]) + timed == int(rows["compared"][0])
+    assert rows["not comparable"] == ["0"]
+    assert rows["equal"] == rows["compared"]
     assert int(rows["compared"][0]) > len(sent) - 10
     assert int(rows["bytes verified"][0]) > 10 * 1024
     assert rows["bytes wrong"] == ["0"]

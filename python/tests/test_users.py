@@ -367,7 +367,7 @@ def test_status_of_another_users_leader_names_that_user(tmp_path: Path) -> None:
     command = [PROGRAM, "status", "--socket-dir", str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode != 0
-    assert f"runs as uid {ALICE}, and this is uid 0: run the command as that user" in done.stderr
+    assert f"belongs to uid {ALICE}: run the command as that user" in done.stderr
 
 
 def test_a_seat_is_free_for_another_user_once_its_process_has_ended(daemon: Daemon) -> None:

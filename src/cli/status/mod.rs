@@ -267,9 +267,9 @@ async fn status_by(
     answer.map_err(|failure| {
         CommandError::Failed(match &place.address {
             Address::Directory(leader) if let Some(owner) = other_owner(leader) => format!(
-                "the leader in {} runs as uid {owner}, and this is uid {}: run the command as that user",
-                leader.parent().unwrap_or(leader).display(),
-                own_uid()
+                "no leader answers uid {} in {}, which belongs to uid {owner}: run the command as that user",
+                own_uid(),
+                leader.display()
             ),
             Address::Directory(leader) => format!(
                 "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",

@@ -446,14 +446,14 @@ impl Leader {
         self.sessions.open_requests()
     }
 
-    /// Loads of [`Self::open_requests`].
-    pub fn open_loads(&self) -> usize {
-        self.loads.len()
-    }
-
     /// Stores of [`Self::open_requests`].
     pub fn open_stores(&self) -> usize {
         self.stores.len()
+    }
+
+    /// Loads of [`Self::open_requests`].
+    pub fn open_loads(&self) -> usize {
+        self.loads.len()
     }
 
     /// Loads and stores that wait until no copy of an older leader can run, and are then refused.

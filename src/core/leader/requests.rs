@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::event::LeaderEffect;
 use crate::model::Model;
 use crate::refusal::Refusal;
-use crate::session::RequestState;
+use crate::session::{RequestState, Session};
 use kvferry_types::{Answer, EngineId, Replica, Request, RequestId, SlotId, Time};
 
 use super::counters::Refusable;
@@ -176,9 +176,10 @@ impl Leader {
 
     /// True if an engine has as many stores under way as it may have, or as many other requests. One message brings many
     /// stores, which must not keep its lookups and loads out.
-    fn is_full(&mut self, engine: EngineId, stores: bool) -> bool {
+    fn is_full(&self, engine: EngineId, stores: bool) -> bool {
         let max = self.settings.open_requests_max;
-        let open = self.sessions.open(engine).open_requests();
+        let session = self.sessions.get(engine);
+        let open = session.map_or(0, Session::open_requests);
         if open < max {
             return false;
         }

@@ -63,9 +63,13 @@ impl SimWorld {
         // excess over the other.
         let cancels = leader.open_cancels();
         let others = leader.open_requests() - cancels;
+        let (stores, max) = (
+            leader.open_stores(),
+            self.env.setup.open_requests_max(self.epoch),
+        );
         let limits = [
-            // Stores, and other requests.
-            (others, 2 * self.env.setup.open_requests_max(self.epoch)),
+            (stores, max),
+            (others - stores, max),
             (cancels, CANCELS_MAX),
         ];
         for (open, max) in limits {

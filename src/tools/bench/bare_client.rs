@@ -8,10 +8,11 @@ use zeromq::{DealerSocket, SocketRecv as _, SocketSend as _, ZmqMessage};
 
 use kvferry::error::CommandError;
 use kvferry_protocol::{
-    Envelope, ErrorCode, HELLO_VERSION, Header, Hello, Lookup, Message, Role, VERSION, decode,
-    encode,
+    Envelope, ErrorCode, HELLO_VERSION, Header, Hello, Message, Role, VERSION, decode, encode,
 };
 use kvferry_types::{Epoch, RequestId};
+
+use super::rpc::lookup;
 
 /// Longest wait for an answer.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -38,15 +39,10 @@ impl BareClient {
 
     /// A lookup that a leader without ranks refuses.
     pub(super) async fn refused_lookup(&mut self, hash_bytes: usize) -> Result<(), CommandError> {
-        let lookup = Lookup {
-            slot: 1,
-            namespace: Vec::new(),
-            hash_bytes: 16,
-            hashes: vec![1; hash_bytes],
-            have_pages: 0,
-            limit_pages: None,
-        };
-        match self.answer(VERSION, Message::Lookup(lookup)).await? {
+        match self
+            .answer(VERSION, Message::Lookup(lookup(hash_bytes)))
+            .await?
+        {
             Message::Error(error) if error.code() == ErrorCode::NotReady => Ok(()),
             other => Err(unexpected(&other)),
         }

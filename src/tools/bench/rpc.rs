@@ -138,16 +138,23 @@ impl Arguments {
     }
 }
 
-pub(super) async fn refused_lookup(client: &Client, hash_bytes: usize) -> Result<(), CommandError> {
-    let lookup = Lookup {
+/// A lookup with this many bytes of hashes.
+pub(super) fn lookup(hash_bytes: usize) -> Lookup {
+    Lookup {
         slot: 1,
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: vec![1; hash_bytes],
         have_pages: 0,
         limit_pages: None,
-    };
-    match client.call(lookup, Duration::from_secs(10)).await {
+    }
+}
+
+pub(super) async fn refused_lookup(client: &Client, hash_bytes: usize) -> Result<(), CommandError> {
+    match client
+        .call(lookup(hash_bytes), Duration::from_secs(10))
+        .await
+    {
         Err(failure) if failure.code == ErrorCode::NotReady => Ok(()),
         Err(failure) => Err(CommandError::failed(failure)),
         Ok(answer) => Err(CommandError::Failed(format!("unexpected {answer:?}"))),
