@@ -104,6 +104,10 @@ class Script:
         self._counts[kind] += 1
         return self._events.pop((kind, self._counts[kind]), None)
 
+    def received(self, kind: str) -> int:
+        """Returns the number of new requests of this kind so far."""
+        return self._counts[kind]
+
     def left(self) -> list[Event]:
         """Returns the events that were not played."""
         return list(self._events.values())
