@@ -1,7 +1,6 @@
 //! Start, death and pauses of processes.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::engine::EngineProcess;
@@ -34,7 +33,7 @@ impl SimWorld {
                 settings.prefill_tokens_per_s = env.setup.prefill_tokens_per_s;
                 settings.tier_policies.clone_from(&env.setup.policies);
                 settings.page_index = env.setup.page_index(self.epoch);
-                settings.namespaces = Arc::clone(&env.setup.rules);
+                settings.namespaces = env.setup.rules_of(self.epoch);
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;

@@ -119,8 +119,8 @@ pub struct Setup {
     pub cached_pages: u32,
     /// Namespaces, 1 to 3.
     pub namespaces: u8,
-    /// Rules about them.
-    pub rules: Arc<Namespaces>,
+    /// Rules about them: of the leaders of even epochs, and of the others.
+    pub rules: [Arc<Namespaces>; 2],
     /// Families of sequences, each with branches.
     pub families: u64,
     /// Longest sequence in pages.
@@ -251,7 +251,7 @@ impl Setup {
             pause_while_dividing: 0,
             cached_pages: rng.u32(0..=device_pages) * u32::from(rng.bool()),
             namespaces: rng.u8(1..=3),
-            rules: Arc::default(),
+            rules: Default::default(),
             families: if rng.bool() {
                 rng.u64(1..=2)
             } else {
@@ -342,7 +342,13 @@ impl Setup {
 
     /// The key of all leaders and engines.
     pub(super) fn anchor_key(&self) -> AnchorKey {
-        AnchorKey::new(ANCHOR_KEY).with_namespaces(Arc::clone(&self.rules))
+        // The rules of all epochs have the same prefixes and secrets, which are all that a key depends on.
+        AnchorKey::new(ANCHOR_KEY).with_namespaces(self.rules_of(Epoch(0)))
+    }
+
+    /// The rules of the leader of an epoch.
+    pub(super) fn rules_of(&self, epoch: Epoch) -> Arc<Namespaces> {
+        Arc::clone(&self.rules[usize::from(epoch.0 % 2 == 1)])
     }
 
     /// In every third world, stores or moves to slower tiers have a rate, from a fifth of what one copy moves without it
