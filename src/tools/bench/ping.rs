@@ -1,5 +1,6 @@
 //! Round trips of messages of two parts: between two sockets of the `zeromq` crate, through the gate, and to a leader that
-//! refuses a lookup at once. The other side of each is a process of its own; all are measured in turn.
+//! refuses a lookup at once. The other side of each is a process of its own; all are measured in turn, some round trips
+//! at a time.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -41,6 +42,10 @@ pub(crate) struct Arguments {
     /// Round trips of each kind.
     #[arg(long, default_value = "2000", value_parser = clap::value_parser!(u32).range(10..=1_000_000))]
     rounds: u32,
+    /// Round trips of one kind before the next kind's turn. With 1, each round trip meets a process whose caches the others
+    /// have used in between.
+    #[arg(long, default_value = "50", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    turn: u32,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -177,33 +182,35 @@ impl Arguments {
             let frame = Frame::new(vec![1; ANSWER_BYTES.0], vec![1; body_bytes]);
             // Whole hashes.
             let hash_bytes = (body_bytes - LOOKUP_BYTES) / rig::HASH_BYTES * rig::HASH_BYTES;
-            let (mut zeromq, mut gate) = (Vec::new(), Vec::new());
-            let (mut bare, mut leader) = (Vec::new(), Vec::new());
-            let (mut plain, mut secured) = (Vec::new(), Vec::new());
-            for round in 0..self.rounds + self.rounds / 10 {
-                let took = [
-                    ping(&mut ipc.0, &frame).await?,
-                    through(&mut ipc.1, &frame).await?,
-                    timed(bare_client.refused_lookup(hash_bytes)).await?,
-                    timed(refused_lookup(&client, hash_bytes)).await?,
-                    ping(&mut tcp.0, &frame).await?,
-                    through(&mut tcp.1, &frame).await?,
-                ];
-                // The first rounds warm caches up.
-                if round >= self.rounds / 10 {
-                    let all = [
-                        &mut zeromq,
-                        &mut gate,
-                        &mut bare,
-                        &mut leader,
-                        &mut plain,
-                        &mut secured,
-                    ];
-                    all.into_iter()
-                        .zip(took)
-                        .for_each(|(all, took)| all.push(took));
+            let mut took: [Vec<f64>; 6] = Default::default();
+            let [zeromq, gate, bare, leader, plain, secured] = &mut took;
+            // The first rounds warm caches up.
+            let warm_up = self.rounds / 10;
+            let mut left = self.rounds + warm_up;
+            while left > 0 {
+                let turn = self.turn.min(left);
+                left -= turn;
+                for _ in 0..turn {
+                    zeromq.push(ping(&mut ipc.0, &frame).await?);
+                }
+                for _ in 0..turn {
+                    gate.push(through(&mut ipc.1, &frame).await?);
+                }
+                for _ in 0..turn {
+                    bare.push(timed(bare_client.refused_lookup(hash_bytes)).await?);
+                }
+                for _ in 0..turn {
+                    leader.push(timed(refused_lookup(&client, hash_bytes)).await?);
+                }
+                for _ in 0..turn {
+                    plain.push(ping(&mut tcp.0, &frame).await?);
+                }
+                for _ in 0..turn {
+                    secured.push(through(&mut tcp.1, &frame).await?);
                 }
             }
+            let [zeromq, gate, bare, leader, plain, secured] =
+                took.map(|mut took| took.split_off(warm_up as usize));
             let parser_ns = parser_ns(&frame, self.rounds)?;
             rows.push(row(
                 body_bytes,
