@@ -443,6 +443,16 @@ now          0 running requests, 0 holds, 1 copy";
     }
 
     #[test]
+    fn hits_are_in_pages_while_no_engine_says_how_many_tokens_a_page_has() {
+        let status = StatusAnswer {
+            hash_tokens: 0,
+            ..status()
+        };
+        let expected = "62.5 % of what the engine lacked: 62,500 of 100,000 pages, 4,000 lookups";
+        assert_eq!(hits(&status), expected);
+    }
+
+    #[test]
     fn sizes_have_the_largest_unit_that_fits() {
         let cases = [
             (0, "0 B"),
