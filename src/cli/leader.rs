@@ -54,6 +54,7 @@ impl Arguments {
             let users = config.users.others();
             prepare_for(socket_paths.root(), &users).map_err(CommandError::failed)?;
             let namespaces = Arc::new(namespaces::load(&config)?);
+            namespaces::log_doubts(&config, &namespaces);
             let limits = Limits::of_leader(config.ranks, config.replicas).with_users(users);
             let listener = listen(&socket_paths.leader_address(), remote, limits)
                 .await

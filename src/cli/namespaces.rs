@@ -53,12 +53,6 @@ struct Entry {
 pub(super) fn load(config: &Config) -> Result<Namespaces, CommandError> {
     let path = &config.namespaces;
     if path.as_os_str().is_empty() {
-        if !config.users.others().is_empty() {
-            tracing::warn!(
-                users = %config.users,
-                "users is set and namespaces is not: the engines of all users share all pages"
-            );
-        }
         return Ok(Namespaces::default());
     }
     let bytes = read_checked(path, "namespaces", 0o022, CONFIG_BYTES_MAX)?;
@@ -71,15 +65,24 @@ pub(super) fn load(config: &Config) -> Result<Namespaces, CommandError> {
         text: &text,
         own: own_uid(),
     };
-    let rules = reader.rules()?;
-    for (uid, prefix) in unreachable_users(config, &rules) {
+    Ok(Namespaces::new(reader.rules()?))
+}
+
+/// Logs which users share pages that they may want apart, and which cannot connect.
+pub(super) fn log_doubts(config: &Config, namespaces: &Namespaces) {
+    if config.namespaces.as_os_str().is_empty() && !config.users.others().is_empty() {
+        tracing::warn!(
+            users = %config.users,
+            "users is set and namespaces is not: the engines of all users share all pages"
+        );
+    }
+    for (uid, prefix) in unreachable_users(config, namespaces.rules()) {
         tracing::warn!(
             uid,
             prefix,
             "namespaces names a user that the setting users does not: it cannot connect"
         );
     }
-    Ok(Namespaces::new(rules))
 }
 
 /// The users of entries whose processes cannot connect, with the prefix of the first such entry.
