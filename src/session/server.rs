@@ -342,6 +342,11 @@ impl ServerSession {
             );
             return Some(ErrorBody::new(ErrorCode::Invalid, text));
         }
+        if matches!(hello.role, Role::Engine | Role::Rank) && hello.engine == [0; 16] {
+            let text = "engine is absent or zero, so that the requests of two engines could not be told apart: give 16 \
+                        random bytes, the same over reconnects and on all ranks of the engine";
+            return Some(ErrorBody::new(ErrorCode::Invalid, text));
+        }
         if hello.role == Role::Worker {
             let (replicas, ranks) = self.settings.worker_seats?;
             let (replica, rank) = (hello.replica, hello.rank);

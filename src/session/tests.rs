@@ -447,6 +447,42 @@ fn a_worker_is_welcomed_for_a_seat_that_the_leader_has() {
 }
 
 #[test]
+fn an_engine_without_a_name_is_refused() {
+    let zero = [0; 16];
+    for (role, engine, welcomed) in [
+        (Role::Engine, zero, false),
+        (Role::Rank, zero, false),
+        (Role::Engine, [1; 16], true),
+        (Role::Admin, zero, true),
+    ] {
+        let settings = ServerSettings {
+            epoch: Epoch(7),
+            heartbeat: HEARTBEAT,
+            roles: vec![Role::Engine, Role::Rank, Role::Admin],
+            features: 0,
+            worker_seats: None,
+        };
+        let (mut server, mut host) = (ServerSession::new(settings, at(0)), Sent::default());
+        server.opened(&mut host, PEER, local(Some(5)));
+        let hello = Hello {
+            engine,
+            ..Hello::new(role, "test")
+        };
+        let (header, body) = from_server(HELLO_VERSION, 0, Message::Hello(hello));
+        let opened = take(&mut server, &mut host, &header, &body);
+        assert_eq!(opened.is_some(), welcomed, "{role:?} {engine:?}");
+        let (_, answer) = host.sent.pop().expect("an answer");
+        match answer.message {
+            Message::Error(error) => {
+                assert_eq!((error.code(), welcomed), (ErrorCode::Invalid, false));
+                assert!(error.message.contains("engine is absent or zero"));
+            }
+            _ => assert!(welcomed, "{role:?} {engine:?}"),
+        }
+    }
+}
+
+#[test]
 fn a_client_is_welcomed_and_its_request_is_answered() {
     let (mut server, mut host) = server();
     let mut client = Client::new();

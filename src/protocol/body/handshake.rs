@@ -20,7 +20,7 @@ pub struct Hello {
     pub version_max: u16,
     /// Role of the client.
     pub role: Role,
-    /// Identity of the engine, 16 bytes, the same over reconnects. That of an admin session is random, or zero where it
+    /// Identity of the engine, 16 bytes, the same over reconnects; zero is refused as `invalid`. That of an admin session is random, or zero where it
     /// repeats no request; zero, or absent, for workers.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "kvferry_types::BinarySchema")]

@@ -56,6 +56,8 @@ fn refusal(namespaces: &Namespaces, user: User, message: &Message) -> Option<Str
                 "reset.which is 'all', which is for operators (`kvferry reset`): name a namespace, with which 'namespace'"
                     .to_owned(),
             ),
+            // Refused later, for it selects nothing.
+            (ResetPages::Unknown, _) => None,
             (_, Some(namespace)) => named("reset.namespace", namespace),
             (_, None) => Some("reset.namespace is absent: name the namespace of the pages".to_owned()),
         },

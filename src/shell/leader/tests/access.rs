@@ -168,6 +168,28 @@ fn requests_about_the_pages_of_all_are_for_operators() {
 }
 
 #[test]
+fn an_unknown_selection_of_pages_is_invalid_and_removes_nothing() {
+    let mut world = World::with_users(Namespaces::default());
+    for (id, peer) in [(300, OWN_ENGINE), (310, OF_ALICE), (320, OPERATOR)] {
+        for namespace in [None, Some(b"a/1".to_vec().into())] {
+            let events = world.process.events.len();
+            let reset = Reset {
+                which: ResetPages::Unknown,
+                namespace,
+                hash_bytes: 0,
+                hashes: Vec::new(),
+                tier: 0,
+            };
+            let refused = world.refused(peer, id, Message::Reset(reset));
+            assert_eq!(refused, Some(ErrorCode::Invalid), "{peer}");
+            let mut received = world.process.events[events..].iter();
+            let is_request = |event: &LeaderEvent| matches!(event, LeaderEvent::Request { .. });
+            assert!(!received.any(is_request), "the core receives no reset");
+        }
+    }
+}
+
+#[test]
 fn an_engine_of_another_user_under_the_same_name_is_another_engine() {
     let mut world = World::with_users(Namespaces::default());
     // Alice's memory is registered, and Bob has drawn the name of her engine.
