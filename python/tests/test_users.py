@@ -3,6 +3,7 @@
 Each tenant is a process that was forked from this one and has changed its user, which needs root.
 """
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -184,6 +185,22 @@ class Tenant:
         self._process.join(TIMEOUT_S)
 
 
+@contextlib.contextmanager
+def tenants(daemon: Daemon, *uids: int) -> Iterator[list[Tenant]]:
+    """The engines of users, one in the seat of each replica, once their memory is registered. Each must end well."""
+    engines = [Tenant(uid, daemon.socket_dir, replica) for replica, uid in enumerate(uids)]
+    try:
+        for engine in engines:
+            eventually("the memory is registered", lambda engine=engine: engine("registered"))
+        daemon.wait_ready()
+        yield engines
+        for engine in engines:
+            engine.end()
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
 def reached(socket_dir: Path) -> list[str]:
     """What a process gets of each socket: its first bytes, or the error."""
     found = []
@@ -242,11 +259,7 @@ def daemon(rules: Path) -> Iterator[Daemon]:
 
 
 def test_a_tenant_gets_nothing_of_another_and_cannot_disturb_it(daemon: Daemon) -> None:
-    alice, bob = Tenant(ALICE, daemon.socket_dir, 0), Tenant(BOB, daemon.socket_dir, 1)
-    try:
-        for tenant in (alice, bob):
-            eventually("the memory is registered", lambda tenant=tenant: tenant("registered"))
-        daemon.wait_ready()
+    with tenants(daemon, ALICE, BOB) as (alice, bob):
         assert alice("lookup", 1, OF_ALICE) == 0
         assert alice("store", 1, [1, 2, 3], 7.0) == 3
         alice("finish", 1)
@@ -287,27 +300,21 @@ def test_a_tenant_gets_nothing_of_another_and_cannot_disturb_it(daemon: Daemon) 
         assert alice("lookup", 3, OF_ALICE) == 3
         # Her lookups hold 5 pages at most.
         assert alice("lookup", 4, OF_ALICE) == "QUOTA"
+        of_alice, of_bob = measured(daemon.socket_dir)["namespaces"]
+        assert of_alice == {"entry": 1, "held_pages": 3, "held_pages_max": 5, "stored": []}
+        assert of_bob == {"entry": 2, "held_pages": 0, "stored": []}
         alice("finish", 3)
         assert alice("lookup", 5, OF_ALICE) == 3
         alice("finish", 5)
         status = daemon.status("--check")
         assert status["counters"]["refused_lookups_quota"] == 1
-        for tenant in (alice, bob):
-            tenant.end()
-    finally:
-        alice.kill()
-        bob.kill()
 
 
 def test_a_tenant_with_many_namespaces_evicts_its_own_pages(rules: Path) -> None:
     rules.write_text(rules.read_text().replace("held_pages = 5", "g2_pages = 9"))
     with running(ranks=1, replicas=2, g2="32KiB", users=f"{ALICE},{BOB}", namespaces=rules) as daemon:
         daemon.socket_dir.parent.chmod(0o711)
-        alice, bob = Tenant(ALICE, daemon.socket_dir, 0), Tenant(BOB, daemon.socket_dir, 1)
-        try:
-            for tenant in (alice, bob):
-                eventually("the memory is registered", lambda tenant=tenant: tenant("registered"))
-            daemon.wait_ready()
+        with tenants(daemon, ALICE, BOB) as (alice, bob):
             assert bob("lookup", 1, OF_BOB) == 0
             assert bob("store", 1, [1, 2, 3], 9.0) == 3
             bob("finish", 1)
@@ -328,11 +335,10 @@ def test_a_tenant_with_many_namespaces_evicts_its_own_pages(rules: Path) -> None
                 assert bob("lookup", slot, name) == 0
                 assert bob("store", slot, [1, 2, 3], 5.0) == 3
             assert bob("lookup", 6, OF_BOB) == 3
-            for tenant in (alice, bob):
-                tenant.end()
-        finally:
-            alice.kill()
-            bob.kill()
+            [stored] = measured(daemon.socket_dir)["namespaces"][0]["stored"]
+            assert (stored["tier"], stored["pages_max"]) == (2, 9)
+            # Its last page may be evicted for the other one.
+            assert 9 <= stored["pages"] <= places - 12
 
 
 def test_a_mistake_in_the_file_of_namespaces_costs_no_stored_page(tmp_path: Path, rules: Path) -> None:
@@ -340,10 +346,7 @@ def test_a_mistake_in_the_file_of_namespaces_costs_no_stored_page(tmp_path: Path
     settings = {"users": f"{ALICE},{BOB}", "namespaces": rules, "log": log}
     with running(ranks=1, replicas=1, g2="16MiB", **settings) as daemon:
         daemon.socket_dir.parent.chmod(0o711)
-        alice = Tenant(ALICE, daemon.socket_dir, 0)
-        try:
-            eventually("the memory is registered", lambda: alice("registered"))
-            daemon.wait_ready()
+        with tenants(daemon, ALICE) as (alice,):
             assert alice("lookup", 1, OF_ALICE) == 0
             assert alice("store", 1, [1, 2, 3], 7.0) == 3
             good = rules.read_text()
@@ -354,9 +357,6 @@ def test_a_mistake_in_the_file_of_namespaces_costs_no_stored_page(tmp_path: Path
             rules.write_text(good)
             eventually("the pages are found", lambda: alice("lookup", 2, OF_ALICE) == 3)
             assert alice("load", 2, [8, 9, 10]) == [[7.0]] * 3
-            alice.end()
-        finally:
-            alice.kill()
 
 
 def test_status_of_another_users_leader_names_that_user(tmp_path: Path) -> None:
@@ -383,8 +383,8 @@ def test_a_seat_is_free_for_another_user_once_its_process_has_ended(daemon: Daem
         bob.kill()
 
 
-def refused_connections(socket_dir: Path) -> int:
-    """Connections that the leader has refused before they were open."""
+def measured(socket_dir: Path) -> dict[str, Any]:
+    """The numbers of the leader that its status does not have."""
     with RawPeer.connect(socket_dir / "leader") as peer:
         peer.send(wire.Kind.HELLO, msgspec.msgpack.encode(wire.Hello(role="admin", engine=bytes(16))), version=1)
         assert peer.receive().kind == wire.Kind.WELCOME
@@ -392,7 +392,12 @@ def refused_connections(socket_dir: Path) -> int:
         answer = peer.receive()
         while answer.id != sent:
             answer = peer.receive()
-        return answer.body["connections"]["refused_handshakes"]
+        return answer.body
+
+
+def refused_connections(socket_dir: Path) -> int:
+    """Connections that the leader has refused before they were open."""
+    return measured(socket_dir)["connections"]["refused_handshakes"]
 
 
 def test_a_user_that_is_not_named_gets_no_byte(daemon: Daemon) -> None:
@@ -431,10 +436,7 @@ def test_without_the_secret_no_page_is_found_after_a_restart(rules: Path, tmp_pa
                 daemon.stop()
                 secret.write_bytes(present)
                 daemon.start()
-            alice = Tenant(ALICE, daemon.socket_dir, 0)
-            try:
-                eventually("the memory is registered", lambda alice=alice: alice("registered"))
-                daemon.wait_ready()
+            with tenants(daemon, ALICE) as (alice,):
                 eventually("the disk is read", lambda number=number: on_disk(daemon) == (3 if number else 0))
                 eventually(
                     f"{pages} pages of start {number}",
@@ -447,9 +449,6 @@ def test_without_the_secret_no_page_is_found_after_a_restart(rules: Path, tmp_pa
                 elif pages:
                     assert alice("load", 1, [4, 5, 6]) == [[7.0]] * 3
                 alice("finish", 1)
-                alice.end()
-            finally:
-                alice.kill()
 
 
 def test_a_client_accepts_the_directory_of_the_server_that_it_names(

@@ -76,7 +76,7 @@ pub use leader::{
     CANCELS_MAX, COUNTERS, Counter, FLUSHES_OPEN_MAX, LOAD_RUNS_MAX, LOG_IDLE, LOG_PAGES_MAX,
     LOG_READ_PAGES_MAX, LOG_RECORDS_MAX, Leader, LeaderCounts, LeaderSettings, LogPart, LogRead,
     MOVE_ATTEMPTS_MAX, MOVES_WAITING_MAX, MoveEdge, OPEN_REQUESTS_MAX, REPLICAS_MAX,
-    RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, Refusals, TierKey,
+    RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, Refusals, RuleUsage, TierKey,
 };
 pub use model::{Model, Sequence};
 pub use namespaces::{NAMESPACE_RULES_MAX, NamespaceRule, NamespaceSecret, Namespaces, engine_of};

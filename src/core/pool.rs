@@ -25,7 +25,7 @@ use crate::policy::TierPolicy;
 use crate::pool_counts::{PageStates, PoolCounts};
 use crate::prefetch::HeadPrefetcher;
 use crate::shard_set::ShardSet;
-use kvferry_types::{HashView, PageRun, Ratio, Shard, TransferId};
+use kvferry_types::{HashView, PageRun, Ratio, RuleId, Shard, TransferId};
 
 pub use pins::Pin;
 
@@ -163,6 +163,11 @@ impl Pool {
         self.admitter = Admitter::new(policy.admission.clone());
         self.policy = policy;
         self
+    }
+
+    /// Pages of the namespaces of a rule that has a limit in this tier; 0 without one.
+    pub(super) fn pages_of_rule(&self, rule: RuleId) -> u32 {
+        self.blocks.order().pages_of_rule(rule)
     }
 
     /// True if the policy admits every page.

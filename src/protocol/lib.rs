@@ -31,11 +31,12 @@ pub use body::{
     DiskStatus, Drain, DrainAnswer, Durations, EdgeMeasure, Empty, Ended, ErrorBody, EventKind,
     EventReason, EventRecord, Events, FEATURE_TAILS, FEATURE_TIMELINE, Finish, Flush, FlushTier,
     GroupHits, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
-    Memory, MemoryAnswer, MovesStatus, NumberedStore, PartBody, Probe, ProbeAnswer, RankStatus,
-    ReadEvents, ReadInventory, Readiness, RecordBody, Register, Registered, RequestsStatus, Reset,
-    ResetPages, SetLog, SetLogAnswer, StatedMemory, Status, StatusAnswer, Store, StoreResult,
-    Stores, StoresAnswer, TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder,
-    Unregister, Welcome, WorkerGone, WorkerGoneAnswer, Written,
+    Memory, MemoryAnswer, MovesStatus, NamespaceMeasure, NumberedStore, PartBody, Probe,
+    ProbeAnswer, RankStatus, ReadEvents, ReadInventory, Readiness, RecordBody, Register,
+    Registered, RequestsStatus, Reset, ResetPages, SetLog, SetLogAnswer, StatedMemory, Status,
+    StatusAnswer, Store, StoreResult, StoredPages, Stores, StoresAnswer, TierFlushed, TierPages,
+    TierStatus, TransferBody, TransferOrder, Unregister, Welcome, WorkerGone, WorkerGoneAnswer,
+    Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -64,6 +64,8 @@ pub const NAMED: [(&str, u64); 18] = [
     ("stores", STORES_MAX as u64),
     ("text_bytes", TEXT_BYTES_MAX as u64),
 ];
+/// Entries of the file `namespaces`.
+pub const NAMESPACE_ENTRIES_MAX: usize = 256;
 /// Tiers of a status.
 pub(super) const TIERS_MAX: usize = 256;
 /// List items for which memory is reserved by the length that a message claims, at most; more is reserved as they arrive.

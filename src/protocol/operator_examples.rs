@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use crate::body::{
     Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
-    Probe, ProbeAnswer, SetLog, SetLogAnswer, WorkerGone, WorkerGoneAnswer,
+    NamespaceMeasure, Probe, ProbeAnswer, SetLog, SetLogAnswer, StoredPages, WorkerGone,
+    WorkerGoneAnswer,
 };
 use crate::codec::Message;
 
@@ -80,6 +81,16 @@ fn of_leader() -> MeasureAnswer {
         }],
         edges: Vec::new(),
         refused_orders: BTreeMap::new(),
+        namespaces: vec![NamespaceMeasure {
+            entry: 2,
+            held_pages: 30,
+            held_pages_max: Some(400),
+            stored: vec![StoredPages {
+                tier: 2,
+                pages: 5000,
+                pages_max: 60000,
+            }],
+        }],
         draining: true,
     }
 }

@@ -6,8 +6,9 @@ use kvferry_types::LATENCY_BOUNDS_US;
 use super::metric::{LABELS, Metric, Source};
 use super::reading::process_name;
 use super::sources::{
-    EDGE, NS, US, connections, count, counted, counter, disks, edges, gauge, histogram, of_clients,
-    of_disks, of_edges, of_leader, of_ranks, of_tiers, ranks, refused_orders, tier, tiers,
+    EDGE, NS, US, connections, count, counted, counter, disks, edges, gauge, histogram, namespaces,
+    of_clients, of_disks, of_edges, of_leader, of_ranks, of_tiers, ranks, refused_orders,
+    stored_pages, tier, tiers,
 };
 
 /// Every metric. Those of the leader are absent while it does not answer, and those of a worker while that one does not.
@@ -216,6 +217,49 @@ pub const METRICS: &[Metric] = &[
         &[],
         "Time that the leader spent in lookups",
         Source::Time("lookup_ns", NS),
+    ),
+    // Entries of the file `namespaces`.
+    gauge(
+        "kvferry_namespace_held_pages",
+        "pages",
+        &["entry"],
+        "Pages that lookups and loads of the entry's namespaces hold",
+        Source::Leader(|leader, samples| {
+            namespaces(leader, |entry, of| samples.add([entry], of.held_pages));
+        }),
+    ),
+    gauge(
+        "kvferry_namespace_held_pages_limit",
+        "pages",
+        &["entry"],
+        "`held_pages` of the entry; absent without a limit",
+        Source::Leader(|leader, samples| {
+            namespaces(leader, |entry, of| {
+                if let Some(limit) = of.held_pages_max {
+                    samples.add([entry], limit);
+                }
+            });
+        }),
+    ),
+    gauge(
+        "kvferry_namespace_stored_pages",
+        "pages",
+        &["entry", "tier"],
+        "Pages of the entry's namespaces that the tier holds; absent without a limit there",
+        Source::Leader(|leader, samples| {
+            stored_pages(leader, |labels, stored| samples.add(labels, stored.pages));
+        }),
+    ),
+    gauge(
+        "kvferry_namespace_stored_pages_limit",
+        "pages",
+        &["entry", "tier"],
+        "`g2_pages` or `g3_pages` of the entry; absent without a limit",
+        Source::Leader(|leader, samples| {
+            stored_pages(leader, |labels, stored| {
+                samples.add(labels, stored.pages_max)
+            });
+        }),
     ),
     // Loads and stores.
     counter(

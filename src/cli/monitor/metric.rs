@@ -1,5 +1,6 @@
 //! What a metric is, its labels, and how its values are read.
 
+use kvferry_protocol::limits::NAMESPACE_ENTRIES_MAX;
 use kvferry_protocol::{Durations, StatusAnswer};
 
 use super::reading::{Leader, Reading};
@@ -64,6 +65,11 @@ pub const LABELS: &[Label] = &[
         name: "tier",
         values: "`g2`, `g3`",
         most: Some(2),
+    },
+    Label {
+        name: "entry",
+        values: "number of an entry in the file of the setting `namespaces`, from 1",
+        most: Some(NAMESPACE_ENTRIES_MAX),
     },
     Label {
         name: "group",

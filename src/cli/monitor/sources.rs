@@ -1,7 +1,8 @@
 //! How the values of metrics are read: of each tier, rank, disk, process and edge.
 
 use kvferry_protocol::{
-    Connections, DiskStatus, EdgeMeasure, RankStatus, StatusAnswer, TierStatus,
+    Connections, DiskStatus, EdgeMeasure, NamespaceMeasure, RankStatus, StatusAnswer, StoredPages,
+    TierStatus,
 };
 
 use super::metric::{Metric, MetricKind, Source};
@@ -51,6 +52,22 @@ pub(super) fn tiers(leader: &Leader, mut add: impl FnMut(&str, &TierStatus)) {
     for status in &leader.status.tiers {
         add(&tier(status.tier), status);
     }
+}
+
+/// Adds a value for each entry of the file `namespaces`.
+pub(super) fn namespaces(leader: &Leader, mut add: impl FnMut(&str, &NamespaceMeasure)) {
+    for namespace in &leader.measured.namespaces {
+        add(&namespace.entry.to_string(), namespace);
+    }
+}
+
+/// Adds a value for each tier in which an entry of the file `namespaces` has a limit.
+pub(super) fn stored_pages(leader: &Leader, mut add: impl FnMut([&str; 2], &StoredPages)) {
+    namespaces(leader, |entry, namespace| {
+        for stored in &namespace.stored {
+            add([entry, &tier(stored.tier)], stored);
+        }
+    });
 }
 
 /// Adds a value for each rank.

@@ -9,7 +9,7 @@ mod quota;
 
 use std::collections::BTreeMap;
 
-use kvferry_types::{DomainId, Fingerprint, NamespaceId, PRIORITIES, PRIORITY_DEFAULT};
+use kvferry_types::{DomainId, Fingerprint, NamespaceId, PRIORITIES, PRIORITY_DEFAULT, RuleId};
 
 pub use arc::REMEMBERED_PAGES_MAX;
 use arc::{AGAIN, Adaptive, ONCE};
@@ -233,6 +233,12 @@ impl EvictionOrder {
     /// Pages of the blocks in each list, for checks.
     pub(super) fn pages(&self) -> &[u64] {
         &self.pages
+    }
+
+    /// Pages of the namespaces of a rule with a limit; 0 without one.
+    pub(super) fn pages_of_rule(&self, rule: RuleId) -> u32 {
+        let quotas = self.quotas.as_ref();
+        quotas.map_or(0, |quotas| quotas.pages_of_rule(rule))
     }
 
     /// The shares of a namespace that have limits, for checks.

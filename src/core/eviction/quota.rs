@@ -101,6 +101,11 @@ impl Quotas {
         }
     }
 
+    /// Pages of the namespaces of a rule with a limit; 0 without one.
+    pub(super) fn pages_of_rule(&self, rule: RuleId) -> u32 {
+        self.used.get(&Share::Rule(rule)).copied().unwrap_or(0)
+    }
+
     /// Pages that the rule of a namespace may still store within its limit; `None` if it has no limit.
     pub(super) fn room_of_rule(&self, namespace: NamespaceId) -> Option<u32> {
         let [_, rule] = self.shares(namespace);

@@ -4,12 +4,41 @@ use crate::Contradiction;
 use crate::cover::TierRun;
 use crate::held::{HeldCount, HoldOwners};
 use crate::model::Sequence;
+use crate::namespaces::NamespaceRule;
 use crate::refusal::Refusal;
-use kvferry_types::{EngineId, GroupId, TierId};
+use kvferry_types::{EngineId, GroupId, PerTier, TierId};
 
 use super::Leader;
 
+/// Pages of the namespaces of one rule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RuleUsage<'a> {
+    /// The rule, with its limits.
+    pub rule: &'a NamespaceRule,
+    /// Pages that lookups and loads hold.
+    pub held_pages: u64,
+    /// Stored pages of each tier in which the rule has a limit; 0 in a tier that serves nothing.
+    pub stored_pages: PerTier<u32>,
+}
+
 impl Leader {
+    /// The pages of each rule, in the order of the rules.
+    pub fn rule_usage(&self) -> impl Iterator<Item = RuleUsage<'_>> {
+        let rules = self.settings.namespaces.rules().iter();
+        rules.zip(&self.held_of_rules).map(|(rule, held)| {
+            let id = self.settings.anchor_key.rule(&rule.prefix);
+            let stored = rule.stored_pages.tiers().map(|tier| {
+                let pool = self.pool_of(tier);
+                (tier, pool.map_or(0, |pool| pool.pages_of_rule(id)))
+            });
+            RuleUsage {
+                rule,
+                held_pages: held.pages(),
+                stored_pages: stored.collect(),
+            }
+        })
+    }
+
     /// Recounts the pages that count for rules and engines. Pages of engines that are forgotten count for no engine.
     pub(super) fn check_held(&self) -> Result<(), Contradiction> {
         let (held, of_engines) = self.sessions.held_pages();

@@ -55,6 +55,7 @@ use cancel::Cancels;
 pub use counters::{COUNTERS, Counter, LeaderCounts, Refusals};
 pub use flush::FLUSHES_OPEN_MAX;
 use flush::Flushes;
+pub use held::RuleUsage;
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
 use log::ChangeLog;

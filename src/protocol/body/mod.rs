@@ -23,7 +23,7 @@ pub use inventory::{
 };
 pub use operator::{
     Connections, Drain, DrainAnswer, Durations, EdgeMeasure, GroupHits, Measure, MeasureAnswer,
-    Probe, ProbeAnswer, SetLog, SetLogAnswer,
+    NamespaceMeasure, Probe, ProbeAnswer, SetLog, SetLogAnswer, StoredPages,
 };
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{

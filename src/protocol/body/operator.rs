@@ -6,6 +6,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::is_false;
+use crate::bounded::at_most;
+use crate::limits::{NAMESPACE_ENTRIES_MAX, TIERS_MAX};
 
 /// Requests the numbers of a leader or a worker that its status does not have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -24,6 +26,12 @@ pub struct MeasureAnswer {
     /// Orders of the leader that the worker refused, and errors that it answered to them, by code; empty from a leader.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub refused_orders: BTreeMap<String, u64>,
+    /// The entries of the leader's file `namespaces`, in the order of the file; empty without one, and from a worker.
+    #[serde(
+        skip_serializing_if = "Vec::is_empty",
+        deserialize_with = "at_most::<_, _, NAMESPACE_ENTRIES_MAX>"
+    )]
+    pub namespaces: Vec<NamespaceMeasure>,
     /// The leader refuses lookups, loads and stores.
     #[serde(skip_serializing_if = "is_false")]
     pub draining: bool,
@@ -71,6 +79,34 @@ pub struct GroupHits {
     pub group: u8,
     /// Tokens.
     pub tokens: u64,
+}
+
+/// Pages of the namespaces of one entry of the file `namespaces`, in [`MeasureAnswer`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct NamespaceMeasure {
+    /// Number of the entry in the file, from 1.
+    pub entry: u32,
+    /// Pages that lookups and loads hold.
+    pub held_pages: u64,
+    /// Most pages that they may hold; absent without a limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held_pages_max: Option<u64>,
+    /// Stored pages in the tiers in which the entry has a limit.
+    #[serde(deserialize_with = "at_most::<_, _, TIERS_MAX>")]
+    pub stored: Vec<StoredPages>,
+}
+
+/// Stored pages of one entry in one tier, in [`NamespaceMeasure`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct StoredPages {
+    /// Number of the tier.
+    pub tier: u8,
+    /// Pages that the tier holds.
+    pub pages: u64,
+    /// Pages from which on the entry's stores evict its own pages alone.
+    pub pages_max: u64,
 }
 
 /// Copies of one edge on one worker, in [`MeasureAnswer`].

@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::num::NonZeroU64;
 use std::time::Duration;
 
-use kvferry_core::Pool;
+use kvferry_core::{NAMESPACE_RULES_MAX, Pool};
+use kvferry_protocol::limits::NAMESPACE_ENTRIES_MAX;
 use kvferry_protocol::{
-    ErrorBody, ErrorCode, GroupHits, MeasureAnswer, MovesStatus, RankStatus, Readiness,
-    RequestsStatus, StatusAnswer, TierStatus,
+    ErrorBody, ErrorCode, GroupHits, MeasureAnswer, MovesStatus, NamespaceMeasure, RankStatus,
+    Readiness, RequestsStatus, StatusAnswer, StoredPages, TierStatus,
 };
 use kvferry_types::{Edge, Rank, Replica, TierId, Time, WorkerId};
 
@@ -19,6 +21,11 @@ pub const LOOKUP_NS: &str = "lookup_ns";
 
 /// Pause between two audits that peers may request.
 const CHECK_PAUSE: Duration = Duration::from_secs(1);
+
+const _: () = assert!(
+    NAMESPACE_RULES_MAX <= NAMESPACE_ENTRIES_MAX,
+    "an answer has room for all entries"
+);
 
 impl<P: fmt::Debug> LeaderShell<P> {
     /// Stores the progress report of a worker. Only the last report is kept, also after the worker ends.
@@ -137,8 +144,29 @@ impl<P: fmt::Debug> LeaderShell<P> {
             hits: hits.collect(),
             edges: Vec::new(),
             refused_orders: BTreeMap::new(),
+            namespaces: self.namespaces(),
             draining: self.core.is_draining(),
         }
+    }
+
+    fn namespaces(&self) -> Vec<NamespaceMeasure> {
+        let usage = (1..).zip(self.core.rule_usage());
+        let measured = usage.map(|(entry, usage)| {
+            let stored = usage.stored_pages.iter();
+            let limits = &usage.rule.stored_pages;
+            let stored = stored.map(|(tier, pages)| StoredPages {
+                tier: tier.number(),
+                pages: u64::from(*pages),
+                pages_max: limits.get(tier).copied().unwrap_or(0).into(),
+            });
+            NamespaceMeasure {
+                entry,
+                held_pages: usage.held_pages,
+                held_pages_max: usage.rule.held_pages.map(NonZeroU64::get),
+                stored: stored.collect(),
+            }
+        });
+        measured.collect()
     }
 
     pub(super) fn status(

@@ -41,6 +41,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             hits: Vec::new(),
             edges: edges.collect(),
             refused_orders: host.refused_orders(),
+            namespaces: Vec::new(),
             draining: false,
         }
     }

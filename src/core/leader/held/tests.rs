@@ -10,8 +10,8 @@ use crate::leader::LeaderSettings;
 use crate::leader::tests::{ENGINE, arrival};
 use crate::namespaces::{NamespaceRule, Namespaces};
 use kvferry_types::{
-    Answer, DepotId, EndedCopy, Epoch, LookupAnswer, PageHashes, PageList, Part, Rank, Ratio,
-    Replica, Request, RequestId, SlotId, Time, Transfer, WorkerId,
+    Answer, DepotId, EndedCopy, Epoch, LookupAnswer, PageHashes, PageList, Part, PerTier, Rank,
+    Ratio, Replica, Request, RequestId, SlotId, Time, Transfer, WorkerId,
 };
 
 const OTHER: EngineId = EngineId([2; 16]);
@@ -34,12 +34,15 @@ impl World {
             prefix: b"a/".to_vec(),
             users: [kvferry_types::User::Own].into(),
             held_pages: NonZeroU64::new(6),
-            stored_pages: kvferry_types::PerTier::default(),
+            // As many as there are, so that no block is evicted for it.
+            stored_pages: PerTier::host(32),
             secret: None,
         };
         let ratio = Ratio::new(4).expect("in bounds");
-        let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey::new([1; 32]));
-        settings.namespaces = Arc::new(Namespaces::new(vec![rule]));
+        let namespaces = Arc::new(Namespaces::new(vec![rule]));
+        let key = AnchorKey::new([1; 32]).with_namespaces(Arc::clone(&namespaces));
+        let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, key);
+        settings.namespaces = namespaces;
         settings.halves_held_pages = true;
         settings.replicas = 2;
         let mut world = Self {
@@ -239,6 +242,28 @@ fn a_lookup_beyond_the_pages_of_its_rule_is_refused_until_others_end() {
         ),
         1
     );
+}
+
+#[test]
+fn the_usage_of_a_rule_has_its_held_and_its_stored_pages() {
+    let mut world = World::new();
+    let usage = |world: &World| {
+        let all: Vec<_> = world.leader.rule_usage().collect();
+        let [of_a] = &all[..] else {
+            panic!("{all:?}");
+        };
+        assert_eq!(of_a.rule.prefix, b"a/");
+        (of_a.held_pages, of_a.stored_pages.clone())
+    };
+    assert_eq!(usage(&world), (0, PerTier::host(0)));
+    world.store(b"a/1", (1, 4));
+    world.store(b"b", (3, 3));
+    assert_eq!(usage(&world), (0, PerTier::host(4)));
+    assert_eq!(world.lookup(ENGINE, 1, b"a/1", (1, 2)), Ok(2));
+    assert_eq!(world.lookup(ENGINE, 2, b"b", (3, 3)), Ok(3));
+    assert_eq!(usage(&world), (2, PerTier::host(4)));
+    world.finish(ENGINE, 1);
+    assert_eq!(usage(&world), (0, PerTier::host(4)));
 }
 
 #[test]
