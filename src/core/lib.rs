@@ -89,8 +89,8 @@ pub use shard_set::ShardSet;
 pub use view::BlockView;
 pub use worker::{
     BatchId, EdgeCounts, EdgeLoad, GroupBounds, MemoryBounds, OrderRefusal, PACE_BURST,
-    WORKER_ABANDONED_MAX, WORKER_ABANDONERS_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker,
-    WorkerEffect, WorkerEvent, WorkerSettings,
+    WORKER_ABANDONED_MAX, WORKER_ABANDONERS_MAX, WORKER_ABANDONERS_OF_USER_MAX, WORKER_COPIES_MAX,
+    WORKER_ENDED_MAX, Worker, WorkerEffect, WorkerEvent, WorkerSettings,
 };
 
 /// Copies that a worker runs at one time, at most; further copies wait.

@@ -10,7 +10,7 @@ use kvferry_core::{
 use kvferry_types::{
     Anchor, AttachId, DeviceEnd, DomainId, Edge, EndedCopy, EngineId, Epoch, Fingerprint,
     FragmentPair, GroupId, MemoryId, PageList, PageRun, PerTier, Record, RequestId, ResetId, Scope,
-    Stored, TierId, Time, Transfer, TransferId,
+    Stored, TierId, Time, Transfer, TransferId, User,
 };
 
 use super::Input;
@@ -204,11 +204,13 @@ impl World {
             },
             9 if input.rarely() => WorkerEvent::AbandonThrough {
                 engine: engine_id(1 + input.below(2)),
+                user: User::Own,
                 number: input.number(),
                 through: RequestId(input.number()),
             },
             9 => WorkerEvent::Abandon {
                 engine: engine_id(1 + input.below(2)),
+                user: User::Own,
                 number: input.number(),
                 requests: (0..input.below(6))
                     .map(|_| RequestId(input.number()))

@@ -3,14 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvferry_types::{EngineId, RequestId, Time, TransferId};
+use kvferry_types::{EngineId, RequestId, Time, TransferId, User};
 
 use crate::Contradiction;
 
 use super::check::MemoryBounds;
 use super::copies::Copies;
 use super::{
-    WORKER_ABANDONED_MAX, WORKER_ABANDONERS_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect,
+    WORKER_ABANDONED_MAX, WORKER_ABANDONERS_MAX, WORKER_ABANDONERS_OF_USER_MAX, WORKER_ENGINES_MAX,
+    Worker, WorkerEffect,
 };
 
 /// Time for which an engine's last abandoned request is remembered after its list was dropped: longer than an order can be
@@ -69,6 +70,7 @@ impl Memory {
 #[derive(Debug)]
 struct AbandonedRequests {
     engine: EngineId,
+    user: User,
     /// Requests up to this one count as over: the individual record of this one was dropped.
     dropped_through: RequestId,
     /// Later requests that were abandoned.
@@ -111,6 +113,7 @@ struct Abandoning {
 #[derive(Debug)]
 struct LastAbandoned {
     request: RequestId,
+    user: User,
     until: Time,
 }
 
@@ -137,12 +140,20 @@ impl Abandoned {
         })
     }
 
-    /// False if there is no room to remember what another engine abandons.
-    fn has_room_for(&self, now: Time, engine: EngineId) -> bool {
-        self.over.iter().any(|over| over.engine == engine)
-            || self.dropped.contains_key(&engine)
-            || self.dropped.len() < WORKER_ABANDONERS_MAX
-            || self.dropped.values().any(|last| last.until <= now)
+    /// False if there is no room to remember what another engine of this user abandons.
+    fn has_room_for(&self, now: Time, engine: EngineId, user: User) -> bool {
+        if self.over.iter().any(|over| over.engine == engine) || self.dropped.contains_key(&engine)
+        {
+            return true;
+        }
+        let dropped = self.dropped.values().filter(|last| last.until > now);
+        if dropped.clone().count() >= WORKER_ABANDONERS_MAX {
+            return false;
+        }
+        let users = self.over.iter().map(|over| over.user);
+        let users = users.chain(dropped.map(|last| last.user));
+        user == User::Own
+            || users.filter(|other| *other == user).count() < WORKER_ABANDONERS_OF_USER_MAX
     }
 
     /// Keeps the last request of abandoned ones. If there are too many engines, the one that has been kept for the longest
@@ -159,6 +170,7 @@ impl Abandoned {
         }
         let last = LastAbandoned {
             request: over.last(),
+            user: over.user,
             until: now + ABANDONED_KEPT,
         };
         self.dropped.insert(over.engine, last);
@@ -169,7 +181,7 @@ impl Abandoned {
     fn of(
         &mut self,
         now: Time,
-        engine: EngineId,
+        (engine, user): (EngineId, User),
         registered: Option<EngineId>,
     ) -> &mut AbandonedRequests {
         let known = self.over.iter().position(|over| over.engine == engine);
@@ -177,6 +189,7 @@ impl Abandoned {
             Some(index) => self.over.remove(index),
             None => AbandonedRequests {
                 engine,
+                user,
                 dropped_through: self
                     .dropped
                     .remove(&engine)
@@ -231,13 +244,15 @@ impl Worker {
     pub(super) fn abandon(
         &mut self,
         now: Time,
-        engine: EngineId,
+        (engine, user): (EngineId, User),
         number: u64,
         requests: &BTreeSet<RequestId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
         let registered = self.memory.as_ref().map(Memory::engine);
-        self.abandoned.of(now, engine, registered).abandon(requests);
+        self.abandoned
+            .of(now, (engine, user), registered)
+            .abandon(requests);
         let copies = requests
             .iter()
             .flat_map(|request| self.copies.of_requests(engine, *request..=*request));
@@ -248,22 +263,22 @@ impl Worker {
     pub(super) fn abandon_through(
         &mut self,
         now: Time,
-        engine: EngineId,
+        (engine, user): (EngineId, User),
         number: u64,
         through: RequestId,
         effects: &mut Vec<WorkerEffect>,
     ) {
         let registered = self.memory.as_ref().map(Memory::engine);
-        let over = self.abandoned.of(now, engine, registered);
+        let over = self.abandoned.of(now, (engine, user), registered);
         over.abandon_through(through);
         let copies = self.copies.of_requests(engine, RequestId(0)..=through);
         self.end_abandoned(now, number, copies.collect(), effects);
     }
 
     /// True if the worker can remember what this engine abandons. It remembers engines without memory for a limited time,
-    /// and at most [`WORKER_ABANDONERS_MAX`] of them.
-    pub fn remembers_abandoned_of(&self, now: Time, engine: EngineId) -> bool {
-        self.abandoned.has_room_for(now, engine)
+    /// at most [`WORKER_ABANDONERS_MAX`] of them, and of another user [`WORKER_ABANDONERS_OF_USER_MAX`].
+    pub fn remembers_abandoned_of(&self, now: Time, engine: EngineId, user: User) -> bool {
+        self.abandoned.has_room_for(now, engine, user)
     }
 
     /// Stops these copies. The engine is answered when none of them runs.

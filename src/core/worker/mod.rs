@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use kvferry_types::{
     AttachId, Edge, EndedCopy, EngineId, Epoch, MemoryId, PageRun, PerTier, Record, RequestId,
-    ResetId, Scope, Stored, TierId, Time, Transfer, TransferId,
+    ResetId, Scope, Stored, TierId, Time, Transfer, TransferId, User,
 };
 
 use crate::Contradiction;
@@ -52,6 +52,8 @@ pub const WORKER_ENGINES_MAX: usize = 4;
 /// Engines without memory of which a worker remembers the last request that they abandoned, after it has dropped their
 /// lists: 400 KiB at most. An engine beyond them is refused.
 pub const WORKER_ABANDONERS_MAX: usize = 4096;
+/// Engines of those of each user other than kvferry's own: 16 such users leave half of them to the others.
+pub const WORKER_ABANDONERS_OF_USER_MAX: usize = 128;
 
 /// Identifies one order of a leader, so that the answer can be matched to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -165,6 +167,8 @@ pub enum WorkerEvent {
     Abandon {
         /// The engine that abandons.
         engine: EngineId,
+        /// Its user.
+        user: User,
         /// Identifies the request in [`WorkerEffect::Abandoned`].
         number: u64,
         /// The abandoned requests, at most [`WORKER_ABANDONED_MAX`]: with more, the worker also refuses older requests
@@ -175,6 +179,8 @@ pub enum WorkerEvent {
     AbandonThrough {
         /// The engine that abandons.
         engine: EngineId,
+        /// Its user.
+        user: User,
         /// Identifies the request in [`WorkerEffect::Abandoned`].
         number: u64,
         /// The last abandoned request.
@@ -363,14 +369,16 @@ impl Worker {
             WorkerEvent::Written { engine, through } => self.wrote(now, engine, through),
             WorkerEvent::Abandon {
                 engine,
+                user,
                 number,
                 requests,
-            } => self.abandon(now, engine, number, &requests, effects),
+            } => self.abandon(now, (engine, user), number, &requests, effects),
             WorkerEvent::AbandonThrough {
                 engine,
+                user,
                 number,
                 through,
-            } => self.abandon_through(now, engine, number, through, effects),
+            } => self.abandon_through(now, (engine, user), number, through, effects),
             WorkerEvent::CopiesEnded(copies) => {
                 for copy in copies {
                     self.end(now, copy, effects);

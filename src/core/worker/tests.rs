@@ -1,5 +1,7 @@
 use super::*;
-use kvferry_types::{DeviceEnd, Direction, Edge, FragmentPair, GroupId, PageList, PerTier, TierId};
+use kvferry_types::{
+    DeviceEnd, Direction, Edge, FragmentPair, GroupId, PageList, PerTier, TierId, User,
+};
 
 mod meters;
 mod pace;
@@ -432,6 +434,7 @@ fn an_abandoned_request_is_over_when_the_abandon_is_answered() {
     written(&mut worker, 3);
     let abandon = |requests: &[u64]| WorkerEvent::Abandon {
         engine: ENGINE,
+        user: User::Own,
         number: 9,
         requests: requests.iter().copied().map(RequestId).collect(),
     };
@@ -470,6 +473,7 @@ fn an_abandon_is_answered_when_the_last_copy_has_ended() {
     let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
+        user: User::Own,
         number,
         requests,
     };
@@ -547,6 +551,7 @@ fn abandoned_requests_are_remembered_within_a_limit() {
     let (engine, number) = (ENGINE, 1);
     let abandon = WorkerEvent::Abandon {
         engine,
+        user: User::Own,
         number,
         requests,
     };
@@ -563,6 +568,7 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
     let mut worker = worker();
     let abandon = |requests: std::ops::Range<u64>| WorkerEvent::Abandon {
         engine: ENGINE,
+        user: User::Own,
         number: 1,
         requests: requests.map(RequestId).collect(),
     };
@@ -585,6 +591,7 @@ fn requests_older_than_an_abandoned_one_are_still_copied() {
     let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
+        user: User::Own,
         number,
         requests,
     };
@@ -694,6 +701,7 @@ fn an_abandoned_request_with_the_highest_number_stops_no_other_copies() {
         let (number, requests) = (1, BTreeSet::from([RequestId(request)]));
         let abandon = WorkerEvent::Abandon {
             engine,
+            user: User::Own,
             number,
             requests,
         };

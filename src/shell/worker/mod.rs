@@ -1,5 +1,6 @@
 //! The worker's shell: requests of the leader and of ranks in, the core's steps, answers out.
 
+mod abandon;
 mod host;
 mod invalidations;
 mod operators;

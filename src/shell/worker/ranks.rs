@@ -7,10 +7,9 @@ use super::host::Registering;
 use super::{Fatal, WorkerHost, WorkerShell};
 use crate::log_filter::set_log;
 use crate::{Holder, HolderPeers};
-use kvferry_core::{MemoryBounds, WORKER_ABANDONERS_MAX, WorkerEvent, engine_of};
+use kvferry_core::{MemoryBounds, WorkerEvent, engine_of};
 use kvferry_protocol::{
-    Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Role,
-    Written,
+    Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Role, Written,
 };
 use kvferry_types::{
     Allocation, AllocationHandle, Attention, Caller, EngineId, GroupId, PeerId, Rank, Registration,
@@ -124,7 +123,12 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
     }
 
     /// Adds a rank that waits until no copies run for requests that it abandons. Returns the number for the core.
-    fn waits_for_copies(&mut self, peer: PeerId, request: RequestId, answer: Message) -> u64 {
+    pub(super) fn waits_for_copies(
+        &mut self,
+        peer: PeerId,
+        request: RequestId,
+        answer: Message,
+    ) -> u64 {
         self.last_abandoning += 1;
         let waiting = (peer, request, answer);
         self.abandoning.insert(self.last_abandoning, waiting);
@@ -156,6 +160,12 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         self.connected.get(&peer).and_then(|rank| rank.holder.pid)
     }
 
+    /// The engine and the user of a connected rank.
+    pub(super) fn identity_of(&self, peer: PeerId) -> Option<(EngineId, User)> {
+        let rank = self.connected.get(&peer)?;
+        Some((rank.engine, rank.user))
+    }
+
     /// The user of a rank's process.
     fn user_of(&self, peer: PeerId) -> User {
         self.connected
@@ -183,7 +193,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
 
     /// Returns why a rank may not act for an engine: another process, which is connected and lives, registered its
     /// memory.
-    fn registered_by_another(
+    pub(super) fn registered_by_another(
         &self,
         host: &impl HolderPeers<Process = P>,
         peer: PeerId,
@@ -225,7 +235,7 @@ fn hex(id: &[u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(*id))
 }
 
-fn refuse<H: WorkerHost>(
+pub(super) fn refuse<H: WorkerHost>(
     host: &mut H,
     peer: PeerId,
     request: RequestId,
@@ -234,14 +244,6 @@ fn refuse<H: WorkerHost>(
 ) {
     let error = ErrorBody::new(code, text);
     host.reply(peer, request, Message::Error(error));
-}
-
-/// Refuses to give up requests: the worker could not remember them, so that a late order would be carried out.
-fn too_many_abandon<H: WorkerHost>(host: &mut H, peer: PeerId, request: RequestId) {
-    let text = format!(
-        "{WORKER_ABANDONERS_MAX} other engines without memory gave up requests in the last 10 minutes: retry"
-    );
-    refuse(host, peer, request, ErrorCode::Busy, text);
 }
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
@@ -367,37 +369,6 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             }
         }
         Ok(())
-    }
-
-    /// Abandons requests, also those of an engine that has not registered here: a worker that replaced a dead one
-    /// copies nothing for that engine, and answers so.
-    fn abandon<H: WorkerHost<Process = P, Memory = M>>(
-        &mut self,
-        host: &mut H,
-        peer: PeerId,
-        request: RequestId,
-        abandon: &Abandon,
-    ) -> Result<(), Fatal> {
-        let ranks = &mut self.ranks;
-        let Some(engine) = ranks.connected.get(&peer).map(|rank| rank.engine) else {
-            return Ok(());
-        };
-        if let Some(error) = ranks.registered_by_another(host, peer, engine) {
-            host.reply(peer, request, Message::Error(error));
-            return Ok(());
-        }
-        if !self.core.remembers_abandoned_of(host.now(), engine) {
-            too_many_abandon(host, peer, request);
-            return Ok(());
-        }
-        let answer = Message::AbandonAnswer(Empty {});
-        let number = self.ranks.waits_for_copies(peer, request, answer);
-        let event = WorkerEvent::Abandon {
-            engine,
-            number,
-            requests: abandon.requests.iter().copied().map(RequestId).collect(),
-        };
-        self.step(host, event)
     }
 
     /// Returns why the KV of this rank does not belong into this worker's depot.
@@ -635,13 +606,14 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.reply(peer, request, Message::Error(error));
             return Ok(());
         }
-        if through > RequestId(0) && !self.core.remembers_abandoned_of(host.now(), engine) {
-            too_many_abandon(host, peer, request);
+        let user = opening.as_ref().map_or(User::Own, |opening| opening.user);
+        if through > RequestId(0) && self.forgets_abandoned_of(host, peer, request, (engine, user))
+        {
             return Ok(());
         }
         if registering.check_only {
             let number = self.ranks.waits_for_copies(peer, request, answer);
-            return self.abandon_through(host, engine, number, through);
+            return self.abandon_through(host, (engine, user), number, through);
         }
         // Memory of the same rank that is still being opened is replaced, too.
         if let Some(checked) = opening {
@@ -656,27 +628,12 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         if through > RequestId(0) {
             // Nothing waits for this number: the answer comes once the memory is closed.
             self.ranks.last_abandoning += 1;
-            self.abandon_through(host, engine, self.ranks.last_abandoning, through)?;
+            let number = self.ranks.last_abandoning;
+            self.abandon_through(host, (engine, user), number, through)?;
         }
         let stepped = self.memory_gone(host, engine, "registered again meanwhile");
         host.reply_when_closed(peer, request, engine, answer);
         stepped
-    }
-
-    /// Gives up the requests of an engine up to `through`, in the core.
-    fn abandon_through<H: WorkerHost<Process = P, Memory = M>>(
-        &mut self,
-        host: &mut H,
-        engine: EngineId,
-        number: u64,
-        through: RequestId,
-    ) -> Result<(), Fatal> {
-        let event = WorkerEvent::AbandonThrough {
-            engine,
-            number,
-            through,
-        };
-        self.step(host, event)
     }
 
     /// Answers a rank's registration: its memory is used, or why it is not.

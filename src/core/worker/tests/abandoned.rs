@@ -3,9 +3,14 @@
 use super::*;
 
 fn abandon(worker: &mut Worker, engine: EngineId, request: u64) {
+    abandon_of(User::Own, worker, engine, request);
+}
+
+fn abandon_of(user: User, worker: &mut Worker, engine: EngineId, request: u64) {
     let (number, requests) = (1, BTreeSet::from([RequestId(request)]));
     let abandon = WorkerEvent::Abandon {
         engine,
+        user,
         number,
         requests,
     };
@@ -52,14 +57,37 @@ fn abandons_under_other_names_bring_no_given_up_request_back() {
 fn engines_beyond_the_limit_are_to_be_refused_until_others_are_forgotten() {
     let mut worker = worker();
     for number in 0..(WORKER_ABANDONERS_MAX + WORKER_ENGINES_MAX) as u32 {
-        assert!(worker.remembers_abandoned_of(Time(0), numbered(number)));
+        assert!(worker.remembers_abandoned_of(Time(0), numbered(number), User::Own));
         abandon(&mut worker, numbered(number), 1);
     }
     let one_more = numbered(u32::MAX);
-    assert!(!worker.remembers_abandoned_of(Time(0), one_more));
-    assert!(worker.remembers_abandoned_of(Time(0), numbered(7)), "known");
+    assert!(!worker.remembers_abandoned_of(Time(0), one_more, User::Own));
+    assert!(
+        worker.remembers_abandoned_of(Time(0), numbered(7), User::Own),
+        "known"
+    );
     let later = Time(0) + std::time::Duration::from_secs(601);
-    assert!(worker.remembers_abandoned_of(later, one_more));
+    assert!(worker.remembers_abandoned_of(later, one_more, User::Own));
+}
+
+#[test]
+fn the_engines_of_one_user_leave_room_for_those_of_others() {
+    let (mallory, bob) = (User::Other(1), User::Other(2));
+    let mut worker = worker();
+    for number in 0..WORKER_ABANDONERS_OF_USER_MAX as u32 {
+        assert!(worker.remembers_abandoned_of(Time(0), numbered(number), mallory));
+        abandon_of(mallory, &mut worker, numbered(number), 1);
+    }
+    let one_more = numbered(u32::MAX);
+    assert!(!worker.remembers_abandoned_of(Time(0), one_more, mallory));
+    for (user, name) in [(bob, 8_000), (User::Own, 9_000)] {
+        for number in 0..10 {
+            assert!(worker.remembers_abandoned_of(Time(0), numbered(name + number), user));
+            abandon_of(user, &mut worker, numbered(name + number), 1);
+        }
+    }
+    let later = Time(0) + std::time::Duration::from_secs(601);
+    assert!(worker.remembers_abandoned_of(later, one_more, mallory));
 }
 
 #[test]
@@ -71,6 +99,7 @@ fn all_requests_up_to_a_number_are_given_up_at_once() {
     let (engine, number, through) = (ENGINE, 7, RequestId(5));
     let abandon = WorkerEvent::AbandonThrough {
         engine,
+        user: User::Own,
         number,
         through,
     };

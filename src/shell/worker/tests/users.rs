@@ -1,7 +1,7 @@
 //! Ranks of several users: none takes the seat, the memory or the requests of another user's engine.
 
 use super::*;
-use kvferry_core::engine_of;
+use kvferry_core::{WORKER_ABANDONERS_OF_USER_MAX, engine_of};
 use kvferry_types::{Allocation, AllocationHandle, AllocationKind, Caller, User};
 
 const ALICE: User = User::Other(1001);
@@ -9,8 +9,12 @@ const BOB: User = User::Other(1002);
 
 impl World {
     fn connect_of(&mut self, user: User, peer: u64, pid: i32) {
+        self.connect_named(user, [1; 16], peer, pid);
+    }
+
+    fn connect_named(&mut self, user: User, engine: [u8; 16], peer: u64, pid: i32) {
         let hello = Hello {
-            engine: [1; 16],
+            engine,
             rank: WORKER.rank.0,
             ..Hello::new(Role::Rank, String::new())
         };
@@ -118,4 +122,26 @@ fn another_user_neither_unregisters_nor_abandons() {
     world.send(2, 11, Message::Unregister(Unregister {}));
     assert_eq!(world.stated_engine(), Some(engine_of(ALICE, [1; 16])));
     assert!(world.process.closed.is_empty(), "her memory stays");
+}
+
+#[test]
+fn many_names_of_one_user_keep_no_other_user_from_abandoning() {
+    let mut world = World::new();
+    let abandon = |world: &mut World, user, peer: u64| {
+        let name = u128::from(peer).to_be_bytes();
+        world.connect_named(user, name, peer, 50);
+        world.received();
+        world.send(peer, 9, Message::Abandon(Abandon { requests: vec![7] }));
+        let answers = world.received();
+        assert_eq!(answers.len(), 1, "{answers:?}");
+        answers.iter().find_map(|(_, _, _, code)| *code)
+    };
+    let most = WORKER_ABANDONERS_OF_USER_MAX as u64;
+    for peer in 1..=most {
+        assert_eq!(abandon(&mut world, BOB, peer), None, "{peer}");
+    }
+    assert_eq!(abandon(&mut world, BOB, most + 1), Some(ErrorCode::Busy));
+    for (user, peer) in [(ALICE, most + 2), (User::Own, most + 3)] {
+        assert_eq!(abandon(&mut world, user, peer), None, "{user}");
+    }
 }
