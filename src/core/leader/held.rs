@@ -77,7 +77,10 @@ impl Leader {
         let (Some(max), Some(held)) = (max, held) else {
             return Ok(());
         };
-        let pages = needed.iter().map(|(_, run)| u64::from(run.run.pages)).sum();
+        let pages = needed
+            .iter()
+            .map(|(_, run)| u64::from(run.run.through()))
+            .sum();
         match held.saturating_add(pages) > max.get() {
             true => Err(Refusal::Quota {
                 limit: "held_pages of the namespace",
@@ -105,7 +108,7 @@ impl Leader {
         let mut pages = 0;
         let mut needed = needed.iter();
         let beyond = needed.find(|(_, run)| {
-            pages += u64::from(run.run.pages);
+            pages += u64::from(run.run.through());
             pages > max.get()
         });
         beyond.map(|(_, run)| run.run.position)
@@ -133,7 +136,7 @@ impl Leader {
         let mut pages = 0;
         let mut in_host_memory = needed.iter().filter(|(_, run)| run.tier == TierId::Host);
         let beyond = in_host_memory.find(|(_, run)| {
-            pages += u64::from(run.run.pages);
+            pages += u64::from(run.run.through());
             held + pages > max
         });
         match beyond {

@@ -140,7 +140,7 @@ impl Leader {
 
         let mut stretches: Vec<Stretch> = Vec::new();
         let mut ends: BTreeMap<GroupId, u32> = BTreeMap::new();
-        // Pages that the load leases, in host memory and below.
+        // Pages that the load keeps from eviction, in host memory and below.
         let mut leased = [0; 2];
         for ((index, part), held) in parts.iter().enumerate().zip(sources) {
             let first = stretches.len();
@@ -161,8 +161,9 @@ impl Leader {
                 };
                 slot.decide(part.group, Decision::Loaded { position, run });
                 self.counts.loaded += 1;
-                leased[usize::from(tier != TierId::Host)] += run.count;
-                let pin = pool.pin(block, offset + run.start + run.count - arena_start);
+                let through = offset + run.start + run.count - arena_start;
+                leased[usize::from(tier != TierId::Host)] += through;
+                let pin = pool.pin(block, through);
                 let last = stretches[first..].last_mut();
                 if tier != TierId::Host || !last.is_some_and(|last| last.extend(run)) {
                     let block = pin.block();

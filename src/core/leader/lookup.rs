@@ -127,7 +127,8 @@ impl Leader {
                 arena_start: pool.arena_page(&run, run.position),
                 block: run.block,
                 pin,
-                counted: owners.hold(run.pages, tier == TierId::Host),
+                // The pages before the run cannot be evicted, either.
+                counted: owners.hold(run.through(), tier == TierId::Host),
             });
         }
         let until = now + self.settings.hold_for;

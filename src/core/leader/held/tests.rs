@@ -30,6 +30,10 @@ struct World {
 impl World {
     /// A leader with 32 pages that serves one engine, where namespaces that begin with `a/` hold at most 6 pages.
     fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    fn with(change: impl FnOnce(&mut LeaderSettings)) -> Self {
         let rule = NamespaceRule {
             prefix: b"a/".to_vec(),
             users: [kvferry_types::User::Own].into(),
@@ -45,6 +49,7 @@ impl World {
         settings.namespaces = namespaces;
         settings.halves_held_pages = true;
         settings.replicas = 2;
+        change(&mut settings);
         let mut world = Self {
             leader: Leader::new(settings),
             next: 0,
@@ -274,6 +279,47 @@ fn a_hit_of_more_pages_than_its_rule_holds_is_cut() {
     assert_eq!(world.lookup(ENGINE, 1, b"a/1", (1, 12)), Ok(4));
     assert_eq!(world.of_rule(), 4);
     assert_eq!(world.leader.counts().withheld_pages, 8);
+}
+
+#[test]
+fn pages_before_a_found_one_in_its_block_count_because_they_cannot_be_evicted() {
+    let mut world = World::with(|settings| settings.page_index = true);
+    world.store(b"a/1", (1, 4));
+    world.store(b"a/2", (2, 4));
+    let last_page = |name| {
+        let hashes = hashes(name, 4).into_bytes();
+        PageHashes::packed(16, hashes[48..].to_vec()).expect("one hash")
+    };
+    let mut lookup = |slot, namespace: &[u8], name| {
+        let lookup = Request::Lookup {
+            slot: SlotId(slot),
+            namespace: namespace.to_vec(),
+            hashes: last_page(name),
+            have_pages: 0,
+            limit_pages: None,
+        };
+        let answer = world.request(ENGINE, lookup).expect("an answer");
+        (answer, (world.of_rule(), world.of_engine()))
+    };
+    let (found, counts) = lookup(1, b"a/1", 1);
+    assert!(
+        matches!(found, Ok(Answer::Lookup(LookupAnswer { hit_pages: 1, .. }))),
+        "{found:?}"
+    );
+    assert_eq!(counts, (4, 4));
+    // A second block would be 8 pages of the 6.
+    let (refused, _) = lookup(2, b"a/2", 2);
+    assert!(
+        matches!(
+            refused,
+            Err(Refusal::Quota {
+                held: 4,
+                pages: 4,
+                ..
+            })
+        ),
+        "{refused:?}"
+    );
 }
 
 #[test]
