@@ -34,6 +34,7 @@ impl SimWorld {
                 settings.tier_policies.clone_from(&env.setup.policies);
                 settings.page_index = env.setup.page_index(self.epoch);
                 settings.namespaces = env.setup.rules_of(self.epoch);
+                settings.halves_held_pages = env.setup.halves_held_pages;
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;

@@ -121,6 +121,8 @@ pub struct Setup {
     pub namespaces: u8,
     /// Rules about them: of the leaders of even epochs, and of the others.
     pub rules: [Arc<Namespaces>; 2],
+    /// Each engine of several holds half of host memory at most.
+    pub halves_held_pages: bool,
     /// Families of sequences, each with branches.
     pub families: u64,
     /// Longest sequence in pages.
@@ -252,6 +254,7 @@ impl Setup {
             cached_pages: rng.u32(0..=device_pages) * u32::from(rng.bool()),
             namespaces: rng.u8(1..=3),
             rules: Default::default(),
+            halves_held_pages: false,
             families: if rng.bool() {
                 rng.u64(1..=2)
             } else {
@@ -336,6 +339,7 @@ impl Setup {
             &setup.tiers,
             setup.arena_pages,
         );
+        setup.halves_held_pages = of_rules.bool();
         setup.disk = DiskSetup::draw(&mut disks, setup.request_timeout);
         setup
     }
