@@ -40,8 +40,8 @@ _URGENT_BYTES = 256
 #: A message to be sent: header and body.
 Message = tuple[bytes, bytes]
 
-#: Requests whose effect ends with the process that carries them out.
-_OF_ONE_PROCESS = (Kind.DRAIN, Kind.SET_LOG)
+#: Requests that are sent once.
+_ORDERS = (Kind.DRAIN, Kind.SET_LOG)
 
 
 class Session:
@@ -66,6 +66,8 @@ class Session:
     ):
         if len(hello.engine) != ENGINE_BYTES:
             raise ValueError(f"engine has {len(hello.engine)} bytes: give {ENGINE_BYTES}")
+        if hello.role in ("engine", "rank") and not any(hello.engine):
+            raise ValueError(f"engine is zero: give {ENGINE_BYTES} random bytes, such as os.urandom({ENGINE_BYTES})")
         if (size := len(hello.name.encode())) > wire.TEXT_BYTES_MAX:
             raise ValueError(f"name has {size} bytes: give at most {wire.TEXT_BYTES_MAX}")
         self.directory = directory
@@ -126,8 +128,6 @@ class Session:
                 f"{self._hello.version_min} to {self._hello.version_max}: update the older side"
             )
             raise Failure(Code.UNSUPPORTED_VERSION, text, reported=True)
-        if envelope.epoch != self.epoch:
-            self._end_orders()
         self.epoch = envelope.epoch
         self._version = welcome.version
         self.features = welcome.features
@@ -146,20 +146,18 @@ class Session:
             self._queue(pending)
 
     def lost(self, now: float) -> None:
-        """Handles the end of a connection, or of an attempt: requests that are bound to it fail."""
+        """Handles the end of a connection, or of an attempt.
+
+        Requests that are bound to it fail, and orders that were sent: repeated over the next connection, they could undo
+        what another operator has ordered since, or order it from a successor.
+        """
         if self.lost_at is None:
             self.lost_at = now
         self.link = 0
         self._forget_in_flight()
-        for pending in [pending for pending in self.open.values() if pending.link is not None]:
-            self._settle(pending, None, _broke(pending))
-
-    def _end_orders(self) -> None:
-        """Fails what was ordered from the process before this one: its successor must not drain for it."""
         for pending in list(self.open.values()):
-            if pending.kind in _OF_ONE_PROCESS and not pending.never_sent:
-                text = "the process to which it was sent has ended"
-                self._settle(pending, None, Failure(Code.STALE_EPOCH, text, reported=False))
+            if pending.link is not None or (pending.kind in _ORDERS and not pending.never_sent):
+                self._settle(pending, None, _broke(pending))
 
     def closed(self) -> None:
         """Fails every request without an answer, because there will be no further connection."""

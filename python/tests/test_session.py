@@ -89,21 +89,24 @@ def test_unanswered_requests_are_sent_again_with_their_ids_and_the_time_that_is_
     assert talk.ended == [second.id, third.id, first.id]
 
 
-def test_a_drain_is_not_repeated_to_the_next_leader() -> None:
+def test_an_order_is_not_repeated_over_the_next_connection() -> None:
     talk = Talk()
     talk.connect()
     drain, log, lookup = (talk.request(5, body=body) for body in (wire.Drain(False), wire.SetLog("warn"), LOOKUP))
     assert [kind for kind, *_ in talk.sent()] == [Kind.DRAIN, Kind.SET_LOG, Kind.LOOKUP]
     talk.session.lost(talk.now)
-    talk.connect()
-    assert [kind for kind, *_ in talk.sent()] == [Kind.DRAIN, Kind.SET_LOG, Kind.LOOKUP], "it is the same leader"
-    talk.session.lost(talk.now)
-    unsent = talk.request(5, body=wire.Drain(False))
-    talk.connect(epoch=8)
-    assert talk.sent() == [(Kind.LOOKUP, lookup.id, 5000), (Kind.DRAIN, unsent.id, 5000)]
     assert talk.ended == [drain.id, log.id]
     assert drain.failure is not None
-    assert drain.failure.code == Code.STALE_EPOCH
+    assert drain.failure.code == Code.DEADLINE
+    unsent = talk.request(5, body=wire.Drain(False))
+    talk.connect()
+    assert talk.sent() == [(Kind.LOOKUP, lookup.id, 5000), (Kind.DRAIN, unsent.id, 5000)]
+
+
+@pytest.mark.parametrize("role", ["engine", "rank"])
+def test_an_engine_has_a_name(role: str) -> None:
+    with pytest.raises(ValueError, match="engine is zero: give 16 random bytes"):
+        Session(Path("nowhere"), wire.Hello(role=role, engine=bytes(16)), lambda: 1, now=0.0)
 
 
 def test_the_answer_of_a_message_does_not_end_a_store_that_was_repeated_meanwhile() -> None:

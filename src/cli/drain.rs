@@ -6,6 +6,7 @@ use tokio::time::Instant;
 
 use crate::cli::{LocalArguments, block_on, print_line, say_progress, status};
 use crate::error::CommandError;
+use kvferry_client::AdminClient;
 use kvferry_protocol::DrainAnswer;
 
 /// Time limit of an answer of the leader.
@@ -35,13 +36,13 @@ impl Arguments {
             let leader = status::admin(&socket_paths, "drain");
             let until = Instant::now() + limit;
             let mut said = String::new();
+            let answer = leader.drain(resume, ANSWER_LIMIT).await;
+            let mut runs = answer.map_err(CommandError::failed)?;
+            if resume {
+                print_line("requests are taken again");
+                return Ok(());
+            }
             loop {
-                let answer = leader.drain(resume, ANSWER_LIMIT).await;
-                let runs = answer.map_err(CommandError::failed)?;
-                if resume {
-                    print_line("requests are taken again");
-                    return Ok(());
-                }
                 if runs.drained {
                     print_line("drained");
                     return Ok(());
@@ -57,9 +58,31 @@ impl Arguments {
                     said = now;
                 }
                 tokio::time::sleep(PAUSE).await;
+                runs = what_runs(&leader).await?;
             }
         })
     }
+}
+
+/// Looks again, without ordering the drain again: another operator may have ended it.
+async fn what_runs(leader: &AdminClient) -> Result<DrainAnswer, CommandError> {
+    let status = leader.status(false, ANSWER_LIMIT).await;
+    let status = status.map_err(CommandError::failed)?;
+    let measured = leader.measure(ANSWER_LIMIT).await;
+    if !measured.map_err(CommandError::failed)?.draining {
+        return Err(CommandError::Failed(
+            "the leader takes requests again: another operator has resumed it, or it has started again".to_owned(),
+        ));
+    }
+    let (loads, stores) = (status.requests.open_loads, status.requests.open_stores);
+    let loads = loads + status.requests.parked_requests;
+    let transfers = status.copies_under_way;
+    Ok(DrainAnswer {
+        drained: loads + stores + transfers == 0,
+        loads,
+        stores,
+        transfers,
+    })
 }
 
 fn what(runs: DrainAnswer) -> String {

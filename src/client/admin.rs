@@ -59,8 +59,8 @@ impl AdminClient {
     /// Makes the leader refuse lookups, loads and stores, or take them again. Returns what still runs.
     ///
     /// # Errors
-    /// [`Failure`] with `deadline` when no leader answers within `timeout`, with `stale_epoch` when the leader has ended
-    /// meanwhile.
+    /// [`Failure`] with `deadline` when no leader answers within `timeout`, or the connection breaks before an answer: the
+    /// order is not repeated, and may have been carried out.
     pub async fn drain(&self, resume: bool, timeout: Duration) -> Result<DrainAnswer, Failure> {
         self.0.call(Drain { resume }, timeout).await
     }
@@ -69,7 +69,7 @@ impl AdminClient {
     ///
     /// # Errors
     /// [`Failure`] with `invalid` when the filter cannot be read, with `deadline` when the process does not answer within
-    /// `timeout`, with `stale_epoch` when it has ended meanwhile.
+    /// `timeout`, or the connection breaks before an answer: the order is not repeated, and may have been carried out.
     pub async fn set_log(&self, filter: &str, timeout: Duration) -> Result<String, Failure> {
         let filter = filter.to_owned();
         let answer = self.0.call(SetLog { filter }, timeout).await?;

@@ -481,9 +481,6 @@ impl<R> ClientSession<R> {
 
     fn open(&mut self, now: Time, welcome: &Welcome, epoch: Epoch) {
         self.version = welcome.version;
-        if epoch != self.epoch {
-            self.fail_orders();
-        }
         self.epoch = epoch;
         self.link = LinkId(self.link.0 + 1);
         self.backoff = self.times.reconnect;
@@ -680,7 +677,8 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// Fails what was ordered from the process before this one and ends with it: its successor must not drain for it.
+    /// Fails orders that were sent: repeated over the next connection, they could undo what another operator has ordered
+    /// since, or order it from a successor.
     fn fail_orders(&mut self) {
         let kinds = [MessageKind::Drain, MessageKind::SetLog];
         let sent = self
@@ -688,8 +686,7 @@ impl<R> ClientSession<R> {
             .iter()
             .filter(|(_, pending)| pending.sent && kinds.contains(&pending.request.message.kind()));
         for id in sent.map(|(id, _)| *id).collect::<Vec<_>>() {
-            let text = "the process to which it was sent has ended";
-            self.fail(id, Failure::new(ErrorCode::StaleEpoch, text));
+            self.fail(id, broken());
         }
     }
 
@@ -726,6 +723,7 @@ impl<R> ClientSession<R> {
     /// Handles the break of a welcomed connection.
     fn lose(&mut self, now: Time, why: &str) {
         tracing::debug!(why, "connection lost");
+        self.fail_orders();
         self.events.push_back(ClientEvent::Disconnect);
         self.events.push_back(ClientEvent::Lost);
         self.wait(now);

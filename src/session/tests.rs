@@ -306,22 +306,23 @@ fn a_request_is_sent_again_over_the_next_connection_until_its_deadline() {
 }
 
 #[test]
-fn a_drain_is_not_repeated_to_the_next_leader() {
+fn an_order_is_not_repeated_over_the_next_connection() {
     let mut client = Client::welcomed(at(0), 10);
     client.request(at(1), 1);
     client.send(at(1), 2, Message::Drain(Drain { resume: false }));
     assert_eq!(client.requests(), [1]);
-    for (epoch, answered) in [(7, vec![]), (8, vec![(2, Err(ErrorCode::StaleEpoch))])] {
-        client.session.disconnected(at(2), "closed");
-        client.act();
-        client.tick(client.session.next_timeout());
-        client.session.connected(at(100));
-        let welcome = Message::Welcome(Welcome::new(1000));
-        let (mut header, body) = from_server(HELLO_VERSION, 0, welcome);
-        header[24..32].copy_from_slice(&u64::to_be_bytes(epoch));
-        client.receive(at(100), &(header, body));
-        assert_eq!(client.answered, answered, "epoch {epoch}");
-    }
+    client.session.disconnected(at(2), "closed");
+    client.act();
+    assert_eq!(client.answered, [(2, Err(ErrorCode::Deadline))]);
+    // An order that was not sent yet is sent.
+    client.send(at(2), 3, Message::Drain(Drain { resume: true }));
+    client.tick(client.session.next_timeout());
+    client.session.connected(at(100));
+    client.welcome(at(100), 10);
+    assert_eq!(client.answered.len(), 1);
+    let sent = client.sent.iter();
+    let ids: Vec<u64> = sent.map(|envelope| envelope.correlation.0).collect();
+    assert!(ids.ends_with(&[1, 3]), "{ids:?}");
 }
 
 /// A lost welcome must not leave a client waiting, even if the other side sends other messages.
