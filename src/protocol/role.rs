@@ -25,6 +25,15 @@ pub enum Role {
 }
 
 impl Role {
+    /// The roles that this version knows.
+    pub const ALL: [Self; 5] = [
+        Self::Engine,
+        Self::Rank,
+        Self::Worker,
+        Self::Admin,
+        Self::Supervisor,
+    ];
+
     /// The name on the wire.
     pub const fn name(self) -> &'static str {
         match self {

@@ -129,10 +129,7 @@ impl Peer {
             return (refuse(ErrorBody::new(ErrorCode::Invalid, text)), false);
         }
         if !kind.sent_by(role) || !self.origin.may_send(kind) {
-            let text = format!(
-                "{} is not for this peer to send here: check its role, and its certificate if it has one",
-                kind.name()
-            );
+            let text = forbidden(kind, role);
             let verdict = refuse(ErrorBody::new(ErrorCode::Forbidden, text));
             return (verdict, !is_request);
         }
@@ -179,5 +176,30 @@ impl Peer {
     /// Gives the peer the credits of an answered request back.
     pub(super) fn settle(&mut self, id: RequestId) {
         self.open_bytes -= self.open.remove(&id).unwrap_or(0);
+    }
+}
+/// Why a peer of this role may not send a message: its role, or else its certificate, does not permit it.
+fn forbidden(kind: MessageKind, role: Role) -> String {
+    let name = kind.name();
+    if kind.sent_by(role) {
+        return match kind {
+            MessageKind::Drain | MessageKind::SetLog => {
+                format!("{name} is not for peers with a certificate: send it on this machine")
+            }
+            _ => format!(
+                "{name} is not for a peer with the certificate of a monitor: use that of an admin"
+            ),
+        };
+    }
+    let senders = Role::ALL.iter().filter(|role| kind.sent_by(**role));
+    let senders: Vec<&str> = senders.map(|role| role.name()).collect();
+    match senders.is_empty() {
+        true => format!("{name} is sent by servers alone: leave it out"),
+        false => format!(
+            "{name} is sent by the role {} to a {}, and yours is {}: connect with that role, to that process",
+            senders.join(" or "),
+            kind.receiver(),
+            role.name()
+        ),
     }
 }

@@ -42,7 +42,12 @@ pub(super) fn check_parts(model: &Model, parts: &[Part]) -> Result<(), Refusal> 
         let device_pages = model.geometry().device_pages(part.group);
         let outside = |run: &&PageRun| run.end() > u64::from(device_pages) || run.count == 0;
         if let Some(run) = part.pages.0.iter().find(outside) {
-            let value = format!("[{}, {}]", run.start, run.count);
+            let value = format!(
+                "{} to {}, and the group has pages 0 to {}",
+                run.start,
+                run.end().saturating_sub(1),
+                device_pages.saturating_sub(1)
+            );
             return invalid("parts.pages", value, "name pages that the ranks registered");
         }
     }

@@ -377,11 +377,12 @@ impl Leader {
             let end = end.ok_or_else(|| Refusal::Invalid {
                 field: "parts.pages",
                 value: format!(
-                    "{} pages from page {} on",
+                    "{} pages from first_page {} on, and the slot has the hashes of {}",
                     part.pages.pages(),
-                    part.first_page
+                    part.first_page,
+                    hashes.len()
                 ),
-                remedy: "send the hashes of all pages that are stored",
+                remedy: "send the hashes of all pages that are stored, as more_hashes",
             })?;
             wanted.push(WantedPages {
                 group: part.group,

@@ -10,7 +10,9 @@ pub(crate) fn tier_of(field: &str, number: u8) -> Result<Option<TierId>, ErrorBo
         _ if number == 0 => Ok(None),
         Some(tier) if tier != TierId::Device => Ok(Some(tier)),
         _ => {
-            let text = format!("{field} is {number}: name a tier from 2 to 4, or 0 for all tiers");
+            let text = format!(
+                "{field} is {number}: name 2 for host memory, 3 for the disk, or 0 for all tiers"
+            );
             Err(ErrorBody::new(ErrorCode::Invalid, text))
         }
     }
@@ -28,7 +30,9 @@ mod tests {
         assert_eq!(of(3), Ok(Some(TierId::Disk)));
         assert_eq!(of(4), Ok(Some(TierId::Remote)));
         for number in [1, 5, 255] {
-            let text = format!("tier is {number}: name a tier from 2 to 4, or 0 for all tiers");
+            let text = format!(
+                "tier is {number}: name 2 for host memory, 3 for the disk, or 0 for all tiers"
+            );
             assert_eq!(of(number), Err(text));
         }
     }

@@ -56,10 +56,12 @@ fn refusal(namespaces: &Namespaces, user: User, message: &Message) -> Option<Str
                 "reset.which is 'all', which is for operators (`kvferry reset`): name a namespace, with which 'namespace'"
                     .to_owned(),
             ),
-            // Refused later, for it selects nothing.
-            (ResetPages::Unknown, _) => None,
-            (_, Some(namespace)) => named("reset.namespace", namespace),
-            (_, None) => Some("reset.namespace is absent: name the namespace of the pages".to_owned()),
+            (ResetPages::Namespace | ResetPages::Hashes, Some(namespace)) => {
+                named("reset.namespace", namespace)
+            }
+            (ResetPages::Unknown, Some(_)) => None,
+            // It names no pages, and is refused as invalid.
+            (_, None) => None,
         },
         Message::ReadEvents(read) => match &read.namespace {
             Some(namespace) => named("read_events.namespace", namespace),
@@ -67,6 +69,9 @@ fn refusal(namespaces: &Namespaces, user: User, message: &Message) -> Option<Str
                 format!("read_events.namespace is absent: {user} names a namespace of its own")
             }),
         },
+        Message::Flush(_) => (user != User::Own).then(|| {
+            format!("flush moves the pages of all users to the disk, and {user} is not that of kvferry: leave it out")
+        }),
         Message::Status(status) => (status.check && user != User::Own)
             .then(|| format!("status.check is true: {user} requests a status without it")),
         _ => None,

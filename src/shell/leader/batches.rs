@@ -66,6 +66,24 @@ impl StoreBatches {
         Ok(())
     }
 
+    /// The message of a store that waits for its answer.
+    fn message_of(&self, engine: EngineId, store: RequestId) -> Option<RequestId> {
+        let place = self.places.get(&(engine, store));
+        place.map(|(message, _)| *message)
+    }
+
+    /// Refuses a request under the id of a store that waits for its answer in a message with others: the answer of the
+    /// store goes to that message, and the request would never have one.
+    pub(super) fn check_id(&self, engine: EngineId, id: RequestId) -> Result<(), ErrorBody> {
+        let Some(message) = self.message_of(engine, id) else {
+            return Ok(());
+        };
+        let text = format!(
+            "{id} is that of a store in the message stores {message}, which is open: wait for its answer"
+        );
+        Err(ErrorBody::new(ErrorCode::Invalid, text))
+    }
+
     /// Takes the answer of a request. Returns what is sent for it: the answer of a request with a message of its own, or
     /// of a store that others of its message keep waiting; the results of a message whose last store has ended; or
     /// nothing.

@@ -165,7 +165,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
         let role = self.roles.get(&peer).copied();
         match (role, message) {
-            (_, Message::Status(status)) => {
+            (Some(_), Message::Status(status)) => {
                 let answer = match self.status(host, status.check) {
                     Ok(answer) => Message::StatusAnswer(*answer),
                     Err(error) => Message::Error(error),
@@ -281,10 +281,16 @@ impl<P: fmt::Debug> LeaderShell<P> {
             (Some(PeerRole::Engine(engine)), message) => {
                 self.request(host, (peer, engine, correlation), deadline_ms, message);
             }
-            (_, message) => {
+            (role, message) => {
                 let kind = message.kind().name();
-                let text = format!("{kind} is not for this peer to send here: check its role");
-                let error = ErrorBody::new(ErrorCode::Forbidden, text);
+                let (code, text) = match role {
+                    Some(_) => (ErrorCode::Forbidden, "its sender has another role"),
+                    None => (
+                        ErrorCode::NotReady,
+                        "another connection has its seat; connect again",
+                    ),
+                };
+                let error = ErrorBody::new(code, format!("{kind} is not served here: {text}"));
                 host.reply(peer, correlation, Message::Error(error));
             }
         }
@@ -364,7 +370,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         deadline_ms: u32,
         message: Message,
     ) {
-        let request = match Request::try_from(message) {
+        let free = self.batches.check_id(engine, id);
+        let request = match free.and_then(|()| Request::try_from(message)) {
             Ok(request) => request,
             Err(error) => return host.reply(peer, id, Message::Error(error)),
         };

@@ -85,7 +85,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 self.roles.insert(peer, PeerRole::Supervisor(worker));
                 return;
             }
-            Role::Rank | Role::Admin | Role::Unknown => {
+            // The session welcomes none: such a peer has no role here, and its requests are refused.
+            Role::Rank | Role::Unknown => return,
+            Role::Admin => {
                 let name = self.admin_name(host, hello.engine, pid);
                 self.roles.insert(peer, PeerRole::Admin(name, pid));
                 return;

@@ -285,6 +285,9 @@ impl World {
     }
 
     fn status(&mut self) -> kvferry_protocol::StatusAnswer {
+        self.shell
+            .roles
+            .insert(PeerId(99), PeerRole::Admin(EngineId([99; 16]), None));
         self.send(99, Message::Status(Status { check: false }));
         match self.process.replies.pop() {
             Some((99, Message::StatusAnswer(answer))) => answer,

@@ -151,19 +151,36 @@ fn requests_about_the_pages_of_all_are_for_operators() {
     for namespaces in [Namespaces::default(), Namespaces::new(Vec::new())] {
         let mut world = World::with_users(namespaces);
         let check = Message::Status(Status { check: true });
-        for (id, peer, reset, read, check_refused) in [
-            (200, OWN_ENGINE, true, false, false),
-            (210, OF_ALICE, true, true, true),
-            (220, OPERATOR, false, false, false),
+        for (id, peer, reset, others) in [
+            (200, OWN_ENGINE, true, false),
+            (210, OF_ALICE, true, true),
+            (220, OPERATOR, false, false),
         ] {
             let forbidden = [
                 reset_of(ResetScope::Everything),
                 read_of(None),
                 check.clone(),
-            ]
-            .map(|message| world.refused(peer, id, message) == Some(ErrorCode::Forbidden));
-            assert_eq!(forbidden, [reset, read, check_refused], "{peer}");
+                Message::from(Request::Flush),
+            ];
+            let forbidden = (id..).zip(forbidden).map(|(id, message)| {
+                world.refused(peer, id, message) == Some(ErrorCode::Forbidden)
+            });
+            let forbidden: Vec<bool> = forbidden.collect();
+            assert_eq!(forbidden, [reset, others, others, others], "{peer}");
         }
+    }
+}
+
+#[test]
+fn a_peer_that_has_lost_its_seat_is_served_nothing() {
+    let mut world = World::with_users(Namespaces::default());
+    // Alice's process connects again, and messages of its first connection are still to be handled.
+    world.connect_of(ALICE, (OF_ALICE + 10, 11));
+    assert_eq!(world.process.disconnected, [PeerId(OF_ALICE)]);
+    let check = Message::Status(Status { check: true });
+    for (id, message) in (330..).zip([check, reset_of(ResetScope::Everything), lookup()]) {
+        let refused = world.refused(OF_ALICE, id, message);
+        assert_eq!(refused, Some(ErrorCode::NotReady));
     }
 }
 

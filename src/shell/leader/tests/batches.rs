@@ -255,3 +255,32 @@ fn stores_with_the_id_of_an_open_request_or_of_their_message_are_refused() {
     world.copied();
     assert_eq!(world.results().len(), 2);
 }
+
+#[test]
+fn a_request_under_the_id_of_a_store_in_an_open_message_is_refused() {
+    let mut world = World::with_slot();
+    world.stores(MESSAGE, vec![store(20, 4, 0), store(21, 4, 1)]);
+    let NumberedStore { store: alone, .. } = store(20, 4, 0);
+    for message in [
+        Message::Store(alone),
+        Message::Finish(kvferry_protocol::Finish { slot: 4 }),
+    ] {
+        world.request(1, 20, message);
+        match world.process.replies.pop() {
+            Some((1, Message::Error(error))) => {
+                assert_eq!(error.code(), ErrorCode::Invalid);
+                assert!(error.message.contains("is open"), "{}", error.message);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    world.copied();
+    assert_eq!(world.results().len(), 2);
+    // Its id is free again, and its answer is repeated.
+    let NumberedStore { store: alone, .. } = store(20, 4, 0);
+    world.request(1, 20, Message::Store(alone));
+    assert!(matches!(
+        world.process.replies.pop(),
+        Some((1, Message::StoreAnswer(_)))
+    ));
+}

@@ -6,6 +6,7 @@ use kvferry_protocol::{Drain, Measure, MeasureAnswer, Probe, SetLog};
 #[test]
 fn audits_of_peers_have_a_pause_between_them() {
     let mut world = World::serving();
+    world.connect((99, 5), &named(Role::Admin, [4; 16], 0));
     let mut audit = |now: u64| {
         world.process.now = Time(0) + Duration::from_millis(now);
         world.send(99, Message::Status(Status { check: true }));
