@@ -12,10 +12,21 @@ type Change = Box<dyn Fn(EnvFilter) -> Result<String, String> + Send + Sync>;
 
 static CHANGE: OnceLock<Change> = OnceLock::new();
 
+const LEVELS: [&str; 6] = ["trace", "debug", "info", "warn", "error", "off"];
+
+/// The filter of a text. A word that is no level would name a part of the program, and turn the log of all others off:
+/// most of them are misspelt levels.
 fn parse(filter: &str) -> Result<EnvFilter, String> {
-    EnvFilter::try_new(filter).map_err(|error| {
-        format!("log is '{filter}': {error}; write a filter such as info,kvferry=debug")
-    })
+    let refuse = |why: String| {
+        format!("log is '{filter}': {why}; write a filter such as info, or info,kvferry=debug")
+    };
+    let is_level = |word: &str| LEVELS.iter().any(|level| level.eq_ignore_ascii_case(word));
+    let mut words = filter.split(',').map(str::trim);
+    if let Some(word) = words.find(|word| !word.contains(['=', '[']) && !is_level(word)) {
+        let levels = LEVELS.join(", ");
+        return Err(refuse(format!("'{word}' is none of {levels}")));
+    }
+    EnvFilter::try_new(filter).map_err(|error| refuse(error.to_string()))
 }
 
 /// Starts logging with a filter such as `info,kvferry=debug`.
@@ -51,4 +62,29 @@ pub fn change(filter: &str) -> Result<String, String> {
         "an operator has changed the filter of the log"
     );
     Ok(before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_level_is_refused_and_does_not_turn_the_log_off() {
+        for good in [
+            "info",
+            "WARN",
+            "off",
+            "info,kvferry=debug",
+            "kvferry=trace",
+            "[span]=debug",
+        ] {
+            assert!(parse(good).is_ok(), "{good}");
+        }
+        for bad in ["inof", "", "info,kvferry", "info,,warn", "kvferry=loud"] {
+            let error = parse(bad).expect_err(bad);
+            assert!(error.starts_with(&format!("log is '{bad}': ")), "{error}");
+        }
+        let error = parse("inof").expect_err("no level");
+        assert!(error.contains("'inof' is none of trace, debug"), "{error}");
+    }
 }
