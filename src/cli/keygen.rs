@@ -12,9 +12,10 @@ use kvferry_types::{Rank, Replica, WorkerId};
 pub(super) struct Arguments {
     /// Directory of the keys, created if it is missing. It stays with the operator.
     directory: PathBuf,
-    /// Name of the deployment, which all certificates hold: 1 to 63 of a-z, 0-9 and -.
-    #[arg(long, value_name = "NAME", default_value = "kvferry")]
-    deployment: String,
+    /// Name of the deployment, which all certificates hold: 1 to 63 of a-z, 0-9 and -. Without it, that of the directory's
+    /// root, and kvferry for a new one.
+    #[arg(long, value_name = "NAME")]
+    deployment: Option<String>,
     /// Ranks of an engine: one file for each worker.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=i64::from(RANKS_MAX)))]
     ranks: u16,
@@ -31,8 +32,8 @@ pub(super) struct Arguments {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        let root =
-            Root::open_or_make(&self.directory, &self.deployment).map_err(CommandError::failed)?;
+        let root = Root::open_or_make(&self.directory, self.deployment.as_deref())
+            .map_err(CommandError::failed)?;
         let workers = (0..self.replicas).flat_map(|replica| {
             (0..self.ranks).map(move |rank| {
                 CertificateHolder::Worker(WorkerId {

@@ -68,7 +68,7 @@ pub(super) fn load(config: &Config) -> Result<Namespaces, CommandError> {
     Ok(Namespaces::new(reader.rules()?))
 }
 
-/// Logs which users share pages that they may want apart, and which cannot connect.
+/// Logs which users share pages that they may want apart, which cannot connect, and limits without effect.
 pub(super) fn log_doubts(config: &Config, namespaces: &Namespaces) {
     if config.namespaces.as_os_str().is_empty() && !config.users.others().is_empty() {
         tracing::warn!(
@@ -81,6 +81,16 @@ pub(super) fn log_doubts(config: &Config, namespaces: &Namespaces) {
             uid,
             prefix,
             "namespaces names a user that the setting users does not: it cannot connect"
+        );
+    }
+    let on_disk = |rule: &&NamespaceRule| rule.stored_pages.get(TierId::Disk).is_some();
+    if config.g3.0 == 0
+        && let Some(rule) = namespaces.rules().iter().find(on_disk)
+    {
+        let prefix = rule.prefix.escape_ascii().to_string();
+        tracing::warn!(
+            prefix,
+            "namespaces has g3_pages, which have no effect without g3"
         );
     }
 }

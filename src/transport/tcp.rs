@@ -143,7 +143,7 @@ impl TlsTransport {
         let stream = TcpStream::connect(at).await.map_err(Attempt::Unreachable)?;
         gate::set_up(&stream).map_err(Attempt::Unreachable)?;
         let (connector, name) = self.credentials.connector().map_err(Attempt::Refused)?;
-        let refused = |error: io::Error| Attempt::Refused(error.to_string());
+        let refused = |error: io::Error| Attempt::Refused(handshake_failure(&error));
         let stream = connector.connect(name, stream).await.map_err(refused)?;
         let claims = self.credentials.claims_of_peer(stream.get_ref().1);
         let claims = claims.map_err(Attempt::Refused)?;
@@ -156,6 +156,20 @@ impl TlsTransport {
         let (connection, link) = Connection::new(&Arc::new(limits.clone()));
         tokio::spawn(carry(reader, writer, link));
         Ok(connection)
+    }
+}
+
+/// Why a handshake failed, with the remedy where the certificate of the other side is of another root.
+fn handshake_failure(error: &io::Error) -> String {
+    use tokio_rustls::rustls::CertificateError::{BadSignature, UnknownIssuer};
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match inner {
+        Some(tokio_rustls::rustls::Error::InvalidCertificate(BadSignature | UnknownIssuer)) => {
+            format!(
+                "{error}: the other side's file is of another directory of kvferry keygen; use files of one directory"
+            )
+        }
+        _ => error.to_string(),
     }
 }
 

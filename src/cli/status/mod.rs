@@ -276,7 +276,7 @@ async fn status_by(
                 leader.parent().unwrap_or(leader).display()
             ),
             address => format!(
-                "no leader answers at {address}: {failure}; is `kvferry leader` running with this --listen?"
+                "no leader answers at {address}: {failure}; is `kvferry leader` running with this --listen, and are both files of one directory of `kvferry keygen`?"
             ),
         })
     })

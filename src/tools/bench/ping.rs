@@ -129,7 +129,8 @@ impl Arguments {
     async fn measure_all(self) -> Result<Vec<Row>, CommandError> {
         let folder = rig::folder()?;
         let root = folder.path();
-        let keys = Root::open_or_make(&root.join("keys"), "bench").map_err(CommandError::failed)?;
+        let keys =
+            Root::open_or_make(&root.join("keys"), Some("bench")).map_err(CommandError::failed)?;
         let listening = written(&keys, CertificateHolder::Leader)?;
         let worker = CertificateHolder::Worker(WorkerId {
             replica: Replica(0),

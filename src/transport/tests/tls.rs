@@ -39,7 +39,7 @@ fn holder(name: &str) -> crate::CertificateHolder {
 impl Keys {
     pub(super) fn make() -> Self {
         let folder = tempfile::tempdir().expect("temporary directory");
-        let root = Root::open_or_make(&folder.path().join("keys"), "test").expect("made");
+        let root = Root::open_or_make(&folder.path().join("keys"), Some("test")).expect("made");
         Self { folder, root }
     }
 
@@ -123,17 +123,17 @@ async fn serves(keys: &Keys, address: &Address, listener: &mut Listener) {
 }
 
 /// Connects with credentials that need not be valid, and asserts that the listener refuses them.
-async fn refuses(keys: &Keys, text: &str) {
+async fn refuses(keys: &Keys, text: &str) -> String {
     let (address, mut listener, gate) = keys.listen(Limits::default()).await;
     let transport = TlsTransport::new(Credentials::parse(text.as_bytes()).expect("parsed"));
     let connecting = transport.connect(&address, Limits::default(), TEST_TIMEOUT);
     let error = connecting.await.err();
-    assert!(
-        matches!(error, Some(TransportError::Refused { .. })),
-        "{error:?}"
-    );
+    let Some(TransportError::Refused { detail, .. }) = error else {
+        panic!("{error:?}");
+    };
     refused(&gate, 1).await;
     serves(keys, &address, &mut listener).await;
+    detail
 }
 
 /// The sections of a file of credentials: certificate, key, root.
@@ -181,7 +181,8 @@ async fn a_certificate_of_another_root_is_refused_on_both_sides() {
     // A client that trusts this root, with the certificate of the other one.
     refuses(&keys, &[&other[0][..], &other[1], &own[2]].concat()).await;
     // A client that does not trust the listener.
-    refuses(&keys, &other.concat()).await;
+    let detail = refuses(&keys, &other.concat()).await;
+    assert!(detail.contains("use files of one directory"), "{detail}");
 }
 
 #[tokio::test]
@@ -600,7 +601,7 @@ fn a_root_is_made_once_and_its_key_stays_in_its_file() {
     let before = fs::read_to_string(&leader).expect("read");
     assert!(!before.contains(key.trim()), "the root's key is in it");
 
-    let again = Root::open_or_make(&directory, "test").expect("opened");
+    let again = Root::open_or_make(&directory, Some("test")).expect("opened");
     assert_eq!(
         fs::read_to_string(directory.join("root.key")).expect("read"),
         key
@@ -613,12 +614,15 @@ fn a_root_is_made_once_and_its_key_stays_in_its_file() {
     assert_ne!(fs::read_to_string(&leader).expect("read"), before);
     Credentials::load(&leader).expect("of the same root");
 
-    let other = Root::open_or_make(&directory, "other").err();
+    let named = Root::open_or_make(&directory, None).expect("without a name, that of the root");
+    let kept = named.write(holder("leader"), 1, false).expect("kept");
+    assert_eq!(kept, Written::Kept(leader.clone()));
+    let other = Root::open_or_make(&directory, Some("other")).err();
     assert!(
         matches!(other, Some(KeygenError::OtherDeployment { .. })),
         "{other:?}"
     );
-    let invalid = Root::open_or_make(&directory, "Not a name").err();
+    let invalid = Root::open_or_make(&directory, Some("Not a name")).err();
     assert!(
         matches!(invalid, Some(KeygenError::Deployment(_))),
         "{invalid:?}"

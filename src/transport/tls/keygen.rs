@@ -30,6 +30,8 @@ const DAY: Duration = Duration::from_secs(86_400);
 const ROOT_CERTIFICATE: &str = "root.pem";
 /// File of the root's private key, which signs; processes never need it.
 const ROOT_KEY: &str = "root.key";
+/// Name of a new deployment that is given none.
+const DEPLOYMENT: &str = "kvferry";
 const ROOT_PATH: &str = "/root";
 
 /// Why keys were not made.
@@ -94,8 +96,9 @@ impl Root {
     ///
     /// # Errors
     /// [`KeygenError`]: a directory that others can access, the root of another deployment, or a damaged one.
-    pub fn open_or_make(directory: &Path, deployment: &str) -> Result<Self, KeygenError> {
-        check_deployment(deployment).map_err(KeygenError::Deployment)?;
+    pub fn open_or_make(directory: &Path, deployment: Option<&str>) -> Result<Self, KeygenError> {
+        let new = deployment.unwrap_or(DEPLOYMENT);
+        check_deployment(new).map_err(KeygenError::Deployment)?;
         prepare_directory(directory)?;
         let (certificate_path, key_path) =
             (directory.join(ROOT_CERTIFICATE), directory.join(ROOT_KEY));
@@ -112,7 +115,7 @@ impl Root {
             ),
             false => {
                 let key = KeyPair::generate()?;
-                let certificate = root_parameters(deployment)?.self_signed(&key)?.pem();
+                let certificate = root_parameters(new)?.self_signed(&key)?.pem();
                 // The certificate first: without the key, this is repeated.
                 write(&certificate_path, certificate.as_bytes())?;
                 write(&key_path, key.serialize_pem().as_bytes())?;
@@ -131,17 +134,17 @@ impl Root {
         let found = uri
             .and_then(|uri| uri.strip_prefix("kvferry://")?.strip_suffix(ROOT_PATH))
             .ok_or_else(|| damaged("names no deployment"))?;
-        if found != deployment {
+        if let Some(asked) = deployment.filter(|asked| *asked != found) {
             return Err(KeygenError::OtherDeployment {
                 directory: directory.to_owned(),
                 found: found.to_owned(),
-                asked: deployment.to_owned(),
+                asked: asked.to_owned(),
             });
         }
-        let issuer = Issuer::new(root_parameters(deployment)?, key);
+        let issuer = Issuer::new(root_parameters(found)?, key);
         Ok(Self {
             directory: directory.to_owned(),
-            deployment: deployment.to_owned(),
+            deployment: found.to_owned(),
             certificate,
             issuer,
         })
