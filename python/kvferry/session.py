@@ -148,8 +148,8 @@ class Session:
     def lost(self, now: float) -> None:
         """Handles the end of a connection, or of an attempt.
 
-        Requests that are bound to it fail, and orders that were sent: repeated over the next connection, they could undo
-        what another operator has ordered since, or order it from a successor.
+        Requests that are bound to it fail, and orders that were sent: repeated over the next connection, they could
+        undo what another operator has ordered since, or order it from a successor.
         """
         if self.lost_at is None:
             self.lost_at = now
