@@ -167,8 +167,8 @@ class Client(BaseClient):
 
     def _ended(self, _: asyncio.Task[None]) -> None:
         self._closing = True
-        self._session.lost(time.monotonic())
         self._session.closed()
+        self._session.lost(time.monotonic())
 
     async def _connect_and_converse(self, context: zmq.Context) -> bool:
         """Runs one connection until it ends; returns True. Raises if no welcome is received."""

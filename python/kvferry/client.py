@@ -191,6 +191,9 @@ class Client(BaseClient):
                     self._set_problem(str(error))
                 except Exception:
                     logger.exception("kvferry: the conversation with %s failed", self.directory)
+                if self._closing:
+                    # Before the end of the connection, which would be the reason of fewer requests.
+                    self._session.closed()
                 self._session.lost(time.monotonic())
                 self._take_turn()
                 until = time.monotonic() + backoff_s

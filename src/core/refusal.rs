@@ -215,8 +215,8 @@ pub enum Refusal {
     NotLoaded,
     /// A copy failed on this number of ranks; it has ended everywhere.
     #[error(
-        "the copy failed on {0} rank(s), or was not ready before the deadline because their `written` was missing; nothing writes these \
-         pages any longer"
+        "the copy failed on {0} rank(s), or had not begun there by the deadline (did the ranks report `written`?); nothing \
+         writes these pages any longer"
     )]
     CopyFailed(u32),
     /// Copies of stores that were cancelled have not ended by the request's deadline.

@@ -66,16 +66,10 @@ impl StoreBatches {
         Ok(())
     }
 
-    /// The message of a store that waits for its answer.
-    fn message_of(&self, engine: EngineId, store: RequestId) -> Option<RequestId> {
-        let place = self.places.get(&(engine, store));
-        place.map(|(message, _)| *message)
-    }
-
     /// Refuses a request under the id of a store that waits for its answer in a message with others: the answer of the
     /// store goes to that message, and the request would never have one.
     pub(super) fn check_id(&self, engine: EngineId, id: RequestId) -> Result<(), ErrorBody> {
-        let Some(message) = self.message_of(engine, id) else {
+        let Some((message, _)) = self.places.get(&(engine, id)) else {
             return Ok(());
         };
         let text = format!(

@@ -606,7 +606,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.reply(peer, request, Message::Error(error));
             return Ok(());
         }
-        let user = opening.as_ref().map_or(User::Own, |opening| opening.user);
+        let user = self.ranks.user_of(peer);
+        let user = opening.as_ref().map_or(user, |opening| opening.user);
         if through > RequestId(0) && self.forgets_abandoned_of(host, peer, request, (engine, user))
         {
             return Ok(());
