@@ -88,29 +88,41 @@ pub struct Envelope {
 
 /// Encodes the two parts of a message. Fails when a limit or the version forbids it.
 pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), EncodeError> {
-    let kind = envelope.message.kind();
-    let version = envelope.version;
+    let header = Header {
+        version: envelope.version,
+        kind: envelope.message.kind().number(),
+        correlation: envelope.correlation,
+        deadline_ms: envelope.deadline_ms,
+        required: 0,
+        epoch: envelope.epoch,
+    };
+    encode_message(header, &envelope.message)
+}
+
+/// As [`encode`], for a message that is not moved into an envelope. The kind of the header is that of the message.
+pub fn encode_message(
+    header: Header,
+    message: &Message,
+) -> Result<([u8; HEADER_BYTES], Vec<u8>), EncodeError> {
+    let kind = message.kind();
+    let version = header.version;
     if !is_spoken(kind, version, VERSION_MIN, VERSION) {
         return Err(EncodeError::Version {
             kind: kind.name(),
             version,
         });
     }
-    check(&envelope.message)?;
-    check_pages(&envelope.message)?;
-    check_lists(&envelope.message, version)?;
+    check(message)?;
+    check_pages(message)?;
+    check_lists(message, version)?;
     let header = Header {
-        version,
         kind: kind.number(),
-        correlation: envelope.correlation,
-        deadline_ms: envelope.deadline_ms,
-        required: 0,
-        epoch: envelope.epoch,
+        ..header
     };
     let mut body = Vec::with_capacity(USUAL_BODY_BYTES);
     let written = match version {
-        1 => flat(&envelope.message).write(&mut body),
-        _ => match &envelope.message {
+        1 => flat(message).write(&mut body),
+        _ => match message {
             Message::Transfer(transfer) => transfer::write(transfer, &mut body),
             message => message.write(&mut body),
         },

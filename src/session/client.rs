@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::server::Encoded;
 use kvferry_protocol::{
     Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello,
-    Message, MessageKind, VERSION, Welcome, decode, encode,
+    Message, MessageKind, VERSION, Welcome, decode, encode, encode_message,
 };
 use kvferry_types::{Epoch, LinkId, RequestId, Time};
 
@@ -338,7 +338,7 @@ impl<R> ClientSession<R> {
                 }
                 open.pinged = true;
                 let beat_ms = u32::try_from(open.heartbeat.as_millis()).unwrap_or(u32::MAX);
-                let ping = self.encode(RequestId(0), Message::Ping(Empty {}), beat_ms);
+                let ping = self.encode(RequestId(0), &Message::Ping(Empty {}), beat_ms);
                 match ping {
                     Ok(ping) => self.send(now, ping),
                     Err(failure) => self.lose(now, &failure.message),
@@ -389,7 +389,7 @@ impl<R> ClientSession<R> {
         if let Message::Error(error) = &message {
             *self.refused.entry(error.code()).or_default() += 1;
         }
-        match self.encode(correlation, message, 0) {
+        match self.encode(correlation, &message, 0) {
             Ok(encoded) => self.send(now, encoded),
             Err(failure) => tracing::error!(%failure, "an answer cannot be encoded"),
         }
@@ -572,7 +572,7 @@ impl<R> ClientSession<R> {
                 refusal(&header.byte_order().unwrap_or(unknown))
             }
         };
-        let encoded = self.encode(header.correlation, answer, 0)?;
+        let encoded = self.encode(header.correlation, &answer, 0)?;
         self.send(now, encoded);
         Ok(())
     }
@@ -605,7 +605,7 @@ impl<R> ClientSession<R> {
         let unsent = !pending.sent;
         let left = now.until(pending.request.deadline);
         let left_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1);
-        let encoded = self.encode(id, pending.request.message.clone(), left_ms);
+        let encoded = self.encode(id, &pending.request.message, left_ms);
         let failed = |failure| self.fail(id, Failure { unsent, ..failure });
         encoded.map_err(failed).ok()
     }
@@ -628,16 +628,18 @@ impl<R> ClientSession<R> {
     fn encode(
         &self,
         id: RequestId,
-        message: Message,
+        message: &Message,
         deadline_ms: u32,
     ) -> Result<Encoded, Failure> {
-        let encoded = encode(&Envelope {
+        let header = Header {
             version: self.version,
+            kind: message.kind().number(),
             correlation: id,
             deadline_ms,
+            required: 0,
             epoch: self.epoch,
-            message,
-        });
+        };
+        let encoded = encode_message(header, message);
         let failed = |code, text: String| Failure {
             // The same message fits into no later attempt.
             retry: false,
