@@ -162,9 +162,11 @@ pub(crate) fn cut(mut text: String) -> String {
             .find(|end| text.is_char_boundary(*end));
         text.truncate(end.unwrap_or(0));
     }
-    // Control characters have one of these bytes. Few texts have one, and bytes are compared faster than characters.
-    let may_have_control = |byte: &u8| *byte < b' ' || *byte == 0x7f || *byte == 0xc2;
-    match text.as_bytes().iter().any(may_have_control) {
+    // Control characters have one of these bytes. Few texts have one, and bytes are compared faster than characters: many at
+    // a time, because the search does not end at the first one.
+    let may_have_control = |byte: u8| (byte < b' ') | (byte == 0x7f) | (byte == 0xc2);
+    let bytes = text.as_bytes().iter();
+    match bytes.fold(false, |found, byte| found | may_have_control(*byte)) {
         true => text.replace(char::is_control, "?"),
         false => text,
     }

@@ -1,7 +1,12 @@
 //! The error that an engine or a worker receives when the core refuses a request.
 
+use std::fmt::Write as _;
+
 use kvferry_core::{Refusal, RefusalReason};
 use kvferry_protocol::{ErrorBody, ErrorCode};
+
+/// Bytes that most texts of refusals fit into.
+const TEXT_BYTES: usize = 192;
 
 pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
     let code = match refusal.reason() {
@@ -20,8 +25,11 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         RefusalReason::StaleRequest => ErrorCode::StaleRequest,
         RefusalReason::Quota => ErrorCode::Quota,
     };
+    let mut text = String::with_capacity(TEXT_BYTES);
+    // Writing to a string does not fail.
+    write!(text, "{refusal}").ok();
     ErrorBody {
         over: refusal.is_over(),
-        ..ErrorBody::new(code, refusal.to_string())
+        ..ErrorBody::new(code, text)
     }
 }
