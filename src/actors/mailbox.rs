@@ -1,8 +1,8 @@
 //! Credits for mailboxes. An actor's mailbox has no limit of its own: a sender takes a credit before each message, and
 //! the credit returns when the message has been handled.
 
+use std::pin::pin;
 use std::sync::Arc;
-
 use std::time::Duration;
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
@@ -35,10 +35,12 @@ impl MailboxPump {
         let stopped = Arc::clone(&stop);
         let task = tokio::spawn(async move {
             let credits = Credits::new();
+            let mut stopped = pin!(stopped.notified());
             loop {
                 let events = tokio::select! {
+                    biased;
+                    () = &mut stopped => break,
                     events = server.next() => events,
-                    () = stopped.notified() => break,
                 };
                 let batch = match events {
                     Some(events) => credits.attach(events).await,

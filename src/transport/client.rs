@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot, watch};
 
+use crate::clock::{Timer, within};
 use crate::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
 use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
@@ -152,6 +153,7 @@ impl Client {
             connecting: None,
             connection: None,
             refused: note_refused,
+            timer: Timer::new(),
         };
         tokio::spawn(runner.run());
         (
@@ -280,11 +282,10 @@ impl Client {
     ) -> Result<Message, Failure> {
         let (command, answer) = self.prepare(id, message, timeout, grace, link);
         let limit = timeout.saturating_add(grace);
-        let queued = tokio::time::timeout(limit, self.commands.send(command));
-        match queued.await {
-            Ok(Ok(())) => answer.await,
-            Ok(Err(_)) => Err(closed()),
-            Err(_) => Err(Failure::unsent(
+        match within(limit, self.commands.send(command)).await {
+            Some(Ok(())) => answer.await,
+            Some(Err(_)) => Err(closed()),
+            None => Err(Failure::unsent(
                 ErrorCode::Deadline,
                 "the request was not sent: too many others wait to be sent",
             )),
@@ -421,6 +422,8 @@ struct ClientTask {
     connecting: Option<Connecting>,
     connection: Option<Connection>,
     refused: watch::Sender<BTreeMap<ErrorCode, u64>>,
+    /// Fires when the session's timers are due.
+    timer: Timer,
 }
 
 type Connecting = Pin<Box<dyn Future<Output = Result<Connection, TransportError>> + Send>>;
@@ -472,7 +475,7 @@ impl ClientTask {
                     }
                     Some(ClientCommand::Close) | None => return,
                 },
-                () = sleep_until(due) => self.session.tick(self.clock.now()),
+                () = self.timer.fired(due) => self.session.tick(self.clock.now()),
             }
         }
     }
@@ -540,14 +543,6 @@ async fn opened(connecting: &mut Option<Connecting>) -> Result<Connection, Trans
 async fn received(connection: &mut Option<Connection>) -> Option<Frame> {
     match connection {
         Some(connection) => connection.recv().await.ok(),
-        None => std::future::pending().await,
-    }
-}
-
-/// Sleeps until a point in time; for ever without one.
-async fn sleep_until(at: Option<tokio::time::Instant>) {
-    match at {
-        Some(at) => tokio::time::sleep_until(at).await,
         None => std::future::pending().await,
     }
 }

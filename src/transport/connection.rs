@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
-use tokio::time::timeout;
 
+use super::clock::within;
 use super::queue::{Budget, Queued};
 use super::{Closed, Frame, Limits, SendError};
 
@@ -93,13 +93,14 @@ impl ConnectionSender {
     pub async fn send(&self, frame: Frame) -> Result<(), SendError> {
         self.budget.check(&frame)?;
         let admitted = tokio::select! {
-            admitted = timeout(self.budget.limits.slow_after, self.budget.admit(frame)) => admitted,
+            biased;
+            admitted = within(self.budget.limits.slow_after, self.budget.admit(frame)) => admitted,
             () = self.outbox.closed() => return Err(SendError::Gone),
         };
         match admitted {
-            Ok(Some(queued)) => self.enqueue(queued),
-            Ok(None) => Err(SendError::Gone),
-            Err(_) => Err(SendError::Slow),
+            Some(Some(queued)) => self.enqueue(queued),
+            Some(None) => Err(SendError::Gone),
+            None => Err(SendError::Slow),
         }
     }
 

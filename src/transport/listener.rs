@@ -1,7 +1,7 @@
 //! The server end of connections, common to all transports: bounded queues and tasks of the transport.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::timeout;
 
+use super::clock::within;
 use super::queue::{Budget, Queued};
 use super::zmtp::Violation;
 use super::{Address, CloseReason, Frame, Limits, ListenerEvent, Origin, PeerId, SendError};
@@ -96,18 +97,22 @@ impl PeerLink {
         }
     }
 
-    /// Completes when the peer is to be closed once the frames queued for it are written.
-    pub(super) fn closing(&self) -> impl Future<Output = ()> + Send + use<> {
-        let mut end = self.end.clone();
+    /// As [`Self::killed`], and also `limit` after the peer was to be closed once the frames queued for it are written.
+    pub(super) fn ended(
+        &self,
+        limit: Duration,
+    ) -> impl Future<Output = CloseReason> + Send + use<> {
+        let (mut end, killed) = (self.end.clone(), self.killed());
         async move {
             end.wait_for(|end| *end != End::No).await.ok();
+            timeout(limit, killed).await.unwrap_or(CloseReason::ByUs)
         }
     }
 }
 
 /// The open peers of a listener.
 pub(super) struct Peers {
-    entries: Mutex<HashMap<PeerId, Arc<PeerEntry>>>,
+    entries: Mutex<BTreeMap<PeerId, Arc<PeerEntry>>>,
     limits: Arc<Limits>,
     /// Connections that were refused before they were open.
     refused: AtomicU64,
@@ -128,7 +133,7 @@ pub(crate) struct RefusedCounts {
 }
 
 impl Peers {
-    fn entries(&self) -> MutexGuard<'_, HashMap<PeerId, Arc<PeerEntry>>> {
+    fn entries(&self) -> MutexGuard<'_, BTreeMap<PeerId, Arc<PeerEntry>>> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -235,6 +240,7 @@ impl PeerIntake {
             Some((place, self.intake.budget.admit(frame).await?))
         };
         let (place, queued) = tokio::select! {
+            biased;
             admitted = admitted => admitted.ok_or(SendError::Gone)?,
             () = self.intake.events.closed() => return Err(SendError::Gone),
         };
@@ -266,7 +272,7 @@ impl Listener {
     ) -> (Self, Intake) {
         let (events, events_rx) = mpsc::channel(EVENTS_MAX);
         let peers = Arc::new(Peers {
-            entries: Mutex::new(HashMap::new()),
+            entries: Mutex::new(BTreeMap::new()),
             limits: limits.clone(),
             refused: AtomicU64::new(0),
             violations: AtomicU64::new(0),
@@ -300,24 +306,17 @@ impl Listener {
     pub(super) async fn next_charged(
         &mut self,
     ) -> Option<(ListenerEvent, Option<OwnedSemaphorePermit>)> {
-        let event = self.events.recv().await?;
-        Some(match event {
-            QueuedEvent::Opened { peer, origin } => (ListenerEvent::Opened { peer, origin }, None),
-            QueuedEvent::Frame {
-                peer,
-                queued,
-                place,
-            } => {
-                drop(place);
-                let Queued { frame, permit } = queued;
-                (ListenerEvent::Frame { peer, frame }, Some(permit))
-            }
-            QueuedEvent::Closed { peer, reason } => (ListenerEvent::Closed { peer, reason }, None),
-        })
+        Some(charged(self.events.recv().await?))
+    }
+
+    /// As [`Self::next_charged`], without waiting; `None` also when no event is queued.
+    pub(super) fn try_next_charged(
+        &mut self,
+    ) -> Option<(ListenerEvent, Option<OwnedSemaphorePermit>)> {
+        Some(charged(self.events.try_recv().ok()?))
     }
 
     /// Events that are queued.
-    #[cfg(test)]
     pub(super) fn queued(&self) -> usize {
         self.events.len()
     }
@@ -348,6 +347,23 @@ impl Listener {
     }
 }
 
+/// Splits a queued event into the event and the permits of its frame.
+fn charged(event: QueuedEvent) -> (ListenerEvent, Option<OwnedSemaphorePermit>) {
+    match event {
+        QueuedEvent::Opened { peer, origin } => (ListenerEvent::Opened { peer, origin }, None),
+        QueuedEvent::Frame {
+            peer,
+            queued,
+            place,
+        } => {
+            drop(place);
+            let Queued { frame, permit } = queued;
+            (ListenerEvent::Frame { peer, frame }, Some(permit))
+        }
+        QueuedEvent::Closed { peer, reason } => (ListenerEvent::Closed { peer, reason }, None),
+    }
+}
+
 impl Drop for Listener {
     fn drop(&mut self) {
         self.guard = None;
@@ -372,14 +388,15 @@ impl FrameSender {
         entry.budget.check(&frame)?;
         let mut end = entry.end.subscribe();
         let admitted = tokio::select! {
-            admitted = timeout(entry.budget.limits.slow_after, entry.budget.admit(frame)) => admitted,
+            biased;
+            admitted = within(entry.budget.limits.slow_after, entry.budget.admit(frame)) => admitted,
             _ = end.wait_for(End::is_now) => return Err(SendError::Gone),
             () = entry.outbox.closed() => return Err(SendError::Gone),
         };
         match admitted {
-            Ok(Some(queued)) => Self::enqueue(&entry, queued),
-            Ok(None) => Err(SendError::Gone),
-            Err(_) => {
+            Some(Some(queued)) => Self::enqueue(&entry, queued),
+            Some(None) => Err(SendError::Gone),
+            None => {
                 entry.kill(CloseReason::SlowConsumer);
                 Err(SendError::Slow)
             }

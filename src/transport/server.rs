@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
 use crate::process::ProcessWatch;
 use crate::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
@@ -30,7 +31,11 @@ pub struct ServerEvents {
 }
 
 impl ServerEvents {
-    fn push(&mut self, event: ServerEvent) {
+    /// Adds an event, to which up to `more` may follow.
+    fn push(&mut self, event: ServerEvent, more: usize) {
+        if self.events.is_empty() {
+            self.events.reserve_exact((1 + more).min(SERVER_BATCH_MAX));
+        }
         self.events.push_back(event);
     }
 
@@ -169,6 +174,8 @@ pub struct Server {
     session: Shared,
     host: Host,
     epoch: Epoch,
+    /// When the session's timers are due, if nothing arrives.
+    sweep: Interval,
 }
 
 impl Server {
@@ -186,11 +193,14 @@ impl Server {
         };
         let epoch = settings.epoch;
         let session = ServerSession::new(settings, host.now());
+        let mut sweep = interval_at(Instant::now() + session.sweep(), session.sweep());
+        sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Self {
             listener,
             session: Arc::new(Mutex::new(session)),
             host,
             epoch,
+            sweep,
         }
     }
 
@@ -223,21 +233,17 @@ impl Server {
     pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {
             let mut events = ServerEvents::default();
-            let sweep = lock(&self.session).sweep();
-            match tokio::time::timeout(sweep, self.listener.next_charged()).await {
-                Ok(Some(event)) => self.take(event, &mut events),
-                Ok(None) => return None,
-                Err(_) => {}
+            tokio::select! {
+                biased;
+                event = self.listener.next_charged() => self.take(event?, &mut events),
+                _ = self.sweep.tick() => {}
             }
             // The result is not needed: the listener reports the closed peers.
             lock(&self.session).tick(&mut self.host);
             for _ in 1..SERVER_BATCH_MAX {
-                let more = tokio::select! {
-                    biased;
-                    event = self.listener.next_charged() => event,
-                    () = std::future::ready(()) => None,
+                let Some(event) = self.listener.try_next_charged() else {
+                    break;
                 };
-                let Some(event) = more else { break };
                 self.take(event, &mut events);
             }
             if !events.events.is_empty() {
@@ -258,12 +264,12 @@ impl Server {
             ListenerEvent::Closed { peer, .. } => {
                 self.host.watches.remove(&peer);
                 if let Some(event) = lock(&self.session).closed(peer) {
-                    events.push(event);
+                    events.push(event, self.listener.queued());
                 }
             }
             ListenerEvent::Frame { peer, frame } => {
                 if let Some(event) = self.message(peer, &frame) {
-                    events.push(event);
+                    events.push(event, self.listener.queued());
                     events.charge(charge);
                 }
             }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::Notify;
-use tokio::time::timeout;
 
+use super::clock::within;
 use super::zmtp::{self, Item, Parser, Part, PingContext};
 use super::{Frame, Limits, Violation};
 
@@ -241,18 +241,18 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
     /// Writes all bytes that are collected.
     pub(super) async fn flush(&mut self) -> Result<(), StreamEnd> {
         self.write_buffer().await?;
-        match timeout(self.slow_after, self.write.flush()).await {
-            Ok(flushed) => Ok(flushed?),
-            Err(_) => Err(StreamEnd::Slow),
+        match within(self.slow_after, self.write.flush()).await {
+            Some(flushed) => Ok(flushed?),
+            None => Err(StreamEnd::Slow),
         }
     }
 
     /// Writes all bytes that are collected, and ends the stream.
     pub(super) async fn end(&mut self) -> Result<(), StreamEnd> {
         self.flush().await?;
-        match timeout(self.slow_after, self.write.shutdown()).await {
-            Ok(ended) => Ok(ended?),
-            Err(_) => Err(StreamEnd::Slow),
+        match within(self.slow_after, self.write.shutdown()).await {
+            Some(ended) => Ok(ended?),
+            None => Err(StreamEnd::Slow),
         }
     }
 
@@ -266,11 +266,11 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
 
     async fn put(&mut self, mut bytes: &[u8]) -> Result<(), StreamEnd> {
         while !bytes.is_empty() {
-            match timeout(self.slow_after, self.write.write(bytes)).await {
-                Ok(Ok(0)) => return Err(StreamEnd::Closed),
-                Ok(Ok(written)) => bytes = &bytes[written..],
-                Ok(Err(error)) => return Err(error.into()),
-                Err(_) => return Err(StreamEnd::Slow),
+            match within(self.slow_after, self.write.write(bytes)).await {
+                Some(Ok(0)) => return Err(StreamEnd::Closed),
+                Some(Ok(written)) => bytes = &bytes[written..],
+                Some(Err(error)) => return Err(error.into()),
+                None => return Err(StreamEnd::Slow),
             }
         }
         Ok(())

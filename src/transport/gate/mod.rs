@@ -220,6 +220,7 @@ async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
         }
     };
     tokio::select! {
+        biased;
         refused = serving => refused,
         () = gate.intake.events.closed() => None,
     }

@@ -22,15 +22,14 @@ impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> OpenConnection<R, W> {
     pub(super) async fn run(mut self, gate: &Gate) {
         let link = &mut self.link.link;
         let (peer, slow_after) = (link.peer, gate.limits.slow_after);
-        let (killed, closing) = (link.killed(), link.closing());
+        let ended = link.ended(slow_after);
         let ping = Ping::default();
         let intake = gate.intake.of(peer);
         let reason = tokio::select! {
             biased;
-            reason = killed => reason,
+            reason = ended => reason,
             reason = upward(&mut self.reader, &intake, &ping) => reason,
             reason = downward(&mut self.writer, &mut link.outbox, &ping) => reason,
-            () = async { closing.await; tokio::time::sleep(slow_after).await } => CloseReason::ByUs,
         };
         if let CloseReason::Violation(violation) = reason {
             gate.intake.peers.note_violation(violation);
@@ -90,6 +89,7 @@ async fn send<W: AsyncWrite + Unpin>(
             Err(_) => {
                 writer.flush().await?;
                 tokio::select! {
+                    biased;
                     next = outbox.recv() => next,
                     () = ping.came() => continue,
                 }
