@@ -319,6 +319,13 @@ impl ServerSession {
 
     /// Returns why a client is not welcomed; `None` when it is.
     fn refusal(&self, host: &impl ServerHost, hello: &Hello, version: u16) -> Option<ErrorBody> {
+        if hello.version_min > hello.version_max {
+            let text = format!(
+                "version_min is {} and version_max {}: give the oldest and the newest version that you support",
+                hello.version_min, hello.version_max
+            );
+            return Some(ErrorBody::new(ErrorCode::Invalid, text));
+        }
         if version < hello.version_min.max(VERSION_MIN) {
             let (min, max) = (hello.version_min, hello.version_max);
             let newest = self.version_max;

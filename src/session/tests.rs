@@ -448,6 +448,31 @@ fn a_worker_is_welcomed_for_a_seat_that_the_leader_has() {
 }
 
 #[test]
+fn a_hello_names_its_oldest_version_first() {
+    let (mut server, mut host) = server();
+    server.opened(&mut host, PEER, local(Some(5)));
+    let hello = Hello {
+        version_min: 2,
+        version_max: 1,
+        ..hello(Role::Engine)
+    };
+    let (header, body) = from_server(HELLO_VERSION, 0, Message::Hello(hello));
+    assert!(take(&mut server, &mut host, &header, &body).is_none());
+    let (_, answer) = host.sent.pop().expect("an answer");
+    let Message::Error(error) = answer.message else {
+        panic!("unexpected {answer:?}");
+    };
+    assert_eq!(error.code(), ErrorCode::Invalid);
+    assert!(
+        error
+            .message
+            .starts_with("version_min is 2 and version_max 1"),
+        "{}",
+        error.message
+    );
+}
+
+#[test]
 fn an_engine_without_a_name_is_refused() {
     let zero = [0; 16];
     for (role, engine, welcomed) in [

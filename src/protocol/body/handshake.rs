@@ -34,7 +34,7 @@ pub struct Hello {
     /// Engine instance that a worker or a rank belongs to.
     #[serde(default)]
     pub replica: u16,
-    /// Features beyond the version, one bit each: [`FEATURE_TIMELINE`], [`FEATURE_TAILS`].
+    /// Features beyond the version, one bit each: 1 is [`FEATURE_TIMELINE`], 2 is [`FEATURE_TAILS`].
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
 }
