@@ -52,6 +52,8 @@ pub fn process_with_errors(
         .args(arguments)
         .arg(folder)
         .stdin(Stdio::piped())
+        // What a leader tells its supervisor does not belong between the results.
+        .stdout(Stdio::null())
         .stderr(errors)
         .kill_on_drop(true)
         .spawn();
