@@ -88,24 +88,40 @@ pub struct Envelope {
 
 /// Encodes the two parts of a message. Fails when a limit or the version forbids it.
 pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), EncodeError> {
-    let header = Header {
+    let fields = EnvelopeFields {
         version: envelope.version,
-        kind: envelope.message.kind().number(),
         correlation: envelope.correlation,
         deadline_ms: envelope.deadline_ms,
-        required: 0,
         epoch: envelope.epoch,
     };
-    encode_message(header, &envelope.message)
+    encode_message(fields, &envelope.message)
 }
 
-/// As [`encode`], for a message that is not moved into an envelope. The kind of the header is that of the message.
+/// The fields of an [`Envelope`] beside its message.
+#[derive(Debug, Clone, Copy)]
+pub struct EnvelopeFields {
+    /// See [`Envelope::version`].
+    pub version: u16,
+    /// See [`Envelope::correlation`].
+    pub correlation: RequestId,
+    /// See [`Envelope::deadline_ms`].
+    pub deadline_ms: u32,
+    /// See [`Envelope::epoch`].
+    pub epoch: Epoch,
+}
+
+/// As [`encode`], for a message that is not moved into an envelope.
 pub fn encode_message(
-    header: Header,
+    fields: EnvelopeFields,
     message: &Message,
 ) -> Result<([u8; HEADER_BYTES], Vec<u8>), EncodeError> {
+    let EnvelopeFields {
+        version,
+        correlation,
+        deadline_ms,
+        epoch,
+    } = fields;
     let kind = message.kind();
-    let version = header.version;
     if !is_spoken(kind, version, VERSION_MIN, VERSION) {
         return Err(EncodeError::Version {
             kind: kind.name(),
@@ -116,8 +132,12 @@ pub fn encode_message(
     check_pages(message)?;
     check_lists(message, version)?;
     let header = Header {
+        version,
         kind: kind.number(),
-        ..header
+        correlation,
+        deadline_ms,
+        required: 0,
+        epoch,
     };
     let mut body = Vec::with_capacity(USUAL_BODY_BYTES);
     let written = match version {

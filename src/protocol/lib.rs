@@ -40,7 +40,7 @@ pub use body::{
 };
 pub use call::Call;
 pub use catalogue::catalogue;
-pub use codec::{Envelope, Message, check_header, decode, encode, encode_message};
+pub use codec::{Envelope, EnvelopeFields, Message, check_header, decode, encode, encode_message};
 pub use error::{DecodeError, EncodeError, ErrorCode};
 pub use header::{HEADER_BYTES, Header};
 pub use kind::{Class, MessageKind};

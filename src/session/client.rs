@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use super::server::Encoded;
 use kvferry_protocol::{
-    Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello,
-    Message, MessageKind, VERSION, Welcome, decode, encode, encode_message,
+    Class, DecodeError, Empty, Envelope, EnvelopeFields, ErrorBody, ErrorCode, HELLO_VERSION,
+    Header, Hello, Message, MessageKind, VERSION, Welcome, decode, encode, encode_message,
 };
 use kvferry_types::{Epoch, LinkId, RequestId, Time};
 
@@ -631,15 +631,13 @@ impl<R> ClientSession<R> {
         message: &Message,
         deadline_ms: u32,
     ) -> Result<Encoded, Failure> {
-        let header = Header {
+        let fields = EnvelopeFields {
             version: self.version,
-            kind: message.kind().number(),
             correlation: id,
             deadline_ms,
-            required: 0,
             epoch: self.epoch,
         };
-        let encoded = encode_message(header, message);
+        let encoded = encode_message(fields, message);
         let failed = |code, text: String| Failure {
             // The same message fits into no later attempt.
             retry: false,

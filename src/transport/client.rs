@@ -422,7 +422,7 @@ struct ClientTask {
     connecting: Option<Connecting>,
     connection: Option<Connection>,
     refused: watch::Sender<BTreeMap<ErrorCode, u64>>,
-    /// Fires when the session's timers are due.
+    /// Fires when the session's timers are due, or earlier.
     timer: Timer,
 }
 

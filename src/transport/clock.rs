@@ -51,8 +51,8 @@ pub(super) async fn within<F: Future>(limit: Duration, work: F) -> Option<F::Out
     }
 }
 
-/// A timer that fires by the time that is asked for, or earlier. It is moved to an earlier time only: most requests put off
-/// what is due next, and a timer that fires early costs less than one that is moved for each request.
+/// A timer that fires by the time that is asked for, or earlier. It is set again only for an earlier time: most requests put
+/// off what is due next, and a timer that fires early costs less than one that is set again for each request.
 pub(super) struct Timer {
     sleep: Pin<Box<Sleep>>,
     /// False once `sleep` has fired, until it is set again.
@@ -67,7 +67,8 @@ impl Timer {
         }
     }
 
-    /// Waits until `due` at most; for ever when nothing is due, and nothing was. Cancel safe.
+    /// Waits until `due`, or until the earlier time of a call before that was dropped: the caller checks what is due. Waits for
+    /// ever without either. Cancel safe.
     pub(super) async fn fired(&mut self, due: Option<Instant>) {
         if let Some(due) = due
             && !(self.set && self.sleep.deadline() <= due)

@@ -324,6 +324,41 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
     assert!(raw.0.recv().await.is_err(), "the connection is gone");
 }
 
+/// The kernel wakes a process a little late, now more and now less.
+#[tokio::test(start_paused = true)]
+async fn a_silent_peer_is_closed_in_time_however_late_timers_fire() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let raw = Raw::connect(&transport).await;
+    raw.send_message(1, Message::Hello(hello(1, 2))).await;
+    let begun = tokio::time::Instant::now();
+    let late = async {
+        let step = Duration::from_millis(10);
+        for (beat, late_ms) in (1..).zip([1, 0, 2, 1, 3, 2, 4, 3]) {
+            while begun.elapsed() < HEARTBEAT * beat - step {
+                tokio::time::advance(step).await;
+            }
+            let until = HEARTBEAT * beat + Duration::from_millis(late_ms);
+            tokio::time::advance(until - begun.elapsed()).await;
+        }
+    };
+    let closed = async {
+        loop {
+            for event in server.next().await.expect("the server receives") {
+                if let ServerEvent::Closed { .. } = event {
+                    return begun.elapsed();
+                }
+            }
+        }
+    };
+    let closed = tokio::select! {
+        biased;
+        closed = closed => closed,
+        () = late => panic!("not closed within {:?}", begun.elapsed()),
+    };
+    assert!(closed < HEARTBEAT * 5, "{closed:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn messages_that_arrived_while_the_server_was_busy_count() {
     let transport = MemoryTransport::default();

@@ -97,7 +97,8 @@ impl PeerLink {
         }
     }
 
-    /// As [`Self::killed`], and also `limit` after the peer was to be closed once the frames queued for it are written.
+    /// Completes when the peer must be closed immediately, with the reason. A peer that is closed after its queued frames
+    /// has `limit` for them.
     pub(super) fn ended(
         &self,
         limit: Duration,
@@ -347,7 +348,7 @@ impl Listener {
     }
 }
 
-/// Splits a queued event into the event and the permits of its frame.
+/// Splits a queued event into the event and the permits of its frame. Gives the place of its peer in the queue back.
 fn charged(event: QueuedEvent) -> (ListenerEvent, Option<OwnedSemaphorePermit>) {
     match event {
         QueuedEvent::Opened { peer, origin } => (ListenerEvent::Opened { peer, origin }, None),

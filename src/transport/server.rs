@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
+use crate::clock::Timer;
 use crate::process::ProcessWatch;
 use crate::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
 use kvferry_protocol::{Connections, ErrorBody, ErrorCode, Message, decode};
@@ -31,11 +31,12 @@ pub struct ServerEvents {
 }
 
 impl ServerEvents {
-    /// Adds an event, to which up to `more` may follow.
-    fn push(&mut self, event: ServerEvent, more: usize) {
-        if self.events.is_empty() {
-            self.events.reserve_exact((1 + more).min(SERVER_BATCH_MAX));
-        }
+    /// Makes room for about this many events: for one event, less than a queue takes by itself.
+    fn expect(&mut self, events: usize) {
+        self.events.reserve_exact(events.min(SERVER_BATCH_MAX));
+    }
+
+    fn push(&mut self, event: ServerEvent) {
         self.events.push_back(event);
     }
 
@@ -174,8 +175,8 @@ pub struct Server {
     session: Shared,
     host: Host,
     epoch: Epoch,
-    /// When the session's timers are due, if nothing arrives.
-    sweep: Interval,
+    /// Fires when the session's timers are due, or earlier.
+    timer: Timer,
 }
 
 impl Server {
@@ -193,14 +194,12 @@ impl Server {
         };
         let epoch = settings.epoch;
         let session = ServerSession::new(settings, host.now());
-        let mut sweep = interval_at(Instant::now() + session.sweep(), session.sweep());
-        sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Self {
             listener,
             session: Arc::new(Mutex::new(session)),
             host,
             epoch,
-            sweep,
+            timer: Timer::new(),
         }
     }
 
@@ -232,11 +231,16 @@ impl Server {
     /// pings or refused requests without a pause keeps neither the events of others waiting nor the session's timers.
     pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {
-            let mut events = ServerEvents::default();
-            tokio::select! {
+            let due = self.host.clock.instant(lock(&self.session).next_timeout());
+            let first = tokio::select! {
                 biased;
-                event = self.listener.next_charged() => self.take(event?, &mut events),
-                _ = self.sweep.tick() => {}
+                first = self.listener.next_charged() => Some(first?),
+                () = self.timer.fired(due) => None,
+            };
+            let mut events = ServerEvents::default();
+            if let Some(first) = first {
+                events.expect(1 + self.listener.queued());
+                self.take(first, &mut events);
             }
             // The result is not needed: the listener reports the closed peers.
             lock(&self.session).tick(&mut self.host);
@@ -264,12 +268,12 @@ impl Server {
             ListenerEvent::Closed { peer, .. } => {
                 self.host.watches.remove(&peer);
                 if let Some(event) = lock(&self.session).closed(peer) {
-                    events.push(event, self.listener.queued());
+                    events.push(event);
                 }
             }
             ListenerEvent::Frame { peer, frame } => {
                 if let Some(event) = self.message(peer, &frame) {
-                    events.push(event, self.listener.queued());
+                    events.push(event);
                     events.charge(charge);
                 }
             }
