@@ -206,6 +206,15 @@ mod tests {
 
         /// Stores the two pages of a sequence. Returns whether there was room, and the namespaces that lost pages for it.
         fn store(&mut self, namespace: &[u8], salt: u8) -> (bool, Vec<NamespaceId>) {
+            self.store_pages(namespace, salt, 2)
+        }
+
+        fn store_pages(
+            &mut self,
+            namespace: &[u8],
+            salt: u8,
+            pages: u32,
+        ) -> (bool, Vec<NamespaceId>) {
             let before: Vec<_> = self.pool.view().collect();
             let before: Vec<(PageRun, NamespaceId)> = before
                 .iter()
@@ -218,9 +227,9 @@ mod tests {
             let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
             let room = self.pool.reserve(
                 &self.domain(namespace),
-                sequence(2, salt).view(),
+                sequence(pages, salt).view(),
                 0,
-                2,
+                pages,
                 None,
                 &mut self.next,
                 &mut reserved,
@@ -238,7 +247,7 @@ mod tests {
                 found.expect("a page that was stored").1
             };
             (
-                room == 2,
+                room == pages,
                 evicted.iter().map(|run| owner(run.start)).collect(),
             )
         }
@@ -322,6 +331,16 @@ mod tests {
         let other = tier.key.namespace(&[9]);
         assert_eq!(tier.store(&[0], 6), (false, vec![other]));
         assert_eq!(tier.used(&[0]), 1);
+    }
+
+    #[test]
+    fn a_rule_takes_the_places_that_are_free_before_those_of_others() {
+        let mut tier = Tier::new(EvictionPolicy::Lru, None, &[1, 11]);
+        for (salt, pages) in (0..).zip([2, 2, 2, 2, 2, 1]) {
+            assert_eq!(tier.store_pages(&[1], salt, pages), (true, vec![]));
+        }
+        assert_eq!(tier.store(&[0], 6), (false, vec![]));
+        assert_eq!([tier.used(&[0]), tier.used(&[1])], [1, 11]);
     }
 
     #[test]

@@ -148,6 +148,8 @@ impl Pool {
                     Some(room) if (1..within).contains(&room) => within = room,
                     _ => break,
                 }
+                // So many may be free.
+                pieces = self.fit(domain, hashes, position, within);
                 continue;
             };
             let run = self.trim(victim, within);

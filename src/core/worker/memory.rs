@@ -123,7 +123,8 @@ pub(super) struct Abandoned {
     /// Abandoned requests of at most [`WORKER_ENGINES_MAX`] engines, in order of the engines' last `Abandon`.
     over: Vec<AbandonedRequests>,
     /// Of at most [`WORKER_ABANDONERS_MAX`] engines that were dropped from `over`: requests up to this one count as over.
-    /// A dropped engine has no memory registered, so that this ends no copy that it still wants.
+    /// A dropped engine has no memory registered. If it registers again, requests up to this one still count as over, also
+    /// those that it did not abandon: they fail, and it computes their pages.
     dropped: BTreeMap<EngineId, LastAbandoned>,
     abandoning: Vec<Abandoning>,
 }
