@@ -177,6 +177,8 @@ pub struct Server {
     epoch: Epoch,
     /// Fires when the session's timers are due, or earlier.
     timer: Timer,
+    /// The last batch was full: other tasks of the thread run before the next one.
+    full: bool,
 }
 
 impl Server {
@@ -200,6 +202,7 @@ impl Server {
             host,
             epoch,
             timer: Timer::new(),
+            full: false,
         }
     }
 
@@ -231,6 +234,9 @@ impl Server {
     /// pings or refused requests without a pause keeps neither the events of others waiting nor the session's timers.
     pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {
+            if std::mem::take(&mut self.full) {
+                tokio::task::yield_now().await;
+            }
             let due = self.host.clock.instant(lock(&self.session).next_timeout());
             let first = tokio::select! {
                 biased;
@@ -244,12 +250,14 @@ impl Server {
             }
             // The result is not needed: the listener reports the closed peers.
             lock(&self.session).tick(&mut self.host);
-            for _ in 1..SERVER_BATCH_MAX {
-                let Some(event) = self.listener.try_next_charged() else {
-                    break;
-                };
+            let mut taken = 1;
+            while taken < SERVER_BATCH_MAX
+                && let Some(event) = self.listener.try_next_charged()
+            {
                 self.take(event, &mut events);
+                taken += 1;
             }
+            self.full = taken == SERVER_BATCH_MAX;
             if !events.events.is_empty() {
                 return Some(events);
             }
