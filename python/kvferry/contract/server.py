@@ -291,6 +291,10 @@ class Server(Loop):
             return
         self.watcher.said_hello(peer, message, hello)
         service = peer.endpoint.service
+        if hello.version_min > hello.version_max:
+            text = f"version_min is {hello.version_min} and version_max {hello.version_max}: give the oldest and the newest"
+            self.refuse(peer, message.id, Code.INVALID, text)
+            return
         if hello.version_min > wire.VERSION or hello.version_max < wire.VERSION_MIN:
             both = f"versions {hello.version_min} to {hello.version_max}"
             text = f"{both}: this side supports {wire.VERSION_MIN} to {wire.VERSION}"
