@@ -1,6 +1,7 @@
 //! Decode and encode errors, and the error codes sent to peers.
 
 use crate::kind::MessageKind;
+use crate::{VERSION, VERSION_MIN};
 
 macro_rules! codes {
     ($($(#[doc = $meaning:literal])+ $name:ident = $number:literal, $text:literal, $retry:literal;)*) => {
@@ -76,8 +77,9 @@ codes! {
     CopyFailed = 9, "copy_failed", true;
     /// The request id is older than every answer that is kept: use a later one.
     StaleRequest = 10, "stale_request", false;
-    /// The peer has used up its credits, no place is left for its connection, too many loads and stores wait for copies
-    /// of an older leader, or the last second count was less than 1 s ago: retry later.
+    /// The peer has used up its credits, no place is left for its connection, as many readers of events, probes, loads and
+    /// stores wait as may, or `status` with `check` was carried out less than 1 s ago: retry later. After an `abandon` that is
+    /// answered so, the worker may still copy its pages.
     Busy = 11, "busy", true;
     /// The deadline passed. Also the answer to `cancel_stores` while copies run, and of a worker to an `invalidate`
     /// that it could not complete in time: retry.
@@ -143,7 +145,7 @@ pub enum DecodeError {
     )]
     Required(u16),
     /// A version that this program does not support.
-    #[error("version {0} is none of 1 to 2")]
+    #[error("version {0} is none of {min} to {max}", min = VERSION_MIN, max = VERSION)]
     Version(u16),
     /// A kind number that is not assigned.
     #[error("kind {0} is unknown")]

@@ -144,7 +144,7 @@ impl Peer {
             return Verdict::Repeated;
         }
         if self.open.len() >= limits::REQUEST_CREDITS as usize
-            || (self.open_bytes + bytes > limits::BYTE_CREDITS && !self.open.is_empty())
+            || self.open_bytes + bytes > limits::BYTE_CREDITS
         {
             let text = format!(
                 "{} requests with {} bytes wait for answers: at most {} and {} may",

@@ -169,10 +169,10 @@ impl fmt::Display for Address {
 ///
 /// Worst-case memory of a listener: `pending_bytes` (frames that are not handled yet) + `connections` x
 /// (`pending_bytes` + `header_bytes` + `body_bytes` + 128 KiB of buffers, 256 KiB with TLS), plus 128 KiB for each of 64
-/// handshakes, and of 64 more with TLS. With the defaults: 16 MiB and 24.1 MiB a connection, so 1.6 GiB when each of 64
-/// peers sends half of a longest message and reads none of its answers, for at most `slow_after`. A [`Server`] decodes the frames that it hands over, at most
-/// `pending_bytes` at a time; decoded lists of small numbers take up to 16 times their bytes, so 256 MiB with the
-/// defaults.
+/// handshakes of the own user, of 64 of other users, and of 64 of other machines. With the defaults: 16 MiB and 24.1 MiB a
+/// connection, so 1.6 GiB when each of 64 peers sends half of a longest message and reads none of its answers, for at most
+/// `slow_after`. A [`Server`] decodes the frames that it hands over, at most `pending_bytes` at a time; decoded lists of small
+/// numbers take up to 16 times their bytes, so 256 MiB with the defaults.
 /// Worst-case memory of a connection: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {

@@ -20,21 +20,21 @@ pub struct Hello {
     pub version_max: u16,
     /// Role of the client.
     pub role: Role,
-    /// Identity of the engine, 16 bytes, the same over reconnects; zero is refused as `invalid`. That of an admin session is random, or zero where it
-    /// repeats no request; zero, or absent, for workers.
+    /// Of an engine or a rank, its engine's identity: 16 bytes, the same over reconnects and on all ranks; zero is refused as
+    /// `invalid`. Of an admin session: random bytes, or zero where it repeats no request. Zero, or absent, for other roles.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "kvferry_types::BinarySchema")]
     pub engine: [u8; 16],
-    /// Rank of a worker or of an engine's rank; 0 for other roles.
+    /// Rank of a worker, of its supervisor, or of an engine's rank; 0 for other roles.
     #[serde(default)]
     pub rank: u16,
     /// Name for logs.
     #[serde(default)]
     pub name: String,
-    /// Engine instance that a worker or a rank belongs to.
+    /// Engine instance that a worker, its supervisor or a rank belongs to.
     #[serde(default)]
     pub replica: u16,
-    /// Features beyond the version, one bit each: 1 is [`FEATURE_TIMELINE`], 2 is [`FEATURE_TAILS`].
+    /// Features beyond the version. Bit 0 (value 1): the timeline; bit 1 (value 2): tails of sequences.
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
 }
@@ -114,7 +114,7 @@ const PROGRAM: &str = concat!("kvferry ", env!("CARGO_PKG_VERSION"));
 /// Answer to a request that is not carried out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ErrorBody {
-    /// The error code; `docs/wire.md` lists all codes.
+    /// The error code; `docs/reference/error-codes.md` lists all codes.
     pub code: u16,
     /// One line of text: the field, its value and the remedy.
     pub message: String,
