@@ -292,8 +292,8 @@ class Server(Loop):
         self.watcher.said_hello(peer, message, hello)
         service = peer.endpoint.service
         if hello.version_min > hello.version_max:
-            text = f"version_min is {hello.version_min} and version_max {hello.version_max}: give the oldest and the newest"
-            self.refuse(peer, message.id, Code.INVALID, text)
+            versions = f"version_min is {hello.version_min} and version_max {hello.version_max}"
+            self.refuse(peer, message.id, Code.INVALID, f"{versions}: give the oldest and the newest version")
             return
         if hello.version_min > wire.VERSION or hello.version_max < wire.VERSION_MIN:
             both = f"versions {hello.version_min} to {hello.version_max}"
