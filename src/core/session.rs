@@ -1,5 +1,6 @@
 //! The leader's record of each engine: its running requests, and answers kept for retries.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -21,8 +22,9 @@ use smallvec::SmallVec;
 pub const SLOTS_MAX: usize = 65_536;
 /// Most bytes of page hashes that the slots of one engine keep.
 pub const HASH_BYTES_PER_ENGINE_MAX: usize = 256 << 20;
-/// Most bytes of page hashes in the slots of all engines together whose connections are broken: beyond that, those that left
-/// first are forgotten at once. One engine that connects again finds its slots, and many names in turn take no more.
+/// Most bytes of page hashes in the slots of all engines together whose connections are broken: beyond that, those with the
+/// most are forgotten at once. One engine that connects again finds its slots, many names in turn take no more, and an engine
+/// with few hashes keeps them beside others with many.
 pub const HASH_BYTES_LEFT_MAX: usize = HASH_BYTES_PER_ENGINE_MAX;
 /// Answers kept for retries, per engine; about 100 bytes each.
 pub const ANSWERS_KEPT: usize = 4096;
@@ -578,20 +580,20 @@ impl Sessions {
     pub fn left_beyond(&self, most: usize) -> Vec<(Time, EngineId)> {
         let left = |(engine, session): (&EngineId, &Session)| {
             let forget_at = session.gone_at.filter(|_| session.hash_bytes > 0)?;
-            Some((forget_at, *engine, session.hash_bytes))
+            Some((Reverse(session.hash_bytes), forget_at, *engine))
         };
         let mut left: Vec<_> = self.0.iter().filter_map(left).collect();
-        let mut bytes: usize = left.iter().map(|(.., bytes)| bytes).sum();
+        let mut bytes: usize = left.iter().map(|(its, ..)| its.0).sum();
         if bytes <= most {
             return Vec::new();
         }
         left.sort_unstable();
         let mut forgotten = Vec::new();
-        for (forget_at, engine, its) in left {
+        for (its, forget_at, engine) in left {
             if bytes <= most {
                 break;
             }
-            bytes -= its;
+            bytes -= its.0;
             forgotten.push((forget_at, engine));
         }
         forgotten

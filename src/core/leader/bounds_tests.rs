@@ -567,6 +567,25 @@ fn engines_that_leave_one_after_another_keep_no_more_hashes_than_one() {
     assert!(!leader.knows(other));
 }
 
+#[test]
+fn engines_that_leave_with_many_hashes_take_none_from_one_with_few() {
+    let step = |leader: &mut Leader, event| leader.step(Time(0), event, &mut Vec::new());
+    let mut leader = serving();
+    let large = [EngineId([8; 16]), EngineId([9; 16])];
+    for (engine, hash_bytes) in [
+        (ENGINE, 1 << 10),
+        (large[0], HASH_BYTES_LEFT_MAX / 3 * 2),
+        (large[1], HASH_BYTES_LEFT_MAX / 3 * 2),
+    ] {
+        step(&mut leader, LeaderEvent::EngineOpened(engine));
+        let session = leader.sessions.get_mut(engine).expect("an engine");
+        *session.hash_bytes_mut() = hash_bytes;
+        step(&mut leader, LeaderEvent::EngineClosed(engine));
+    }
+    assert!(leader.knows(ENGINE));
+    assert_eq!(large.map(|engine| leader.knows(engine)), [false, true]);
+}
+
 /// A store keeps its hashes when its slot is finished.
 #[test]
 fn the_hashes_of_stores_under_way_are_bounded() {
