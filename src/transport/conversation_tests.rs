@@ -1,11 +1,15 @@
 //! Server and client together, over the in-memory transport and in virtual time.
 
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
+use crate::listener::PEER_FRAMES_MAX;
 use crate::{
-    Address, Client, ClientSettings, Connection, Frame, Incoming, Limits, MemoryTransport, Server,
-    ServerEvent, ServerSettings, Transport,
+    Address, Client, ClientSettings, Connection, Frame, Incoming, Limits, MemoryTransport,
+    SERVER_BATCH_MAX, Server, ServerEvent, ServerSettings, Transport,
 };
 use kvferry_protocol::{
     Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Message, MessageKind, Role, Status,
@@ -357,6 +361,37 @@ async fn a_silent_peer_is_closed_in_time_however_late_timers_fire() {
         () = late => panic!("not closed within {:?}", begun.elapsed()),
     };
     assert!(closed < HEARTBEAT * 5, "{closed:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_tasks_run_between_two_full_batches() {
+    const PEERS: usize = 8;
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let mut peers = Vec::new();
+    for _ in 0..PEERS {
+        let raw = Raw::connect(&transport).await;
+        for ping in 0..PEER_FRAMES_MAX {
+            raw.send_message(ping as u64, Message::Ping(Empty {})).await;
+        }
+        peers.push(raw);
+    }
+    // Until all frames wait in the server's queue.
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    {
+        let mut next = pin!(server.next());
+        let once = poll_fn(|context| Poll::Ready(next.as_mut().poll(context).is_pending()));
+        assert!(once.await, "pings are no events");
+    }
+    let mut answered = 0;
+    for raw in &mut peers {
+        let within = Duration::from_millis(1);
+        while tokio::time::timeout(within, raw.receive()).await.is_ok() {
+            answered += 1;
+        }
+    }
+    const { assert!(PEERS * PEER_FRAMES_MAX > SERVER_BATCH_MAX + PEERS) };
+    assert!((1..=SERVER_BATCH_MAX).contains(&answered), "{answered}");
 }
 
 #[tokio::test(start_paused = true)]
