@@ -25,7 +25,7 @@ PAGES = 8
 PAGE_TOKENS = 8
 #: The leader's lines about a worker that owes a copy after the fence time, and about a statement.
 HELPLESS = "its process is unknown: end it by hand"
-STATED = "worker has ended, by its supervisor's word"
+STATED = "worker has ended, as its supervisor reports"
 #: How long a client waits for the end of a copy: beyond the fence time, and far below the limit of a test.
 GRACE_S = 50.0
 

@@ -60,10 +60,10 @@ impl Origin {
         }
     }
 
-    /// Compares role, replica and rank of a hello with the user or the certificate. The only place where that is decided.
+    /// Compares role, replica and rank of a hello with the user or the certificate. The only place where these are compared.
     ///
-    /// A supervisor has the certificate of its worker: its word for the worker's end weighs as much as the worker's own
-    /// word for the ends of its copies. On the leader's machine the kernel reports the ends of processes.
+    /// A supervisor has the certificate of its worker: its report of the worker's end is taken as the worker's own reports of
+    /// the ends of its copies are. On the leader's machine the kernel reports the ends of processes.
     ///
     /// # Errors
     /// The refusal of the hello.
@@ -90,7 +90,7 @@ impl Origin {
         Err(ErrorBody::new(ErrorCode::Invalid, text))
     }
 
-    /// Whether a peer of this origin may send a kind that its role may send. Nobody on another machine drains a process
+    /// Whether a peer of this origin may send a kind that its role may send. No peer on another machine drains a process
     /// or changes its log, and a monitor requests only what changes nothing.
     pub fn may_send(&self, kind: MessageKind) -> bool {
         let Self::Certificate(claims) = self else {

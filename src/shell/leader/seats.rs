@@ -32,7 +32,7 @@ pub(super) enum PeerRole {
     Waiting(SeatId, Option<i32>),
 }
 
-/// The position of an engine or a worker, which only one process has at a time.
+/// The seat of an engine or a worker, which only one process has at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SeatId {
     Engine(EngineId),
@@ -391,7 +391,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             host.disconnect(peer);
         }
         if let Some(left_out) = self.seat_lines.line(host.now()) {
-            tracing::warn!(%worker, left_out, "worker has ended, by its supervisor's word");
+            tracing::warn!(%worker, left_out, "worker has ended, as its supervisor reports");
         }
         self.worker_ended(host, worker);
         true

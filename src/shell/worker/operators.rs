@@ -17,7 +17,7 @@ const PROBES_MAX: usize = 64;
 pub(super) struct Probes {
     /// A copy of a probe runs, also when every operator that waits for it is gone.
     runs: bool,
-    /// Those who wait for its end, at most [`PROBES_MAX`].
+    /// Requests that wait for its end, at most [`PROBES_MAX`].
     pub(super) waiting: Vec<(PeerId, RequestId)>,
 }
 
