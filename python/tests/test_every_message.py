@@ -302,6 +302,8 @@ def check_before_hello(directory: Path) -> None:
         hellos.append(("another role", peer.hello("astronaut"), "error invalid"))
         versions = peer.hello("engine", version_min=7, version_max=9)
         hellos.append(("later versions", versions, "error unsupported_version"))
+        versions = peer.hello("engine", version_min=2, version_max=1)
+        hellos.append(("the newest version first", versions, "error invalid"))
         for form, answer, code in hellos:
             assert outcome([answer]) == code, form
             counted.received(code)

@@ -42,6 +42,8 @@ pub const DEADLINE_MAX_MS: u32 = 120_000;
 pub const REQUEST_CREDITS: u32 = 1024;
 /// Bytes of unanswered requests that one peer may have: bounds the memory that a peer can occupy.
 pub const BYTE_CREDITS: u64 = 64 << 20;
+// Otherwise the longest request would be `busy` for ever.
+const _: () = assert!(BODY_BYTES_MAX as u64 <= BYTE_CREDITS);
 
 /// Every limit with its public name: of `schema/messages.json`, and of a welcome.
 pub const NAMED: [(&str, u64); 18] = [

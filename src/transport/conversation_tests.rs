@@ -376,7 +376,7 @@ async fn other_tasks_run_between_two_full_batches() {
         }
         peers.push(raw);
     }
-    // Until all frames wait in the server's queue.
+    // Virtual time advances when no task can go on: then all frames wait in the server's queue.
     tokio::time::sleep(Duration::from_millis(1)).await;
     {
         let mut next = pin!(server.next());
@@ -391,7 +391,9 @@ async fn other_tasks_run_between_two_full_batches() {
         }
     }
     const { assert!(PEERS * PEER_FRAMES_MAX > SERVER_BATCH_MAX + PEERS) };
-    assert!((1..=SERVER_BATCH_MAX).contains(&answered), "{answered}");
+    // The first batch also has the events of new connections.
+    let one_batch = SERVER_BATCH_MAX - PEERS..=SERVER_BATCH_MAX;
+    assert!(one_batch.contains(&answered), "{answered}");
 }
 
 #[tokio::test(start_paused = true)]

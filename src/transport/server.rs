@@ -32,7 +32,7 @@ pub struct ServerEvents {
 
 impl ServerEvents {
     /// Makes room for about this many events: for one event, less than a queue takes by itself.
-    fn expect(&mut self, events: usize) {
+    fn reserve(&mut self, events: usize) {
         self.events.reserve_exact(events.min(SERVER_BATCH_MAX));
     }
 
@@ -245,7 +245,7 @@ impl Server {
             };
             let mut events = ServerEvents::default();
             if let Some(first) = first {
-                events.expect(1 + self.listener.queued());
+                events.reserve(1 + self.listener.queued());
                 self.take(first, &mut events);
             }
             // The result is not needed: the listener reports the closed peers.

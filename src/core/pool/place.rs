@@ -148,7 +148,7 @@ impl Pool {
                     Some(room) if (1..within).contains(&room) => within = room,
                     _ => break,
                 }
-                // So many may be free.
+                // So many places may be free without an eviction.
                 pieces = self.fit(domain, hashes, position, within);
                 continue;
             };
