@@ -414,11 +414,16 @@ def run(folder: Path, all_: contextlib.ExitStack, kept: Kept) -> dict[str, bytes
     daemon.stop()
     assert damages(disk) >= PAGES - 2
     daemon.start()
-    engine.ready()
-    engine.lookup(PAGES - 2)
-    engine.load(PAGES - 2)
-    engine.finish()
-    eventually("the damage is seen", lambda: daemon.status()["ranks"][0].get("disk", {}).get("bad_pages"))
+
+    def sees_damage() -> Any:
+        # A lookup finds nothing until the disk is open.
+        engine.ready()
+        engine.lookup(PAGES - 2)
+        engine.load(PAGES - 2)
+        engine.finish()
+        return daemon.status()["ranks"][0].get("disk", {}).get("bad_pages")
+
+    eventually("the damage is seen", sees_damage)
     status.append(daemon.status())
     with AdminClient(daemon.socket_dir / "leader", name=NAME) as admin:
         admin.reset(NAMESPACE)
