@@ -1,10 +1,11 @@
-//! The client end of a connection, common to all transports: two bounded queues and a task of the transport.
+//! The client end of a connection: of a DEALER, or of two bounded queues and a task of the transport.
 
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 
 use super::clock::within;
+use super::dealer::Dealer;
 use super::queue::{Budget, Queued};
 use super::{Closed, Frame, Limits, SendError};
 
@@ -26,25 +27,27 @@ impl ConnectionLink {
     }
 }
 
-/// A client's connection to a listener. Does not reconnect. Closes when its receiving half is dropped; frames sent
-/// before that are still written while the runtime lives.
-pub struct Connection {
-    sender: ConnectionSender,
-    receiver: ConnectionReceiver,
+/// A client's connection to a listener. Does not reconnect. Closes when it is dropped; frames sent before that are still
+/// written while the runtime lives.
+pub struct Connection(Link);
+
+enum Link {
+    Dealer(Box<Dealer>),
+    Queues(Queues),
 }
 
 impl Connection {
-    pub(super) fn new(limits: &Arc<Limits>) -> (Self, ConnectionLink) {
+    /// A connection whose task moves frames between two queues and the server.
+    pub(super) fn queued(limits: &Arc<Limits>) -> (Self, ConnectionLink) {
         let budget = Budget::new(limits.clone());
         let (outbox, outbox_rx) = mpsc::channel(budget.capacity());
         let (inbox, inbox_rx) = mpsc::channel(INBOX_FRAMES);
         let (closed, closed_rx) = watch::channel(None);
-        let connection = Self {
-            sender: ConnectionSender { outbox, budget },
-            receiver: ConnectionReceiver {
-                inbox: inbox_rx,
-                closed: closed_rx,
-            },
+        let queues = Queues {
+            outbox,
+            budget,
+            inbox: inbox_rx,
+            closed: closed_rx,
         };
         let link = ConnectionLink {
             outbox: outbox_rx,
@@ -52,45 +55,48 @@ impl Connection {
             inbound: Budget::new(limits.clone()),
             closed,
         };
-        (connection, link)
+        (Self(Link::Queues(queues)), link)
     }
 
-    /// See [`ConnectionSender::send`].
-    ///
-    /// # Errors
-    /// As [`ConnectionSender::send`].
-    pub async fn send(&self, frame: Frame) -> Result<(), SendError> {
-        self.sender.send(frame).await
+    /// A connection whose owner's task moves the frames itself.
+    pub(super) fn dealer(dealer: Dealer) -> Self {
+        Self(Link::Dealer(Box::new(dealer)))
     }
 
-    /// See [`ConnectionReceiver::recv`].
-    ///
-    /// # Errors
-    /// As [`ConnectionReceiver::recv`].
-    pub async fn recv(&mut self) -> Result<Frame, Closed> {
-        self.receiver.recv().await
-    }
-
-    /// Splits the connection into halves for two tasks.
-    pub fn split(self) -> (ConnectionSender, ConnectionReceiver) {
-        (self.sender, self.receiver)
-    }
-}
-
-/// The sending half of a [`Connection`].
-#[derive(Clone)]
-pub struct ConnectionSender {
-    outbox: mpsc::Sender<Queued>,
-    budget: Budget,
-}
-
-impl ConnectionSender {
     /// Queues a frame, waiting at most [`Limits::slow_after`] for room. `Ok` means that the frame is queued, not that
     /// it was read.
     ///
     /// # Errors
     /// [`SendError`]; after [`SendError::Slow`] the connection stays open, and the frame is dropped.
-    pub async fn send(&self, frame: Frame) -> Result<(), SendError> {
+    pub async fn send(&mut self, frame: Frame) -> Result<(), SendError> {
+        match &mut self.0 {
+            Link::Dealer(dealer) => dealer.send(frame).await,
+            Link::Queues(queues) => queues.send(frame).await,
+        }
+    }
+
+    /// Returns the next frame. Cancel safe.
+    ///
+    /// # Errors
+    /// [`Closed`] once the connection has ended and all frames received before are taken; again on every further call.
+    pub async fn recv(&mut self) -> Result<Frame, Closed> {
+        match &mut self.0 {
+            Link::Dealer(dealer) => dealer.recv().await,
+            Link::Queues(queues) => queues.recv().await,
+        }
+    }
+}
+
+/// The owner's side of a [`ConnectionLink`].
+struct Queues {
+    outbox: mpsc::Sender<Queued>,
+    budget: Budget,
+    inbox: mpsc::Receiver<Queued>,
+    closed: watch::Receiver<Option<Closed>>,
+}
+
+impl Queues {
+    async fn send(&mut self, frame: Frame) -> Result<(), SendError> {
         self.budget.check(&frame)?;
         let admitted = tokio::select! {
             biased;
@@ -98,41 +104,13 @@ impl ConnectionSender {
             () = self.outbox.closed() => return Err(SendError::Gone),
         };
         match admitted {
-            Some(Some(queued)) => self.enqueue(queued),
+            Some(Some(queued)) => self.outbox.try_send(queued).map_err(|_| SendError::Gone),
             Some(None) => Err(SendError::Gone),
             None => Err(SendError::Slow),
         }
     }
 
-    /// Queues a frame without waiting; fails if there is no room.
-    ///
-    /// # Errors
-    /// As [`Self::send`].
-    pub fn try_send(&self, frame: Frame) -> Result<(), SendError> {
-        self.budget.check(&frame)?;
-        if self.outbox.is_closed() {
-            return Err(SendError::Gone);
-        }
-        self.enqueue(self.budget.try_admit(frame)?)
-    }
-
-    fn enqueue(&self, queued: Queued) -> Result<(), SendError> {
-        self.outbox.try_send(queued).map_err(|_| SendError::Gone)
-    }
-}
-
-/// The receiving half of a [`Connection`]; dropping it closes the connection.
-pub struct ConnectionReceiver {
-    inbox: mpsc::Receiver<Queued>,
-    closed: watch::Receiver<Option<Closed>>,
-}
-
-impl ConnectionReceiver {
-    /// Returns the next frame. Cancel safe.
-    ///
-    /// # Errors
-    /// [`Closed`] once the connection has ended and all frames received before are taken; again on every further call.
-    pub async fn recv(&mut self) -> Result<Frame, Closed> {
+    async fn recv(&mut self) -> Result<Frame, Closed> {
         match self.inbox.recv().await {
             Some(queued) => Ok(queued.frame),
             None => Err(self.closed.borrow().unwrap_or(Closed::ByServer)),

@@ -113,7 +113,7 @@ impl Raw {
         Self(connected.expect("it connects"))
     }
 
-    pub(super) async fn send_message(&self, id: u64, message: Message) {
+    pub(super) async fn send_message(&mut self, id: u64, message: Message) {
         let correlation = RequestId(id);
         let envelope = Envelope {
             version: VERSION,
@@ -333,7 +333,7 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
 async fn a_silent_peer_is_closed_in_time_however_late_timers_fire() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
-    let raw = Raw::connect(&transport).await;
+    let mut raw = Raw::connect(&transport).await;
     raw.send_message(1, Message::Hello(hello(1, 2))).await;
     let begun = tokio::time::Instant::now();
     let late = async {
@@ -370,7 +370,7 @@ async fn other_tasks_run_between_two_full_batches() {
     let mut server = server(&transport, 1).await;
     let mut peers = Vec::new();
     for _ in 0..PEERS {
-        let raw = Raw::connect(&transport).await;
+        let mut raw = Raw::connect(&transport).await;
         for ping in 0..PEER_FRAMES_MAX {
             raw.send_message(ping as u64, Message::Ping(Empty {})).await;
         }
@@ -400,16 +400,16 @@ async fn other_tasks_run_between_two_full_batches() {
 async fn messages_that_arrived_while_the_server_was_busy_count() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
-    let peers = [
+    let mut peers = [
         Raw::connect(&transport).await,
         Raw::connect(&transport).await,
     ];
-    for peer in &peers {
+    for peer in &mut peers {
         peer.send_message(1, Message::Hello(hello(1, 2))).await;
     }
     let received = tokio::time::timeout(HEARTBEAT / 2, listen_on(&mut server)).await;
     assert!(received.is_err(), "the server goes on");
-    for peer in &peers {
+    for peer in &mut peers {
         peer.send_message(2, status()).await;
     }
     // Longer than the silence after which a peer is closed.

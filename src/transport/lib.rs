@@ -19,6 +19,7 @@
 mod client;
 mod clock;
 mod connection;
+mod dealer;
 mod directory;
 mod error;
 mod fds;
@@ -60,7 +61,7 @@ use bytes::Bytes;
 
 pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming, PendingAnswer};
 pub use clock::Clock;
-pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
+pub use connection::Connection;
 pub use directory::{
     DirectoryLock, check as check_directory, prepare as prepare_directory, prepare_for,
 };

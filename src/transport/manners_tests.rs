@@ -54,7 +54,7 @@ impl Raw {
     }
 
     /// Returns false when the connection is closed.
-    async fn send(&self, header: Header, body: Vec<u8>) -> bool {
+    async fn send(&mut self, header: Header, body: Vec<u8>) -> bool {
         let frame = Frame::new(header.to_bytes().to_vec(), body);
         self.0.send(frame).await.is_ok()
     }
@@ -442,7 +442,7 @@ async fn unhandled_messages_are_bounded_in_bytes() {
     };
     let mut server = server_within(&transport, 1, narrow, vec![Role::Engine]).await;
     let replier = server.replier();
-    let engine = Raw::connect(&transport).await;
+    let mut engine = Raw::connect(&transport).await;
     engine.send_message(0, as_role(Role::Engine)).await;
     // A status with an unknown field: 81 a1 '?' c6 length bytes.
     let mut body = b"\x81\xa1?\xc6".to_vec();

@@ -165,7 +165,7 @@ impl MemoryTransport {
                 return Err(unreachable());
             }
         }
-        let (connection, link) = Connection::new(&Arc::new(limits));
+        let (connection, link) = Connection::queued(&Arc::new(limits));
         let wire = Wire {
             slot,
             peer: peer_link,

@@ -153,7 +153,7 @@ impl TlsTransport {
         let (read, write) = split(stream);
         let joined = stream::join(read, write, limits).await;
         let (reader, writer) = joined.map_err(|end| Attempt::Refused(end.to_string()))?;
-        let (connection, link) = Connection::new(&Arc::new(limits.clone()));
+        let (connection, link) = Connection::queued(&Arc::new(limits.clone()));
         tokio::spawn(carry(reader, writer, link));
         Ok(connection)
     }

@@ -91,7 +91,7 @@ async fn a_peer_that_never_reads_is_closed_and_others_are_served() {
     let (process, _) = leader_within(&transport, 1, narrow()).await;
     let engine = Engine::start_within(&transport, 1, narrow());
     is_served(&engine).await;
-    let unread = Raw::engine(&transport, 2, narrow()).await;
+    let mut unread = Raw::engine(&transport, 2, narrow()).await;
     let mut said = 0_usize;
     while unread
         .send_message(1 + said as u64, Message::Status(Status { check: false }))

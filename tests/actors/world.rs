@@ -475,7 +475,7 @@ impl Raw {
     }
 
     /// Sends a message. Returns false when the connection is closed.
-    pub async fn send_message(&self, id: u64, message: Message) -> bool {
+    pub async fn send_message(&mut self, id: u64, message: Message) -> bool {
         let envelope = Envelope {
             version: VERSION,
             correlation: RequestId(id),
@@ -487,7 +487,7 @@ impl Raw {
         self.send(Frame::new(header.to_vec(), body)).await
     }
 
-    pub async fn send(&self, frame: Frame) -> bool {
+    pub async fn send(&mut self, frame: Frame) -> bool {
         soon("room for a frame", self.0.send(frame)).await.is_ok()
     }
 

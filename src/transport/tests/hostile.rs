@@ -184,7 +184,7 @@ async fn random_bytes_at_every_stage() {
     // Connections that reached READY were opened and are closed again; the others left no trace.
     let mut open = 0;
     let honest = ZmqTransport.connect(&address, Limits::default(), TEST_TIMEOUT);
-    let honest = honest.await.expect("connects");
+    let mut honest = honest.await.expect("connects");
     honest.send(frame("h", "honest")).await.expect("sent");
     let mut seen = false;
     while !seen || open > 1 {

@@ -135,7 +135,7 @@ pub(super) async fn closes_a_client_for_which_too_much_waits(bench: Bench) {
 
 pub(super) async fn holds_back_a_client_of_a_listener_that_does_not_read(bench: Bench) {
     let mut listener = bench.listen(&tight()).await;
-    let client = bench.try_connect(&tight()).await.expect("connects");
+    let mut client = bench.try_connect(&tight()).await.expect("connects");
     let peer = opened(&mut listener).await;
     let body = Frame::new("h", vec![9; 64 << 10]);
     let mut sent = 0;
@@ -152,4 +152,31 @@ pub(super) async fn holds_back_a_client_of_a_listener_that_does_not_read(bench: 
     }
     client.send(frame("h", "goes on")).await.expect("sent");
     assert_eq!(arrived(&mut listener).await, (peer, frame("h", "goes on")));
+}
+
+/// The client reads nothing, so that only its sends can show that the server is gone.
+pub(super) async fn ends_waits_for_room_when_the_server_is_gone(bench: Bench) {
+    let mut listener = bench.listen(&tight()).await;
+    let mut client = bench.try_connect(&tight()).await.expect("connects");
+    opened(&mut listener).await;
+    let body = Frame::new("h", vec![9; 64 << 10]);
+    let mut error = None;
+    for _ in 0..1000 {
+        error = client.send(body.clone()).await.err();
+        if error.is_some() {
+            break;
+        }
+    }
+    assert_eq!(error, Some(SendError::Slow));
+    let ends = async {
+        loop {
+            match client.send(body.clone()).await {
+                Err(SendError::Gone) => return,
+                Ok(()) | Err(SendError::Slow) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+    };
+    let both = async { tokio::join!(ends, listener.close()) };
+    timeout(TEST_TIMEOUT, both).await.expect("in time");
 }

@@ -38,7 +38,7 @@ over_all! {
     holds_back_a_client_of_a_listener_that_does_not_read
     refuses_sends_to_a_peer_that_is_gone
     waits_for_a_listener_and_not_longer_than_told
-    splits_into_halves
+    ends_waits_for_room_when_the_server_is_gone
     refuses_limits_that_contradict
 }
 
@@ -97,7 +97,7 @@ async fn keeps_two_clients_apart(bench: Bench) {
 
 async fn says_when_a_client_goes_after_all_it_sent(bench: Bench) {
     let mut listener = bench.listen(&Limits::default()).await;
-    let client = bench.connect().await;
+    let mut client = bench.connect().await;
     let peer = opened(&mut listener).await;
     for n in 0..50 {
         client.send(frame("h", &n.to_string())).await.expect("sent");
@@ -144,7 +144,7 @@ async fn tells_the_client_when_the_listener_goes(bench: Bench) {
 async fn frees_the_address_at_close(bench: Bench) {
     for _ in 0..3 {
         let mut listener = bench.listen(&Limits::default()).await;
-        let client = bench.connect().await;
+        let mut client = bench.connect().await;
         let peer = opened(&mut listener).await;
         client.send(frame("h", "b")).await.expect("sent");
         assert_eq!(arrived(&mut listener).await.0, peer);
@@ -221,25 +221,6 @@ async fn waits_for_a_listener_and_not_longer_than_told(bench: Bench) {
         tokio::join!(bench.try_connect(&limits), bench.listen(&limits));
     connection.expect("connects");
     opened(&mut listener).await;
-}
-
-async fn splits_into_halves(bench: Bench) {
-    let mut listener = bench.listen(&Limits::default()).await;
-    let (sender, mut receiver) = bench.connect().await.split();
-    let peer = opened(&mut listener).await;
-    sender.clone().try_send(frame("h", "one")).expect("sent");
-    assert_eq!(arrived(&mut listener).await, (peer, frame("h", "one")));
-    drop(sender);
-    listener
-        .sender()
-        .try_send(peer, frame("h", "two"))
-        .expect("sent");
-    let two = timeout(TEST_TIMEOUT, receiver.recv())
-        .await
-        .expect("in time");
-    assert_eq!(two, Ok(frame("h", "two")));
-    drop(receiver);
-    assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByPeer));
 }
 
 async fn refuses_limits_that_contradict(bench: Bench) {

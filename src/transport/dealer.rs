@@ -1,0 +1,139 @@
+//! The DEALER of the `zeromq` crate as the client end of a connection.
+//!
+//! The crate bounds its queue of outgoing messages by count only, at 100,000. Here each message that is passed to the
+//! crate carries its permits (see [`charged`]) and releases them when the crate has copied it to the wire. So bytes are
+//! bounded, and the crate's queue never fills. Incoming messages are read from the socket when the owner asks for them.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::sync::OwnedSemaphorePermit;
+use zeromq::{
+    DealerSocket, Socket as _, SocketEvent, SocketOptions, SocketRecv as _, SocketSend as _,
+    ZmqError, ZmqMessage,
+};
+
+use super::clock::within;
+use super::queue::{Budget, Queued};
+use super::zmtp::{Part, check_part};
+use super::{BoxFuture, Closed, Frame, Limits, SendError, Violation};
+
+/// A connected DEALER with a limit on the bytes that it may hold.
+pub(super) struct Dealer {
+    /// The socket, or why it was closed.
+    state: Result<Open, Closed>,
+    budget: Budget,
+}
+
+struct Open {
+    socket: DealerSocket,
+    /// Completes when the server is gone: the socket itself would wait for ever.
+    gone: BoxFuture<'static, ()>,
+}
+
+impl Dealer {
+    /// Connects. The caller limits the time of it.
+    pub(super) async fn connect(
+        endpoint: &str,
+        options: SocketOptions,
+        limits: Limits,
+    ) -> Result<Self, ZmqError> {
+        let mut socket = DealerSocket::with_options(options);
+        let mut events = socket.monitor();
+        socket.connect(endpoint).await?;
+        let gone = async move {
+            while let Ok(event) = events.recv().await {
+                if matches!(event, SocketEvent::Disconnected(_)) {
+                    return;
+                }
+            }
+        };
+        let gone: BoxFuture<'static, ()> = Box::pin(gone);
+        Ok(Self {
+            state: Ok(Open { socket, gone }),
+            budget: Budget::new(Arc::new(limits)),
+        })
+    }
+
+    /// See [`super::Connection::send`]. When the server is gone, the crate drops the messages in its queue, and a wait for
+    /// room ends.
+    pub(super) async fn send(&mut self, frame: Frame) -> Result<(), SendError> {
+        self.budget.check(&frame)?;
+        let Ok(open) = &mut self.state else {
+            return Err(SendError::Gone);
+        };
+        let sent = async {
+            let queued = self.budget.admit(frame).await?;
+            let sent = open.socket.send(charged(queued)).await;
+            sent.inspect_err(|error| tracing::debug!(%error, "cannot send"))
+                .ok()
+        };
+        match within(self.budget.limits.slow_after, sent).await {
+            Some(Some(())) => Ok(()),
+            Some(None) => Err(SendError::Gone),
+            None => Err(SendError::Slow),
+        }
+    }
+
+    /// See [`super::Connection::recv`].
+    pub(super) async fn recv(&mut self) -> Result<Frame, Closed> {
+        let open = match &mut self.state {
+            Ok(open) => open,
+            Err(closed) => return Err(*closed),
+        };
+        let received = open.receive(&self.budget.limits).await;
+        if let Err(closed) = received {
+            self.state = Err(closed);
+        }
+        received
+    }
+}
+
+impl Open {
+    /// Returns the next frame, or why there will be none.
+    async fn receive(&mut self, limits: &Limits) -> Result<Frame, Closed> {
+        let received = tokio::select! {
+            biased;
+            received = self.socket.recv() => received,
+            () = &mut self.gone => return Err(Closed::ByServer),
+        };
+        match received {
+            Ok(message) => frame_of(message.into_vec(), limits).map_err(Closed::Violation),
+            Err(error) => {
+                tracing::debug!(%error, "the connection failed");
+                Err(Closed::ByServer)
+            }
+        }
+    }
+}
+
+/// Bytes that release their permits when the last reference to them is dropped.
+struct Charged {
+    bytes: Bytes,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl AsRef<[u8]> for Charged {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// Builds a message of two parts whose body holds the frame's permits.
+fn charged(queued: Queued) -> ZmqMessage {
+    let Queued { frame, permit } = queued;
+    let body = Charged {
+        bytes: frame.body,
+        _permit: permit,
+    };
+    let mut message = ZmqMessage::from(frame.header);
+    message.push_back(Bytes::from_owner(body));
+    message
+}
+
+fn frame_of(parts: Vec<Bytes>, limits: &Limits) -> Result<Frame, Violation> {
+    let [header, body]: [Bytes; 2] = parts.try_into().map_err(|_| Violation::Parts)?;
+    check_part(limits, Part::Header, header.len() as u64)?;
+    check_part(limits, Part::Body, body.len() as u64)?;
+    Ok(Frame { header, body })
+}
