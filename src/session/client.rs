@@ -244,6 +244,8 @@ pub struct ClientSession<R> {
     times: ClientTimes,
     state: State,
     pending: BTreeMap<RequestId, Pending<R>>,
+    /// No pending request expires earlier. A search of all of them for each message would cost more than the message.
+    expires: Time,
     /// Pending requests that are not in flight, in order.
     unsent: VecDeque<RequestId>,
     in_flight: InFlight,
@@ -277,6 +279,7 @@ impl<R> ClientSession<R> {
             times,
             state: State::Apart { connect_at: now },
             pending: BTreeMap::new(),
+            expires: Time::NEVER,
             unsent: VecDeque::new(),
             in_flight: InFlight::default(),
             body_bytes_max: usize::MAX,
@@ -308,16 +311,15 @@ impl<R> ClientSession<R> {
         self.pending.len() >= CLIENT_OPEN_MAX
     }
 
-    /// Time at which [`Self::tick`] is due.
+    /// Time at which [`Self::tick`] is due, or an earlier one.
     pub fn next_timeout(&self) -> Time {
-        let expires = self.pending.values().map(Pending::expires).min();
         let state = match &self.state {
             State::Apart { connect_at } => *connect_at,
             State::Connecting => Time::NEVER,
             State::Greeting { until } => *until,
             State::Open(open) => open.next_beat(),
         };
-        expires.unwrap_or(Time::NEVER).min(state)
+        self.expires.min(state)
     }
 
     /// Fires the timers that are due.
@@ -360,7 +362,9 @@ impl<R> ClientSession<R> {
         let id = request.id;
         let in_flight = self.in_flight.requests.contains_key(&id);
         let sent = in_flight || self.pending.get(&id).is_some_and(|before| before.sent);
-        let before = self.pending.insert(id, Pending { request, sent });
+        let pending = Pending { request, sent };
+        self.expires = self.expires.min(pending.expires());
+        let before = self.pending.insert(id, pending);
         // The caller of an earlier request under this id no longer waits. Sent again while it is in flight, the request
         // uses no further credits.
         if in_flight && open {
@@ -691,6 +695,9 @@ impl<R> ClientSession<R> {
     }
 
     fn expire(&mut self, now: Time) {
+        if now < self.expires {
+            return;
+        }
         let late = self
             .pending
             .iter()
@@ -702,6 +709,8 @@ impl<R> ClientSession<R> {
             let failure = Failure::new(ErrorCode::Deadline, "no answer by the deadline");
             self.fail(id, Failure { unsent, ..failure });
         }
+        let earliest = self.pending.values().map(Pending::expires).min();
+        self.expires = earliest.unwrap_or(Time::NEVER);
     }
 
     /// Handles a hello that was not welcomed. A permanent error fails all requests.

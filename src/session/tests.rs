@@ -107,12 +107,16 @@ impl Client {
     }
 
     fn send(&mut self, now: Time, id: u64, message: Message) {
+        self.send_by(now, id, message, now + Duration::from_secs(60));
+    }
+
+    fn send_by(&mut self, now: Time, id: u64, message: Message, deadline: Time) {
         self.session.request(
             now,
             ClientRequest {
                 id: RequestId(id),
                 message,
-                deadline: now + Duration::from_secs(60),
+                deadline,
                 grace: Duration::ZERO,
                 link: None,
                 to: id,
@@ -286,6 +290,33 @@ fn requests_that_expire_before_they_are_sent_stop_no_later_ones() {
     client.welcome(at(60_100), 2);
     client.request(at(60_101), 5);
     assert_eq!(client.requests(), [5]);
+}
+
+/// Ticks at the times alone for which the session asks.
+#[test]
+fn every_request_fails_at_its_own_deadline() {
+    let mut client = Client::welcomed(at(0), 100);
+    let deadlines = [900, 300, 700, 300, 100, 800];
+    for (id, deadline) in (1..).zip(deadlines) {
+        client.send_by(at(1), id, status(), at(deadline));
+    }
+    // An answer, and a retry with an earlier deadline and one with a later.
+    let error = ErrorBody::new(ErrorCode::Busy, "later");
+    client.receive(at(2), &from_server(VERSION, 5, Message::Error(error)));
+    client.send_by(at(3), 1, status(), at(200));
+    client.send_by(at(3), 2, status(), at(600));
+    client.answered.clear();
+    let mut failed = Vec::new();
+    let mut now = at(3);
+    while now < at(999) {
+        let next = client.session.next_timeout();
+        assert!(next > now, "{next:?} is not after {now:?}");
+        now = next;
+        client.tick(now);
+        failed.extend(client.answered.drain(..).map(|(id, _)| (now, id)));
+    }
+    let due = [(200, 1), (300, 4), (600, 2), (700, 3), (800, 6)];
+    assert_eq!(failed, due.map(|(ms, id)| (at(ms), id)));
 }
 
 #[test]
