@@ -268,9 +268,9 @@ impl World {
         let known = self.peers.get_mut(&peer).expect("an open connection");
         let welcomed = known.role.is_some();
         if let Some(header) = header {
-            let first_words =
+            let allowed_before_welcome =
                 [MessageKind::Hello, MessageKind::Ping, MessageKind::Pong].map(MessageKind::number);
-            bad |= !welcomed && !first_words.contains(&header.kind);
+            bad |= !welcomed && !allowed_before_welcome.contains(&header.kind);
             check_answers(&header, &answers, peer);
             check_reaction(known, &header, event.as_ref(), answers.len());
         } else {

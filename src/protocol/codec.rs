@@ -188,11 +188,11 @@ pub fn check_header(header: &Header, body_bytes: usize) -> Result<MessageKind, D
 /// Whether a side that supports the versions `min` to `max` sends and accepts `kind` in `version`. Messages before the
 /// version is agreed have a version of their own, so that a peer without a common version can read them.
 fn is_spoken(kind: MessageKind, version: u16, min: u16, max: u16) -> bool {
-    let first_words = matches!(
+    let is_of_handshake = matches!(
         kind,
         MessageKind::Hello | MessageKind::Welcome | MessageKind::Error
     );
-    (min..=max).contains(&version) || (first_words && version == HELLO_VERSION)
+    (min..=max).contains(&version) || (is_of_handshake && version == HELLO_VERSION)
 }
 
 /// Decodes the body of a message whose header was read. Refuses what [`check_header`] refuses, values beyond a limit,

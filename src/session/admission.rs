@@ -103,11 +103,14 @@ impl Peer {
             false => Verdict::Drop(error.code()),
         };
         let known = MessageKind::from_number(header.kind);
-        let first_words = matches!(
+        let allowed_before_welcome = matches!(
             known,
             Some(MessageKind::Hello | MessageKind::Ping | MessageKind::Pong)
         );
-        let Some(role) = self.role.or_else(|| first_words.then_some(Role::Unknown)) else {
+        let Some(role) = self
+            .role
+            .or_else(|| allowed_before_welcome.then_some(Role::Unknown))
+        else {
             let text = match header.byte_order() {
                 Some(order) => order.to_string(),
                 None => {
@@ -133,7 +136,7 @@ impl Peer {
             let verdict = refuse(ErrorBody::new(ErrorCode::Forbidden, text));
             return (verdict, !is_request);
         }
-        if first_words || !is_request {
+        if allowed_before_welcome || !is_request {
             return (Verdict::Read, false);
         }
         (self.afford(header.correlation, bytes as u64), false)

@@ -319,55 +319,78 @@ impl ServerSession {
 
     /// Returns why a client is not welcomed; `None` when it is.
     fn refusal(&self, host: &impl ServerHost, hello: &Hello, version: u16) -> Option<ErrorBody> {
-        if hello.version_min > hello.version_max {
+        let refusal = self
+            .version_refusal(hello, version)
+            .or_else(|| self.role_refusal(hello));
+        refusal.or_else(|| match hello.role {
+            Role::Worker => self.seat_refusal(hello),
+            _ => self.guest_refusal(host),
+        })
+    }
+
+    fn version_refusal(&self, hello: &Hello, version: u16) -> Option<ErrorBody> {
+        let (min, max) = (hello.version_min, hello.version_max);
+        if min > max {
             let text = format!(
-                "version_min is {} and version_max {}: give the oldest and the newest version that you support",
-                hello.version_min, hello.version_max
+                "version_min is {min} and version_max {max}: give the oldest and the newest version that you support"
             );
             return Some(ErrorBody::new(ErrorCode::Invalid, text));
         }
-        if version < hello.version_min.max(VERSION_MIN) {
-            let (min, max) = (hello.version_min, hello.version_max);
+        if version < min.max(VERSION_MIN) {
             let newest = self.version_max;
             let text = format!(
                 "you support versions {min} to {max}, this side {VERSION_MIN} to {newest}: update the older side"
             );
             return Some(ErrorBody::new(ErrorCode::UnsupportedVersion, text));
         }
-        if hello.role == Role::Unknown {
-            let text = format!(
+        None
+    }
+
+    fn role_refusal(&self, hello: &Hello) -> Option<ErrorBody> {
+        let text = if hello.role == Role::Unknown {
+            format!(
                 "role of your hello is unknown here, this side takes {}: check the address, or update this side",
                 self.roles()
-            );
-            return Some(ErrorBody::new(ErrorCode::Invalid, text));
-        }
-        if !self.settings.roles.contains(&hello.role) {
-            let text = format!(
+            )
+        } else if !self.settings.roles.contains(&hello.role) {
+            format!(
                 "role is '{}', and this side takes {}: engines and workers connect to the leader, ranks to their worker",
                 hello.role.name(),
                 self.roles()
-            );
-            return Some(ErrorBody::new(ErrorCode::Invalid, text));
+            )
+        } else if matches!(hello.role, Role::Engine | Role::Rank) && hello.engine == [0; 16] {
+            "engine is absent or zero, so that the requests of two engines could not be told apart: give 16 random bytes, \
+             the same over reconnects and on all ranks of the engine"
+                .to_owned()
+        } else {
+            return None;
+        };
+        Some(ErrorBody::new(ErrorCode::Invalid, text))
+    }
+
+    /// The refusal of a worker whose replica or rank the leader does not have.
+    fn seat_refusal(&self, hello: &Hello) -> Option<ErrorBody> {
+        let (replicas, ranks) = self.settings.worker_seats?;
+        let (replica, rank) = (hello.replica, hello.rank);
+        if replica < replicas && rank < ranks {
+            return None;
         }
-        if matches!(hello.role, Role::Engine | Role::Rank) && hello.engine == [0; 16] {
-            let text = "engine is absent or zero, so that the requests of two engines could not be told apart: give 16 \
-                        random bytes, the same over reconnects and on all ranks of the engine";
-            return Some(ErrorBody::new(ErrorCode::Invalid, text));
-        }
-        if hello.role == Role::Worker {
-            let (replicas, ranks) = self.settings.worker_seats?;
-            let (replica, rank) = (hello.replica, hello.rank);
-            let text = format!(
-                "replica {replica} or rank {rank} is too high: the leader has {replicas} replicas of {ranks} ranks; start \
-                 leader and workers with the same ranks and replicas"
-            );
-            return (replica >= replicas || rank >= ranks)
-                .then(|| ErrorBody::new(ErrorCode::Invalid, text));
-        }
+        let text = format!(
+            "replica {replica} or rank {rank} is too high: the leader has {replicas} replicas of {ranks} ranks; start leader \
+             and workers with the same ranks and replicas"
+        );
+        Some(ErrorBody::new(ErrorCode::Invalid, text))
+    }
+
+    /// The refusal of a client other than a worker, when as many as may be are connected.
+    fn guest_refusal(&self, host: &impl ServerHost) -> Option<ErrorBody> {
         let guest = |peer: &&Peer| peer.role.is_some_and(|role| role != Role::Worker);
         let guests = self.peers.values().filter(guest).count();
+        if guests < host.guests_max() {
+            return None;
+        }
         let text = format!("{guests} others are connected, as many as may be: close one of them");
-        (guests >= host.guests_max()).then(|| ErrorBody::new(ErrorCode::Busy, text))
+        Some(ErrorBody::new(ErrorCode::Busy, text))
     }
 
     /// The accepted roles, for messages.

@@ -67,14 +67,14 @@ impl<P: fmt::Debug> LeaderShell<P> {
         host: &mut H,
         (peer, request): (PeerId, RequestId),
         deadline_ms: u32,
-        asked: ReadEvents,
+        body: ReadEvents,
     ) {
         let now = host.now();
         if let Some(before) = self.readers.waiting.remove(&peer) {
             self.answer_read(host, peer, &before);
         }
-        let wait = Duration::from_millis(asked.wait_ms.min(deadline_ms).into()).min(LOG_WAIT_MAX);
-        let mut read = log_read(asked);
+        let wait = Duration::from_millis(body.wait_ms.min(deadline_ms).into()).min(LOG_WAIT_MAX);
+        let mut read = log_read(body);
         let part = self.core.read_log(now, &read);
         if !part.is_empty() || read.cursor.is_some() || wait.is_zero() {
             return host.reply(peer, request, self.events(part));
@@ -146,18 +146,18 @@ impl<P: fmt::Debug> LeaderShell<P> {
 }
 
 /// Reads the change log of a leader without a shell, as a reader of a live leader does; never waits.
-pub fn read_events(leader: &mut Leader, now: Time, asked: ReadEvents) -> Events {
-    let part = leader.read_log(now, &log_read(asked));
+pub fn read_events(leader: &mut Leader, now: Time, body: ReadEvents) -> Events {
+    let part = leader.read_log(now, &log_read(body));
     events(leader.epoch(), part)
 }
 
-fn log_read(asked: ReadEvents) -> LogRead {
+fn log_read(body: ReadEvents) -> LogRead {
     LogRead {
-        epoch: Epoch(asked.epoch),
-        from: asked.from,
-        most: asked.most,
-        namespace: asked.namespace.map(|name| name.into_vec()),
-        cursor: asked.cursor,
+        epoch: Epoch(body.epoch),
+        from: body.from,
+        most: body.most,
+        namespace: body.namespace.map(|name| name.into_vec()),
+        cursor: body.cursor,
     }
 }
 
