@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::clock::{Timer, within};
-use crate::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
+use crate::{Address, Clock, Connection, Frame, Limits, SendError, Transport, TransportError};
 use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
     CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
@@ -499,11 +499,14 @@ impl ClientTask {
                 let Some(connection) = &mut self.connection else {
                     return Ok(());
                 };
-                let sent = connection.send(Frame::new(header.to_vec(), body)).await;
-                if let Err(error) = sent {
-                    self.connection = None;
-                    let now = self.clock.now();
-                    self.session.disconnected(now, &error.to_string());
+                match connection.send(Frame::new(header.to_vec(), body)).await {
+                    // The frames that were received before are still to be taken; then the connection reports its end.
+                    Ok(()) | Err(SendError::Gone) => {}
+                    Err(error) => {
+                        self.connection = None;
+                        let now = self.clock.now();
+                        self.session.disconnected(now, &error.to_string());
+                    }
                 }
                 return Ok(());
             }

@@ -1,17 +1,21 @@
 //! A client's behaviour towards servers that are newer than the client or make mistakes.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 use crate::conversation_tests::{address, answer, client, hello, status};
 use crate::{
-    Client, Incoming, Limits, Listener, ListenerEvent, MemoryTransport, PeerId, Transport,
+    Address, Client, ClientSettings, Incoming, Limits, Listener, ListenerEvent, MemoryTransport,
+    PeerId, Server, Transport, ZmqTransport,
 };
 use kvferry_protocol::{
-    Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Message, MessageKind,
-    VERSION, VERSION_MIN, Welcome, decode, encode,
+    Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Message, MessageKind, Role,
+    StatusAnswer, VERSION, VERSION_MIN, Welcome, decode, encode,
 };
+use kvferry_session::{ServerEvent, ServerSettings};
 use kvferry_types::{Epoch, RequestId};
 
 /// A server that sends messages chosen by the test.
@@ -176,4 +180,98 @@ async fn a_version_that_was_not_offered_is_refused_with_the_reason() {
         .expect_err("no version in common");
     assert_eq!(failure.code, ErrorCode::UnsupportedVersion, "{failure}");
     assert!(failure.message.contains("has version 3"), "{failure}");
+}
+
+/// The client has a request to send and an answer to take when the connection ends, and does either first.
+#[tokio::test(start_paused = true)]
+async fn an_answer_before_the_end_of_a_connection_is_taken() {
+    for round in 0..32 {
+        let (mut server, _, client, _incoming) = Scripted::start(&MemoryTransport::default()).await;
+        server.welcome(VERSION);
+        let begin = |id| {
+            let timeout = Duration::from_secs(5);
+            let begun = client.begin_request(RequestId(id), status(), timeout, Duration::ZERO);
+            begun.expect("there is room")
+        };
+        let first = begin(1);
+        assert_eq!(server.receive_more().await.correlation, RequestId(1));
+        server.send_message(1, answer());
+        server.listener.sender().disconnect(server.peer);
+        let _second = begin(2);
+        assert_eq!(first.await, Ok(answer()), "round {round}");
+    }
+}
+
+/// Over sockets, the client is told of a break while it reads, while it sends, and between.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_request_is_answered_over_connections_that_break() {
+    const TASKS: u64 = 8;
+    const REQUESTS: u64 = 100;
+    let folder = tempfile::tempdir().expect("a folder");
+    let address = Address::Directory(folder.path().join("server"));
+    let listening = ZmqTransport.listen(&address, Limits::default()).await;
+    let settings = ServerSettings {
+        features: 0,
+        worker_seats: None,
+        epoch: Epoch(1),
+        heartbeat: Duration::from_secs(1),
+        roles: vec![Role::Engine],
+    };
+    let mut server = Server::new(listening.expect("it listens"), settings);
+    let answers = async {
+        let replier = server.replier();
+        let mut received = 0_u64;
+        loop {
+            for event in server.next().await.expect("the server receives") {
+                let ServerEvent::Message { peer, envelope } = event else {
+                    continue;
+                };
+                received += 1;
+                // Before the answer, or after it: the client sends the request again, or has its answer.
+                if received.is_multiple_of(67) {
+                    replier.disconnect(peer);
+                }
+                let answer = StatusAnswer {
+                    version: "x".repeat(usize::try_from(received % 7).expect("small") << 13),
+                    ..StatusAnswer::default()
+                };
+                replier.reply(peer, envelope.correlation, Message::StatusAnswer(answer));
+                if received.is_multiple_of(31) {
+                    replier.disconnect(peer);
+                }
+            }
+        }
+    };
+    let settings = ClientSettings {
+        address: address.clone(),
+        hello: hello(VERSION_MIN, VERSION),
+        limits: Limits::default(),
+    };
+    let client = Client::without_incoming(Arc::new(ZmqTransport), settings);
+    let mut tasks = JoinSet::new();
+    for _ in 0..TASKS {
+        let client = client.clone();
+        tasks.spawn(async move {
+            for _ in 0..REQUESTS {
+                let answered = client.request(status(), Duration::from_secs(60)).await;
+                assert!(
+                    matches!(answered, Ok(Message::StatusAnswer(_))),
+                    "{answered:?}"
+                );
+            }
+        });
+    }
+    let all = async {
+        while tasks
+            .join_next()
+            .await
+            .transpose()
+            .expect("no panic")
+            .is_some()
+        {}
+    };
+    tokio::select! {
+        () = all => {}
+        never = answers => never,
+    }
 }

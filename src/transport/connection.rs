@@ -10,7 +10,7 @@ use super::queue::{Budget, Queued};
 use super::{Closed, Frame, Limits, SendError};
 
 /// Most frames queued for [`Connection::recv`]; their bytes are bounded by [`Limits::pending_bytes`].
-const INBOX_FRAMES: usize = 64;
+pub(super) const INBOX_FRAMES: usize = 64;
 
 /// The transport task's side of a [`Connection`].
 pub(super) struct ConnectionLink {

@@ -2,8 +2,9 @@
 //!
 //! The crate bounds its queue of outgoing messages by count only, at 100,000. Here each message that is passed to the
 //! crate carries its permits (see [`charged`]) and releases them when the crate has copied it to the wire. So bytes are
-//! bounded, and the crate's queue never fills. Incoming messages are read from the socket when the owner asks for them.
+//! bounded, and the crate's queue never fills. Incoming messages are read from the socket when the owner receives or sends.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -14,14 +15,17 @@ use zeromq::{
 };
 
 use super::clock::within;
+use super::connection::INBOX_FRAMES;
 use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
 use super::{BoxFuture, Closed, Frame, Limits, SendError, Violation};
 
-/// A connected DEALER with a limit on the bytes that it may hold.
+/// A connected DEALER with limits on the bytes that it may hold.
 pub(super) struct Dealer {
     /// The socket, or why it was closed.
     state: Result<Open, Closed>,
+    /// Frames that arrived while the owner sent others.
+    inbox: Inbox,
     budget: Budget,
 }
 
@@ -29,6 +33,30 @@ struct Open {
     socket: DealerSocket,
     /// Completes when the server is gone: the socket itself would wait for ever.
     gone: BoxFuture<'static, ()>,
+}
+
+/// Frames that the owner has not taken: at most [`INBOX_FRAMES`], of [`Limits::pending_bytes`] and one frame more.
+#[derive(Default)]
+struct Inbox {
+    frames: VecDeque<Frame>,
+    bytes: usize,
+}
+
+impl Inbox {
+    fn push(&mut self, frame: Frame) {
+        self.bytes += frame.header.len() + frame.body.len();
+        self.frames.push_back(frame);
+    }
+
+    fn pop(&mut self) -> Option<Frame> {
+        let frame = self.frames.pop_front()?;
+        self.bytes -= frame.header.len() + frame.body.len();
+        Some(frame)
+    }
+
+    fn has_room(&self, limits: &Limits) -> bool {
+        self.frames.len() < INBOX_FRAMES && self.bytes < limits.pending_bytes
+    }
 }
 
 impl Dealer {
@@ -51,32 +79,60 @@ impl Dealer {
         let gone: BoxFuture<'static, ()> = Box::pin(gone);
         Ok(Self {
             state: Ok(Open { socket, gone }),
+            inbox: Inbox::default(),
             budget: Budget::new(Arc::new(limits)),
         })
     }
 
-    /// See [`super::Connection::send`]. When the server is gone, the crate drops the messages in its queue, and a wait for
-    /// room ends.
+    /// See [`super::Connection::send`]. Reads what has arrived before it writes, and while it waits for room: the crate drops
+    /// what it has not read when a write fails, and a server closes a client that reads nothing.
     pub(super) async fn send(&mut self, frame: Frame) -> Result<(), SendError> {
         self.budget.check(&frame)?;
+        let slow_after = self.budget.limits.slow_after;
+        let queued = match within(slow_after, self.room_for(frame)).await {
+            Some(Ok(queued)) => queued,
+            Some(Err(closed)) => {
+                self.state = Err(closed);
+                return Err(SendError::Gone);
+            }
+            None => return Err(SendError::Slow),
+        };
         let Ok(open) = &mut self.state else {
             return Err(SendError::Gone);
         };
-        let sent = async {
-            let queued = self.budget.admit(frame).await?;
-            let sent = open.socket.send(charged(queued)).await;
-            sent.inspect_err(|error| tracing::debug!(%error, "cannot send"))
-                .ok()
-        };
-        match within(self.budget.limits.slow_after, sent).await {
-            Some(Some(())) => Ok(()),
-            Some(None) => Err(SendError::Gone),
+        match within(slow_after, open.socket.send(charged(queued))).await {
+            Some(Ok(())) => Ok(()),
+            Some(Err(error)) => {
+                tracing::debug!(%error, "cannot send");
+                Err(SendError::Gone)
+            }
             None => Err(SendError::Slow),
+        }
+    }
+
+    /// Waits for room for a frame, or until the connection is closed.
+    async fn room_for(&mut self, frame: Frame) -> Result<Queued, Closed> {
+        let open = match &mut self.state {
+            Ok(open) => open,
+            Err(closed) => return Err(*closed),
+        };
+        let limits = &self.budget.limits;
+        let admitted = self.budget.admit(frame);
+        tokio::pin!(admitted);
+        loop {
+            tokio::select! {
+                biased;
+                received = open.receive(limits), if self.inbox.has_room(limits) => self.inbox.push(received?),
+                queued = &mut admitted => return queued.ok_or(Closed::ByServer),
+            }
         }
     }
 
     /// See [`super::Connection::recv`].
     pub(super) async fn recv(&mut self) -> Result<Frame, Closed> {
+        if let Some(frame) = self.inbox.pop() {
+            return Ok(frame);
+        }
         let open = match &mut self.state {
             Ok(open) => open,
             Err(closed) => return Err(*closed),

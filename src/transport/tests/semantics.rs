@@ -26,6 +26,7 @@ over_all! {
     keeps_two_clients_apart
     says_when_a_client_goes_after_all_it_sent
     disconnects_after_what_was_sent
+    delivers_what_was_received_before_a_send_failed
     tells_the_client_when_the_listener_goes
     frees_the_address_at_close
     refuses_a_second_listener
@@ -129,6 +130,27 @@ async fn disconnects_after_what_was_sent(bench: Bench) {
     assert_eq!(end, Err(Closed::ByServer));
     assert_eq!(client.recv().await, Err(Closed::ByServer));
     assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByUs));
+}
+
+async fn delivers_what_was_received_before_a_send_failed(bench: Bench) {
+    let mut listener = bench.listen(&Limits::default()).await;
+    let mut client = bench.connect().await;
+    let peer = opened(&mut listener).await;
+    let sender = listener.sender();
+    for n in 0..8 {
+        sender
+            .try_send(peer, frame("h", &n.to_string()))
+            .expect("sent");
+    }
+    sender.disconnect(peer);
+    assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByUs));
+    let fails = async { while client.send(frame("h", "b")).await.is_ok() {} };
+    timeout(TEST_TIMEOUT, fails).await.expect("in time");
+    for n in 0..8 {
+        assert_eq!(received(&mut client).await, frame("h", &n.to_string()));
+    }
+    let end = timeout(TEST_TIMEOUT, client.recv()).await.expect("in time");
+    assert_eq!(end, Err(Closed::ByServer));
 }
 
 async fn tells_the_client_when_the_listener_goes(bench: Bench) {
