@@ -416,7 +416,7 @@ def run(folder: Path, all_: contextlib.ExitStack, kept: Kept) -> dict[str, bytes
     daemon.start()
 
     def sees_damage() -> Any:
-        # A lookup finds nothing until the disk is open.
+        # A lookup finds none of the disk's pages until the disk is open.
         engine.ready()
         engine.lookup(PAGES - 2)
         engine.load(PAGES - 2)

@@ -136,6 +136,7 @@ impl Peer {
             let verdict = refuse(ErrorBody::new(ErrorCode::Forbidden, text));
             return (verdict, !is_request);
         }
+        // Hello and pings use no credits.
         if allowed_before_welcome || !is_request {
             return (Verdict::Read, false);
         }

@@ -244,8 +244,9 @@ pub struct ClientSession<R> {
     times: ClientTimes,
     state: State,
     pending: BTreeMap<RequestId, Pending<R>>,
-    /// No pending request expires earlier. A search of all of them for each message would cost more than the message.
-    expires: Time,
+    /// A lower bound of the times at which pending requests expire; exact after [`Self::expire`] has searched. Kept because
+    /// a search for each message would cost more than the message.
+    earliest_expiry: Time,
     /// Pending requests that are not in flight, in order.
     unsent: VecDeque<RequestId>,
     in_flight: InFlight,
@@ -279,7 +280,7 @@ impl<R> ClientSession<R> {
             times,
             state: State::Apart { connect_at: now },
             pending: BTreeMap::new(),
-            expires: Time::NEVER,
+            earliest_expiry: Time::NEVER,
             unsent: VecDeque::new(),
             in_flight: InFlight::default(),
             body_bytes_max: usize::MAX,
@@ -319,7 +320,7 @@ impl<R> ClientSession<R> {
             State::Greeting { until } => *until,
             State::Open(open) => open.next_beat(),
         };
-        self.expires.min(state)
+        self.earliest_expiry.min(state)
     }
 
     /// Fires the timers that are due.
@@ -363,7 +364,7 @@ impl<R> ClientSession<R> {
         let in_flight = self.in_flight.requests.contains_key(&id);
         let sent = in_flight || self.pending.get(&id).is_some_and(|before| before.sent);
         let pending = Pending { request, sent };
-        self.expires = self.expires.min(pending.expires());
+        self.earliest_expiry = self.earliest_expiry.min(pending.expires());
         let before = self.pending.insert(id, pending);
         // The caller of an earlier request under this id no longer waits. Sent again while it is in flight, the request
         // uses no further credits.
@@ -695,7 +696,7 @@ impl<R> ClientSession<R> {
     }
 
     fn expire(&mut self, now: Time) {
-        if now < self.expires {
+        if now < self.earliest_expiry {
             return;
         }
         let late = self
@@ -710,7 +711,7 @@ impl<R> ClientSession<R> {
             self.fail(id, Failure { unsent, ..failure });
         }
         let earliest = self.pending.values().map(Pending::expires).min();
-        self.expires = earliest.unwrap_or(Time::NEVER);
+        self.earliest_expiry = earliest.unwrap_or(Time::NEVER);
     }
 
     /// Handles a hello that was not welcomed. A permanent error fails all requests.

@@ -317,17 +317,17 @@ impl ServerSession {
         })
     }
 
-    /// Returns why a client is not welcomed; `None` when it is.
+    /// Why this side does not welcome such a client, whatever its origin; `None` when it does.
     fn refusal(&self, host: &impl ServerHost, hello: &Hello, version: u16) -> Option<ErrorBody> {
-        let refusal = self
-            .version_refusal(hello, version)
-            .or_else(|| self.role_refusal(hello));
-        refusal.or_else(|| match hello.role {
-            Role::Worker => self.seat_refusal(hello),
-            _ => self.guest_refusal(host),
-        })
+        self.version_refusal(hello, version)
+            .or_else(|| self.identity_refusal(hello))
+            .or_else(|| match hello.role {
+                Role::Worker => self.seat_refusal(hello),
+                _ => self.guest_refusal(host),
+            })
     }
 
+    /// The refusal of a client with which this side has no version in common.
     fn version_refusal(&self, hello: &Hello, version: u16) -> Option<ErrorBody> {
         let (min, max) = (hello.version_min, hello.version_max);
         if min > max {
@@ -346,7 +346,8 @@ impl ServerSession {
         None
     }
 
-    fn role_refusal(&self, hello: &Hello) -> Option<ErrorBody> {
+    /// The refusal of a role that this side does not take, and of an engine without an identity.
+    fn identity_refusal(&self, hello: &Hello) -> Option<ErrorBody> {
         let text = if hello.role == Role::Unknown {
             format!(
                 "role of your hello is unknown here, this side takes {}: check the address, or update this side",
@@ -382,7 +383,7 @@ impl ServerSession {
         Some(ErrorBody::new(ErrorCode::Invalid, text))
     }
 
-    /// The refusal of a client other than a worker, when as many as may be are connected.
+    /// The refusal of a client other than a worker, when [`ServerHost::guests_max`] of them are connected.
     fn guest_refusal(&self, host: &impl ServerHost) -> Option<ErrorBody> {
         let guest = |peer: &&Peer| peer.role.is_some_and(|role| role != Role::Worker);
         let guests = self.peers.values().filter(guest).count();

@@ -292,7 +292,7 @@ fn requests_that_expire_before_they_are_sent_stop_no_later_ones() {
     assert_eq!(client.requests(), [5]);
 }
 
-/// Ticks at the times alone for which the session asks.
+/// Ticks only at the session's own timeouts.
 #[test]
 fn every_request_fails_at_its_own_deadline() {
     let mut client = Client::welcomed(at(0), 100);
@@ -300,7 +300,7 @@ fn every_request_fails_at_its_own_deadline() {
     for (id, deadline) in (1..).zip(deadlines) {
         client.send_by(at(1), id, status(), at(deadline));
     }
-    // An answer, and a retry with an earlier deadline and one with a later.
+    // Request 5 is answered, request 1 is retried with an earlier deadline, and request 2 with a later one.
     let error = ErrorBody::new(ErrorCode::Busy, "later");
     client.receive(at(2), &from_server(VERSION, 5, Message::Error(error)));
     client.send_by(at(3), 1, status(), at(200));

@@ -185,7 +185,7 @@ impl Client {
         self.request_as(id, message, timeout).await
     }
 
-    /// Sends a request under an id that the client chooses, and waits for its answer.
+    /// As [`Self::request`], with the answer in its type.
     pub async fn call<C: Call>(&self, call: C, timeout: Duration) -> Result<C::Answer, Failure> {
         typed::<C>(self.request(call.into(), timeout).await?)
     }

@@ -1,4 +1,6 @@
-//! The client end of a connection: of a DEALER, or of two bounded queues and a task of the transport.
+//! The client end of a connection. Over TLS and in memory, a task of the transport moves frames between two bounded queues
+//! and the server. Over `ipc://` the owner's task uses a DEALER itself, which saves two wake-ups for each request. See
+//! [`Limits`] for the sum of the bytes.
 
 use std::sync::Arc;
 
@@ -9,36 +11,36 @@ use super::dealer::Dealer;
 use super::queue::{Budget, Queued};
 use super::{Closed, Frame, Limits, SendError};
 
-/// Most frames queued for [`Connection::recv`]; their bytes are bounded by [`Limits::pending_bytes`].
+/// Most frames that are read and wait for [`Connection::recv`]; [`Limits::pending_bytes`] bounds their bytes.
 pub(super) const INBOX_FRAMES: usize = 64;
 
-/// The transport task's side of a [`Connection`].
-pub(super) struct ConnectionLink {
+/// The transport task's side of a [`Connection`] with queues.
+pub(super) struct TaskSide {
     pub(super) outbox: mpsc::Receiver<Queued>,
     pub(super) inbox: mpsc::Sender<Queued>,
     pub(super) inbound: Budget,
     closed: watch::Sender<Option<Closed>>,
 }
 
-impl ConnectionLink {
+impl TaskSide {
     /// Reports the reason of the close to the owner. Call it last.
     pub(super) fn close(self, reason: Closed) {
         self.closed.send_replace(Some(reason));
     }
 }
 
-/// A client's connection to a listener. Does not reconnect. Closes when it is dropped; frames sent before that are still
-/// written while the runtime lives.
-pub struct Connection(Link);
+/// A client's connection to a listener. Does not reconnect. Closes when it is dropped. Frames sent before that are still
+/// written while the runtime lives: over TLS for at most 5 s, over a DEALER until the server has taken them or is gone.
+pub struct Connection(ClientEnd);
 
-enum Link {
+enum ClientEnd {
     Dealer(Box<Dealer>),
     Queues(Queues),
 }
 
 impl Connection {
     /// A connection whose task moves frames between two queues and the server.
-    pub(super) fn queued(limits: &Arc<Limits>) -> (Self, ConnectionLink) {
+    pub(super) fn queued(limits: &Arc<Limits>) -> (Self, TaskSide) {
         let budget = Budget::new(limits.clone());
         let (outbox, outbox_rx) = mpsc::channel(budget.capacity());
         let (inbox, inbox_rx) = mpsc::channel(INBOX_FRAMES);
@@ -49,18 +51,18 @@ impl Connection {
             inbox: inbox_rx,
             closed: closed_rx,
         };
-        let link = ConnectionLink {
+        let task_side = TaskSide {
             outbox: outbox_rx,
             inbox,
             inbound: Budget::new(limits.clone()),
             closed,
         };
-        (Self(Link::Queues(queues)), link)
+        (Self(ClientEnd::Queues(queues)), task_side)
     }
 
-    /// A connection whose owner's task moves the frames itself.
+    /// A connection that sends to a DEALER and reads from it, without a task of the transport.
     pub(super) fn dealer(dealer: Dealer) -> Self {
-        Self(Link::Dealer(Box::new(dealer)))
+        Self(ClientEnd::Dealer(Box::new(dealer)))
     }
 
     /// Queues a frame, waiting at most [`Limits::slow_after`] for room. `Ok` means that the frame is queued, not that
@@ -70,24 +72,25 @@ impl Connection {
     /// [`SendError`]; after [`SendError::Slow`] the connection stays open, and the frame is dropped.
     pub async fn send(&mut self, frame: Frame) -> Result<(), SendError> {
         match &mut self.0 {
-            Link::Dealer(dealer) => dealer.send(frame).await,
-            Link::Queues(queues) => queues.send(frame).await,
+            ClientEnd::Dealer(dealer) => dealer.send(frame).await,
+            ClientEnd::Queues(queues) => queues.send(frame).await,
         }
     }
 
     /// Returns the next frame. Cancel safe.
     ///
     /// # Errors
-    /// [`Closed`] once the connection has ended and all frames received before are taken; again on every further call.
+    /// [`Closed`] once the connection has ended and all frames received before are taken; again on every further call. Over
+    /// a DEALER, frames that arrive between a send and the failure of its write are lost.
     pub async fn recv(&mut self) -> Result<Frame, Closed> {
         match &mut self.0 {
-            Link::Dealer(dealer) => dealer.recv().await,
-            Link::Queues(queues) => queues.recv().await,
+            ClientEnd::Dealer(dealer) => dealer.recv().await,
+            ClientEnd::Queues(queues) => queues.recv().await,
         }
     }
 }
 
-/// The owner's side of a [`ConnectionLink`].
+/// The owner's side of a [`TaskSide`].
 struct Queues {
     outbox: mpsc::Sender<Queued>,
     budget: Budget,

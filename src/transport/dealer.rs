@@ -1,8 +1,9 @@
 //! The DEALER of the `zeromq` crate as the client end of a connection.
 //!
-//! The crate bounds its queue of outgoing messages by count only, at 100,000. Here each message that is passed to the
-//! crate carries its permits (see [`charged`]) and releases them when the crate has copied it to the wire. So bytes are
-//! bounded, and the crate's queue never fills. Incoming messages are read from the socket when the owner receives or sends.
+//! The crate bounds its queue of outgoing messages by count only, at 100,000. Here each message carries its permits (see
+//! [`charged`]) until the crate has encoded it into its write buffer. So bytes are bounded, and the queue never fills:
+//! permits suffice for 65,536 messages ([`super::PENDING_FRAMES_MAX`]). Incoming messages are read from the socket when the
+//! owner receives or sends. See [`Limits`] for the sum of both.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,8 +11,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::sync::OwnedSemaphorePermit;
 use zeromq::{
-    DealerSocket, Socket as _, SocketEvent, SocketOptions, SocketRecv as _, SocketSend as _,
-    ZmqError, ZmqMessage,
+    DealerSocket, Socket as _, SocketEvent, SocketRecv as _, SocketSend as _, ZmqError, ZmqMessage,
 };
 
 use super::clock::within;
@@ -20,7 +20,7 @@ use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
 use super::{BoxFuture, Closed, Frame, Limits, SendError, Violation};
 
-/// A connected DEALER with limits on the bytes that it may hold.
+/// A connected DEALER, and the frames that the owner has not taken yet.
 pub(super) struct Dealer {
     /// The socket, or why it was closed.
     state: Result<Open, Closed>,
@@ -31,7 +31,7 @@ pub(super) struct Dealer {
 
 struct Open {
     socket: DealerSocket,
-    /// Completes when the server is gone: the socket itself would wait for ever.
+    /// Completes when the server is gone; a `recv` of the socket alone would then wait for ever.
     gone: BoxFuture<'static, ()>,
 }
 
@@ -60,13 +60,9 @@ impl Inbox {
 }
 
 impl Dealer {
-    /// Connects. The caller limits the time of it.
-    pub(super) async fn connect(
-        endpoint: &str,
-        options: SocketOptions,
-        limits: Limits,
-    ) -> Result<Self, ZmqError> {
-        let mut socket = DealerSocket::with_options(options);
+    /// Connects, without a limit on the time.
+    pub(super) async fn connect(endpoint: &str, limits: Limits) -> Result<Self, ZmqError> {
+        let mut socket = DealerSocket::new();
         let mut events = socket.monitor();
         socket.connect(endpoint).await?;
         let gone = async move {
@@ -85,7 +81,8 @@ impl Dealer {
     }
 
     /// See [`super::Connection::send`]. Reads what has arrived before it writes, and while it waits for room: the crate drops
-    /// what it has not read when a write fails, and a server closes a client that reads nothing.
+    /// what it has not read when a write fails, and a server closes a client that reads nothing. When the server is gone,
+    /// the crate drops its queue and the permits with it, which ends the wait.
     pub(super) async fn send(&mut self, frame: Frame) -> Result<(), SendError> {
         self.budget.check(&frame)?;
         let slow_after = self.budget.limits.slow_after;

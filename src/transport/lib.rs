@@ -4,10 +4,13 @@
 //! [`Client`] sends requests, retries them and enforces deadlines.
 //!
 //! A frame has two parts, header and body, which this layer does not interpret. A [`Transport`] makes listeners and
-//! connections. These are the same concrete types for every transport: bounded queues, and a task that moves frames.
+//! connections, which have the same types for every transport. A listener has bounded queues, and a task for each of its
+//! connections. A [`Connection`] over TLS or in memory has two bounded queues, and a task that moves frames; over `ipc://`
+//! its owner's task sends to the DEALER of the `zeromq` crate, and reads from it.
+//!
 //! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate reads every byte
-//! itself, within limits. [`TlsTransport`] is the same over TCP, for processes that have certificates. [`MemoryTransport`] works inside one process with the same events, limits and
-//! errors, for tests and for paused time.
+//! itself, within limits. [`TlsTransport`] is the same over TCP, for processes that have certificates. [`MemoryTransport`]
+//! works inside one process with the same events, limits and errors, for tests and for paused time.
 //!
 //! Beside them, a [`Publisher`] serves ZMQ subscribers of other programs, which have no sessions.
 //!
@@ -174,7 +177,11 @@ impl fmt::Display for Address {
 /// connection, so 1.6 GiB when each of 64 peers sends half of a longest message and reads none of its answers, for at most
 /// `slow_after`. A [`Server`] decodes the frames that it hands over, at most `pending_bytes` at a time; decoded lists of small
 /// numbers take up to 16 times their bytes, so 256 MiB with the defaults.
-/// Worst-case memory of a connection: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
+/// Worst-case memory of a connection over TLS or in memory: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
+/// Over `ipc://`: 2 x `pending_bytes` + 3 x (`header_bytes` + `body_bytes`) + 256 KiB, if the server keeps to the limits,
+/// because the `zeromq` crate checks no lengths: a message is checked when it is complete. Only a process that can write to
+/// the server's directory can send a longer one. A [`Client`] holds its requests beside: [`CLIENT_QUEUE`] of them that wait
+/// for the session, and [`kvferry_session::CLIENT_OPEN_MAX`] in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Longest header in bytes. Default: 256.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{timeout, timeout_at};
 
-use super::connection::ConnectionLink;
+use super::connection::TaskSide;
 use super::listener::{Intake, Outgoing, PeerIntake, PeerLink, Peers, QueuedEvent};
 use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
@@ -200,7 +200,7 @@ fn name_of(address: &Address) -> Result<&str, TransportError> {
 struct Wire {
     slot: Slot,
     peer: PeerLink,
-    client: ConnectionLink,
+    client: TaskSide,
 }
 
 impl Wire {
@@ -208,7 +208,7 @@ impl Wire {
         let (peer, killed) = (self.peer.peer, self.peer.killed());
         let Slot { intake, limits, .. } = &self.slot;
         let frames = intake.of(peer);
-        let ConnectionLink {
+        let TaskSide {
             outbox,
             inbox,
             inbound,

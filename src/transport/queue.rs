@@ -29,8 +29,8 @@ impl Budget {
         u32::try_from(bytes.min(self.limits.pending_bytes)).unwrap_or(u32::MAX)
     }
 
-    /// Waits for room. The caller must watch for the other side of the queue being dropped, which does not end the
-    /// wait.
+    /// Waits for room. A queue that is dropped gives its permits back, which ends the wait. Where frames keep their permits
+    /// beyond the queue, as those of a [`super::ServerEvents`], the caller must watch for the end of the other side.
     pub(super) async fn admit(&self, frame: Frame) -> Option<Queued> {
         let cost = self.cost(&frame);
         let permit = self.semaphore.clone().acquire_many_owned(cost).await.ok()?;

@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::connection::ConnectionLink;
+use super::connection::TaskSide;
 use super::gate::{self, Gate, TlsSide};
 use super::queue::{Budget, Queued};
 use super::stream::{self, FrameReader, FrameWriter, Ping, StreamEnd};
@@ -212,10 +212,10 @@ fn host_of(address: &Address) -> Result<&str, TransportError> {
 async fn carry<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     mut reader: FrameReader<R>,
     mut writer: FrameWriter<W>,
-    mut link: ConnectionLink,
+    mut link: TaskSide,
 ) {
     let ping = Ping::default();
-    let ConnectionLink {
+    let TaskSide {
         outbox,
         inbox,
         inbound,

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout_at};
-use zeromq::{SocketOptions, ZmqError};
 
 use super::dealer::Dealer;
 use super::directory::{self, Claim, SOCKET_NAME};
@@ -110,12 +109,10 @@ async fn try_connect(
     by: Instant,
 ) -> Result<Option<Connection>, TransportError> {
     let by = by.min(Instant::now() + ATTEMPT);
-    let mut options = SocketOptions::default();
-    options.connect_timeout(ATTEMPT);
     let endpoint = format!("ipc://{}", socket.display());
-    match timeout_at(by, Dealer::connect(&endpoint, options, limits.clone())).await {
+    match timeout_at(by, Dealer::connect(&endpoint, limits.clone())).await {
         Ok(Ok(dealer)) => Ok(Some(Connection::dealer(dealer))),
-        Err(_) | Ok(Err(ZmqError::ConnectTimeout(_))) => Ok(None),
+        Err(_) => Ok(None),
         Ok(Err(error)) => Err(TransportError::Refused {
             address: address.clone(),
             detail: error.to_string(),
