@@ -564,6 +564,29 @@ def test_a_rank_that_lost_its_connection_registers_and_reports_again(
         assert {run.report.outcome(each) for each in ("registers-again", "written-again")} == {Outcome.KEPT}
 
 
+@pytest.mark.parametrize(("identity", "broken"), [(7, []), (9, ["slots-opened"])])
+def test_a_store_may_be_repeated_to_the_next_leader_after_its_slot_was_finished(identity: int, broken: list[str]) -> None:
+    """A leader may have answered the store before its end, and the answer may be lost. A new store names an open slot."""
+    with scripted() as run, raw_rank(run) as rank:
+        assert isinstance(rank.register(), wire.Registered)
+        assert isinstance(rank.wrote(5), wire.Empty)
+        engine = Connection(run.socket_dir / "leader", "engine", rank.name).opened()
+        lookup = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=bytes(16))
+        assert engine.ask(wire.Kind.LOOKUP, 6, lookup) == wire.LookupAnswer(0)
+        store = wire.Store(1, [wire.part(0, [1])], after=5)
+        assert engine.ask(wire.Kind.STORE, 7, store) == wire.StoreAnswer(1, 0)
+        assert engine.ask(wire.Kind.FINISH, 8, wire.Finish(1)) == wire.Empty()
+        run.kvferry.restart()
+        engine.close()
+        engine = Connection(run.socket_dir / "leader", "engine", rank.name).opened()
+        refused = engine.ask(wire.Kind.STORE, identity, store)
+        assert isinstance(refused, wire.Error)
+        assert refused.code == wire.Code.UNKNOWN_SLOT
+        run.kvferry.stop()
+        engine.close()
+    assert list(run.broken) == broken
+
+
 def test_every_rule_of_a_connector_has_a_mistake_that_breaks_it() -> None:
     found = {rule for rule, _ in (*MISTAKES.values(), *CLIENTS.values())}
     # Those of the tests above.

@@ -90,6 +90,9 @@ class PageChecks:
         self._slots: dict[_Slot, _View] = {}
         #: Slots of a leader that is gone: naming them is no mistake.
         self._gone: set[_Slot] = set()
+        #: The highest id of a load or store of each engine, and what it was when the leader was last restarted.
+        self._last_copy: dict[bytes, int] = {}
+        self._last_before_restart: dict[bytes, int] = {}
         self._holds: dict[tuple[bytes, int], _Hold] = {}
         self._pages: dict[tuple[bytes, int], set[_Hold]] = {}
         self._failed: dict[tuple[bytes, int], _Failed] = {}
@@ -150,6 +153,9 @@ class PageChecks:
                 self._report.exercised("busy-keeps-pages")
             hold.busy = False
             return
+        # An answer that was lost with the leader before: its slot may be finished by now.
+        repeated = request.id <= self._last_before_restart.get(engine, 0)
+        self._last_copy[engine] = max(request.id, self._last_copy.get(engine, 0))
         try:
             pages = [each for part in body.parts for each in enumerate(bodies.pages_of(part.pages), part.first_page)]
         except wire.Malformed:
@@ -158,7 +164,7 @@ class PageChecks:
         view = self._slots.get(key)
         name = f"{bodies.name_of(request.kind)} {request.id}"
         if view is None:
-            if key not in self._gone:
+            if key not in self._gone and not repeated:
                 self._report.broken("slots-opened", f"{name} names slot {body.slot}, which is not open", request.number)
         else:
             self._report.exercised("slots-opened")
@@ -336,6 +342,7 @@ class PageChecks:
         for slot in self._slots:
             self._went(slot)
         self._slots.clear()
+        self._last_before_restart = dict(self._last_copy)
         for failed in self._failed.values():
             failed.slot = None
 
@@ -343,6 +350,8 @@ class PageChecks:
         """An engine stays away, and another process has its memory, if any."""
         for hold in [hold for hold in self._holds.values() if hold.engine == engine]:
             self._release(hold)
+        self._last_copy.pop(engine, None)
+        self._last_before_restart.pop(engine, None)
         for remembered in (self._slots, self._known, self._failed):
             for key in [key for key in remembered if key[0] == engine]:
                 del remembered[key]
