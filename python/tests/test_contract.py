@@ -565,8 +565,8 @@ def test_a_rank_that_lost_its_connection_registers_and_reports_again(
 
 
 @pytest.mark.parametrize(("identity", "broken"), [(7, []), (9, ["slots-opened"])])
-def test_a_store_may_be_repeated_to_the_next_leader_after_its_slot_was_finished(identity: int, broken: list[str]) -> None:
-    """A leader may have answered the store before its end, and the answer may be lost. A new store names an open slot."""
+def test_a_store_of_a_finished_slot_may_be_repeated_to_the_next_leader(identity: int, broken: list[str]) -> None:
+    """The leader before may have answered it, and the answer may be lost. A new store must name an open slot."""
     with scripted() as run, raw_rank(run) as rank:
         assert isinstance(rank.register(), wire.Registered)
         assert isinstance(rank.wrote(5), wire.Empty)
