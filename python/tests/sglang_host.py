@@ -21,7 +21,7 @@ def by_rows(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """
 
     def rows(matrix: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        if matrix.dim() != 2 or len(matrix) < 2:
+        if matrix.dim() != 2 or len(matrix) < 2 or "out" in named:
             return product(matrix, *others, **named)
         return torch.cat([product(row, *others, **named) for row in matrix.split(1)])
 

@@ -20,7 +20,7 @@ from test_typed_clients import CLIENTS, Clients
 
 from kvferry import wire
 from kvferry.admin import AdminClient
-from kvferry.contract import checks, leader_checks, session_checks
+from kvferry.contract import checks, leader_checks, page_checks, session_checks
 from kvferry.contract.__main__ import CANNOT_RUN, FAILED, PASSED, main
 from kvferry.contract.connector_rules import CONNECTOR_RULES
 from kvferry.contract.leader_checks import LeaderChecks
@@ -564,9 +564,21 @@ def test_a_rank_that_lost_its_connection_registers_and_reports_again(
         assert {run.report.outcome(each) for each in ("registers-again", "written-again")} == {Outcome.KEPT}
 
 
-@pytest.mark.parametrize(("identity", "broken"), [(7, []), (9, ["slots-opened"])])
-def test_a_store_of_a_finished_slot_may_be_repeated_to_the_next_leader(identity: int, broken: list[str]) -> None:
-    """The leader before may have answered it, and the answer may be lost. A new store must name an open slot."""
+@pytest.mark.parametrize(
+    ("identity", "slot", "lost_s", "broken"),
+    [
+        (7, 1, 10, []),
+        (9, 1, 10, ["slots-opened"]),
+        (6, 1, 10, ["slots-opened"]),
+        (7, 2, 10, ["slots-opened"]),
+        (7, 1, 0, ["slots-opened"]),
+    ],
+)
+def test_a_store_of_a_finished_slot_may_be_repeated_to_the_next_leader(
+    identity: int, slot: int, lost_s: float, broken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader before may have answered it, and the answer may be lost. Any other copy must name an open slot."""
+    monkeypatch.setattr(page_checks, "_ANSWER_LOST_S", lost_s)
     with scripted() as run, raw_rank(run) as rank:
         assert isinstance(rank.register(), wire.Registered)
         assert isinstance(rank.wrote(5), wire.Empty)
@@ -579,7 +591,8 @@ def test_a_store_of_a_finished_slot_may_be_repeated_to_the_next_leader(identity:
         run.kvferry.restart()
         engine.close()
         engine = Connection(run.socket_dir / "leader", "engine", rank.name).opened()
-        refused = engine.ask(wire.Kind.STORE, identity, store)
+        repeated = wire.Store(slot, [wire.part(0, [1])], after=5)
+        refused = engine.ask(wire.Kind.STORE, identity, repeated)
         assert isinstance(refused, wire.Error)
         assert refused.code == wire.Code.UNKNOWN_SLOT
         run.kvferry.stop()

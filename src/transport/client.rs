@@ -185,7 +185,7 @@ impl Client {
         self.request_as(id, message, timeout).await
     }
 
-    /// As [`Self::request`], with the answer in its type.
+    /// As [`Self::request`], and returns the answer as its own type.
     pub async fn call<C: Call>(&self, call: C, timeout: Duration) -> Result<C::Answer, Failure> {
         typed::<C>(self.request(call.into(), timeout).await?)
     }
@@ -501,7 +501,9 @@ impl ClientTask {
                 };
                 match connection.send(Frame::new(header.to_vec(), body)).await {
                     // The frames that were received before are still to be taken; then the connection reports its end.
+                    // What is sent meanwhile is sent again over the next connection, as what the server has not read.
                     Ok(()) | Err(SendError::Gone) => {}
+                    // Too slow or too long: received frames are dropped with the connection.
                     Err(error) => {
                         self.connection = None;
                         let now = self.clock.now();

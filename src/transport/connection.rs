@@ -66,7 +66,7 @@ impl Connection {
     }
 
     /// Queues a frame, waiting at most [`Limits::slow_after`] for room. `Ok` means that the frame is queued, not that
-    /// it was read.
+    /// it was read. Cancelled while it waits, it drops the frame and keeps what was received.
     ///
     /// # Errors
     /// [`SendError`]; after [`SendError::Slow`] the connection stays open, and the frame is dropped.
@@ -81,7 +81,8 @@ impl Connection {
     ///
     /// # Errors
     /// [`Closed`] once the connection has ended and all frames received before are taken; again on every further call. Over
-    /// a DEALER, frames that arrive between a send and the failure of its write are lost.
+    /// a DEALER, frames that are not read when a write fails are lost: a send reads only what the runtime has reported, as
+    /// far as there is room.
     pub async fn recv(&mut self) -> Result<Frame, Closed> {
         match &mut self.0 {
             ClientEnd::Dealer(dealer) => dealer.recv().await,

@@ -60,7 +60,7 @@ impl Inbox {
 }
 
 impl Dealer {
-    /// Connects, without a limit on the time.
+    /// Connects. The caller limits the time.
     pub(super) async fn connect(endpoint: &str, limits: Limits) -> Result<Self, ZmqError> {
         let mut socket = DealerSocket::new();
         let mut events = socket.monitor();

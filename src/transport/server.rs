@@ -230,7 +230,7 @@ impl Server {
 
     /// Returns the next events, at most [`SERVER_BATCH_MAX`]; `None` when the listener has ended. Cancel safe.
     ///
-    /// Takes at most as many frames at a time, with those that the session answers itself: a peer that sends pings or refused
+    /// Takes at most as many frames at a time, including those that the session answers itself: a peer that sends pings or refused
     /// requests without a pause keeps neither the events of others waiting nor the session's timers.
     pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 #: Time after a lookup's answer for which the pages that it found are held.
 HOLD_S = 30.0
-#: Slots whose end is remembered, and pages of failed loads.
+#: Time for which an answer may be on its way, on a busy machine.
+_ANSWER_LOST_S = 10.0
+#: Slots whose end is remembered, answered copies, and pages of failed loads.
 _REMEMBERED_MAX = 65_536
 #: Most messages that are named in one text.
 _SHOWN_MAX = 5
@@ -90,9 +92,10 @@ class PageChecks:
         self._slots: dict[_Slot, _View] = {}
         #: Slots of a leader that is gone: naming them is no mistake.
         self._gone: set[_Slot] = set()
-        #: The highest id of a load or store of each engine, and what it was when the leader was last restarted.
-        self._last_copy: dict[bytes, int] = {}
-        self._last_before_restart: dict[bytes, int] = {}
+        #: Kind and slot of each copy that was answered lately, and when; and those that the last leader answered
+        #: shortly before its end: their answers may be lost, and their slots finished since.
+        self._answered: dict[tuple[bytes, int], tuple[int, int, float]] = {}
+        self._may_be_repeated: dict[tuple[bytes, int], tuple[int, int]] = {}
         self._holds: dict[tuple[bytes, int], _Hold] = {}
         self._pages: dict[tuple[bytes, int], set[_Hold]] = {}
         self._failed: dict[tuple[bytes, int], _Failed] = {}
@@ -153,9 +156,6 @@ class PageChecks:
                 self._report.exercised("busy-keeps-pages")
             hold.busy = False
             return
-        # An answer that was lost with the leader before: its slot may be finished by now.
-        repeated = request.id <= self._last_before_restart.get(engine, 0)
-        self._last_copy[engine] = max(request.id, self._last_copy.get(engine, 0))
         try:
             pages = [each for part in body.parts for each in enumerate(bodies.pages_of(part.pages), part.first_page)]
         except wire.Malformed:
@@ -164,7 +164,10 @@ class PageChecks:
         view = self._slots.get(key)
         name = f"{bodies.name_of(request.kind)} {request.id}"
         if view is None:
-            if key not in self._gone and not repeated:
+            if self._may_be_repeated.get((engine, request.id)) == (request.kind, body.slot):
+                # The leader refuses it at once.
+                return
+            if key not in self._gone:
                 self._report.broken("slots-opened", f"{name} names slot {body.slot}, which is not open", request.number)
         else:
             self._report.exercised("slots-opened")
@@ -292,6 +295,9 @@ class PageChecks:
             if hold.busy and hold.is_store and memories and written >= hold.after:
                 hold.data = [[memory.read(0, page) for _, page in hold.pages] for memory in memories]
             return
+        while len(self._answered) >= _REMEMBERED_MAX:
+            del self._answered[next(iter(self._answered))]
+        self._answered[engine, request.id] = request.kind, hold.slot, time.monotonic()
         self._release(hold)
 
     def gave_up(self, gives_up: Any, memories: list[MappedMemory] | None) -> list[tuple[bytes, int]]:
@@ -342,7 +348,10 @@ class PageChecks:
         for slot in self._slots:
             self._went(slot)
         self._slots.clear()
-        self._last_before_restart = dict(self._last_copy)
+        since = time.monotonic() - _ANSWER_LOST_S
+        lately = {key: (kind, slot) for key, (kind, slot, at) in self._answered.items() if at > since}
+        self._may_be_repeated = lately
+        self._answered.clear()
         for failed in self._failed.values():
             failed.slot = None
 
@@ -350,8 +359,6 @@ class PageChecks:
         """An engine stays away, and another process has its memory, if any."""
         for hold in [hold for hold in self._holds.values() if hold.engine == engine]:
             self._release(hold)
-        self._last_copy.pop(engine, None)
-        self._last_before_restart.pop(engine, None)
         for remembered in (self._slots, self._known, self._failed):
             for key in [key for key in remembered if key[0] == engine]:
                 del remembered[key]

@@ -179,3 +179,42 @@ pub(super) async fn ends_waits_for_room_when_the_server_is_gone(bench: Bench) {
     let both = async { tokio::join!(ends, listener.close()) };
     timeout(TEST_TIMEOUT, both).await.expect("in time");
 }
+
+/// A server closes a client that reads nothing, and a client that waits for room to send is none.
+pub(super) async fn reads_while_a_send_waits_for_room(bench: Bench) {
+    const FRAMES: u8 = 32;
+    let patient = Limits {
+        pending_bytes: 4 << 20,
+        slow_after: TEST_TIMEOUT * 10,
+        ..tight()
+    };
+    let server = Limits {
+        pending_bytes: 4 << 20,
+        ..tight()
+    };
+    let mut listener = bench.listen(&server).await;
+    let mut client = bench.try_connect(&patient).await.expect("connects");
+    let peer = opened(&mut listener).await;
+    let body = Frame::new("h", vec![9; 64 << 10]);
+    let mut sent = 0;
+    while let Ok(queued) = timeout(server.slow_after, client.send(body.clone())).await {
+        queued.expect("room, or a wait for it");
+        sent += 1;
+    }
+    for n in 0..FRAMES {
+        let frame = Frame::new("h", vec![n; 64 << 10]);
+        listener.sender().try_send(peer, frame).expect("queued");
+    }
+    // Longer than the server waits for a client that reads nothing.
+    let waits = timeout(server.slow_after * 2, client.send(body.clone())).await;
+    assert!(waits.is_err(), "there is no room: {waits:?}");
+    for _ in 0..sent {
+        assert_eq!(arrived(&mut listener).await, (peer, body.clone()));
+    }
+    for n in 0..FRAMES {
+        assert_eq!(
+            received(&mut client).await,
+            Frame::new("h", vec![n; 64 << 10])
+        );
+    }
+}
