@@ -8,11 +8,8 @@ use tokio::sync::{mpsc, watch};
 
 use super::clock::within;
 use super::dealer::Dealer;
-use super::queue::{Budget, Queued};
+use super::queue::{Budget, INBOX_FRAMES, Queued};
 use super::{Closed, Frame, Limits, SendError};
-
-/// Most frames that are read and wait for [`Connection::recv`]; [`Limits::pending_bytes`] bounds their bytes.
-pub(super) const INBOX_FRAMES: usize = 64;
 
 /// The transport task's side of a [`Connection`] with queues.
 pub(super) struct TaskSide {

@@ -15,8 +15,7 @@ use zeromq::{
 };
 
 use super::clock::within;
-use super::connection::INBOX_FRAMES;
-use super::queue::{Budget, Queued};
+use super::queue::{Budget, INBOX_FRAMES, Queued};
 use super::zmtp::{Part, check_part};
 use super::{BoxFuture, Closed, Frame, Limits, SendError, Violation};
 

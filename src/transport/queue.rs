@@ -9,6 +9,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{Frame, Limits, SendError};
 
+/// Most frames that a client's connection has read and its owner has not taken; [`Limits::pending_bytes`] bounds their
+/// bytes.
+pub(super) const INBOX_FRAMES: usize = 64;
+
 /// A bound in bytes on the frames of one queue.
 #[derive(Clone)]
 pub(super) struct Budget {
