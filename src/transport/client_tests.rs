@@ -6,16 +6,16 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use crate::conversation_tests::{address, answer, client, hello, status};
+use crate::conversation_tests::{address, answer, client, hello, serve, status};
 use crate::{
     Address, Client, ClientSettings, Incoming, Limits, Listener, ListenerEvent, MemoryTransport,
-    PeerId, Server, Transport, ZmqTransport,
+    PeerId, Transport, ZmqTransport,
 };
 use kvferry_protocol::{
     Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Message, MessageKind, Role,
     StatusAnswer, VERSION, VERSION_MIN, Welcome, decode, encode,
 };
-use kvferry_session::{ServerEvent, ServerSettings};
+use kvferry_session::ServerEvent;
 use kvferry_types::{Epoch, RequestId};
 
 /// A server that sends messages chosen by the test.
@@ -210,14 +210,7 @@ async fn every_request_is_answered_over_connections_that_break() {
     let folder = tempfile::tempdir().expect("a folder");
     let address = Address::Directory(folder.path().join("server"));
     let listening = ZmqTransport.listen(&address, Limits::default()).await;
-    let settings = ServerSettings {
-        features: 0,
-        worker_seats: None,
-        epoch: Epoch(1),
-        heartbeat: Duration::from_secs(1),
-        roles: vec![Role::Engine],
-    };
-    let mut server = Server::new(listening.expect("it listens"), settings);
+    let mut server = serve(listening.expect("it listens"), 1, vec![Role::Engine]);
     let answers = async {
         let replier = server.replier();
         let mut received = 0_u64;
@@ -261,7 +254,7 @@ async fn every_request_is_answered_over_connections_that_break() {
             }
         });
     }
-    // A connection whose end nobody reports would cost three heartbeats each time.
+    // If an end were not reported, the client would find it after three heartbeats, and the limit would pass.
     let all = async {
         while tasks
             .join_next()

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use crate::listener::PEER_FRAMES_MAX;
 use crate::{
-    Address, Client, ClientSettings, Connection, Frame, Incoming, Limits, MemoryTransport,
-    SERVER_BATCH_MAX, Server, ServerEvent, ServerSettings, Transport,
+    Address, Client, ClientSettings, Connection, Frame, Incoming, Limits, Listener,
+    MemoryTransport, SERVER_BATCH_MAX, Server, ServerEvent, ServerSettings, Transport,
 };
 use kvferry_protocol::{
     Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Message, MessageKind, Role, Status,
@@ -51,6 +51,10 @@ pub(super) async fn server_within(
         .listen(&address(), limits)
         .await
         .expect("it listens");
+    serve(listener, epoch, roles)
+}
+
+pub(super) fn serve(listener: Listener, epoch: u64, roles: Vec<Role>) -> Server {
     Server::new(
         listener,
         ServerSettings {

@@ -180,8 +180,8 @@ impl fmt::Display for Address {
 /// Worst-case memory of a connection over TLS or in memory: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
 /// Over `ipc://`: 2 x `pending_bytes` + 5 x (`header_bytes` + `body_bytes`) + 5 MiB, if the server keeps to the limits: the
 /// buffers of the `zeromq` crate grow by doubling, and it checks no lengths, so that a message is checked when it is
-/// complete. Only a process that can write to the server's directory can send a longer one. A [`Client`] holds its requests beside: [`CLIENT_QUEUE`] of them that wait
-/// for the session, and [`kvferry_session::CLIENT_OPEN_MAX`] in it.
+/// complete. Only a process that can write to the server's directory can send a longer one. A [`Client`] holds its requests
+/// beside: [`CLIENT_QUEUE`] of them that wait for the session, and [`kvferry_session::CLIENT_OPEN_MAX`] in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Longest header in bytes. Default: 256.

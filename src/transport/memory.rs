@@ -165,11 +165,11 @@ impl MemoryTransport {
                 return Err(unreachable());
             }
         }
-        let (connection, link) = Connection::queued(&Arc::new(limits));
+        let (connection, task_side) = Connection::queued(&Arc::new(limits));
         let wire = Wire {
             slot,
             peer: peer_link,
-            client: link,
+            client: task_side,
         };
         tokio::spawn(wire.run(permit));
         Ok(connection)

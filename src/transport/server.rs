@@ -230,8 +230,8 @@ impl Server {
 
     /// Returns the next events, at most [`SERVER_BATCH_MAX`]; `None` when the listener has ended. Cancel safe.
     ///
-    /// Takes at most as many frames at a time, including those that the session answers itself: a peer that sends pings or refused
-    /// requests without a pause keeps neither the events of others waiting nor the session's timers.
+    /// Takes at most as many frames at a time, including those that the session answers itself: a peer that sends pings or
+    /// refused requests without a pause keeps neither the events of others waiting nor the session's timers.
     pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {
             if std::mem::take(&mut self.full) {

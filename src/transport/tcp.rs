@@ -153,8 +153,8 @@ impl TlsTransport {
         let (read, write) = split(stream);
         let joined = stream::join(read, write, limits).await;
         let (reader, writer) = joined.map_err(|end| Attempt::Refused(end.to_string()))?;
-        let (connection, link) = Connection::queued(&Arc::new(limits.clone()));
-        tokio::spawn(carry(reader, writer, link));
+        let (connection, task_side) = Connection::queued(&Arc::new(limits.clone()));
+        tokio::spawn(carry(reader, writer, task_side));
         Ok(connection)
     }
 }
@@ -212,7 +212,7 @@ fn host_of(address: &Address) -> Result<&str, TransportError> {
 async fn carry<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     mut reader: FrameReader<R>,
     mut writer: FrameWriter<W>,
-    mut link: TaskSide,
+    mut task_side: TaskSide,
 ) {
     let ping = Ping::default();
     let TaskSide {
@@ -220,7 +220,7 @@ async fn carry<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
         inbox,
         inbound,
         ..
-    } = &mut link;
+    } = &mut task_side;
     let late = async {
         inbox.closed().await;
         tokio::time::sleep(LAST_WRITES).await;
@@ -232,7 +232,7 @@ async fn carry<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
         () = late => None,
     };
     if let Some(reason) = reason {
-        link.close(reason);
+        task_side.close(reason);
     }
 }
 

@@ -180,7 +180,7 @@ pub(super) async fn ends_waits_for_room_when_the_server_is_gone(bench: Bench) {
     timeout(TEST_TIMEOUT, both).await.expect("in time");
 }
 
-/// A server closes a client that reads nothing, and a client that waits for room to send is none.
+/// A server closes a client that reads nothing, so a client must read while it waits for room.
 pub(super) async fn reads_while_a_send_waits_for_room(bench: Bench) {
     const FRAMES: u8 = 32;
     let patient = Limits {
