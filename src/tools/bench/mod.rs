@@ -6,6 +6,7 @@ mod bare_client;
 mod codec;
 mod lookup;
 mod ping;
+mod placement;
 mod preloaded_leader;
 mod recovery;
 mod reset;

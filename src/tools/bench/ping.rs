@@ -1,6 +1,6 @@
 //! Round trips of messages of two parts: between two sockets of the `zeromq` crate, through the gate, and to a leader that
 //! refuses a lookup at once. The other side of each is a process of its own; all are measured in turn, some round trips
-//! at a time.
+//! at a time, and with client and servers on cores that this module chooses.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -23,6 +23,7 @@ use kvferry_transport::{
 use kvferry_types::{Rank, Replica, WorkerId};
 
 use super::bare_client::BareClient;
+use super::placement::{self, Cores, Placement};
 use super::rpc::refused_lookup;
 use super::rpc_hit::leader_address;
 
@@ -46,6 +47,10 @@ pub(crate) struct Arguments {
     /// have used in between.
     #[arg(long, default_value = "50", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     turn: u32,
+    /// The cores of client and servers; may be given several times. Without it, one core and then two, as far as this process
+    /// may use them.
+    #[arg(long)]
+    placement: Vec<Placement>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -54,6 +59,7 @@ pub(crate) struct Arguments {
 /// One row of the result. Times in microseconds.
 #[derive(Debug, serde::Serialize)]
 struct Row {
+    placement: Placement,
     body_bytes: usize,
     network: &'static str,
     /// Between a DEALER and a ROUTER of the `zeromq` crate.
@@ -78,8 +84,16 @@ struct Row {
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
         let json = self.json;
+        let placements = placement::chosen(&self.placement)?;
         // In a task of its own, on the thread of the clients' tasks: two threads would wake each other for each message.
-        let measured = async move { tokio::spawn(self.measure_all()).await };
+        let all = async move {
+            let mut rows = Vec::new();
+            for (placement, cores) in placements {
+                rows.append(&mut self.measure(placement, &cores).await?);
+            }
+            Ok(rows)
+        };
+        let measured = async move { tokio::spawn(all).await };
         let rows = block_on(
             1,
             async move { measured.await.map_err(CommandError::failed)? },
@@ -93,7 +107,8 @@ impl Arguments {
              and from kvferry's client; p50 and p99.",
         );
         print_line(
-            "   body  network       zeromq us          gate us   ratio   socket, leader us   ratio   client, leader us   ratio   parser",
+            "cores         body  network       zeromq us          gate us   ratio   socket, leader us   ratio   client, leader us   \
+             ratio   parser",
         );
         for row in rows {
             let leaders = [
@@ -112,7 +127,8 @@ impl Arguments {
             });
             let leader = leaders.join("  ");
             print_line(&format!(
-                "{:>5} B  {:<7}  {:>7.1} {:>8.1}  {:>7.1} {:>8.1}  {:>6.2}  {leader}  {:>6.0} ns",
+                "{:<10} {:>5} B  {:<7}  {:>7.1} {:>8.1}  {:>7.1} {:>8.1}  {:>6.2}  {leader}  {:>6.0} ns",
+                row.placement.name(),
                 row.body_bytes,
                 row.network,
                 row.zeromq_p50_us,
@@ -126,7 +142,8 @@ impl Arguments {
         Ok(())
     }
 
-    async fn measure_all(self) -> Result<Vec<Row>, CommandError> {
+    async fn measure(&self, placement: Placement, cores: &Cores) -> Result<Vec<Row>, CommandError> {
+        cores.of_servers()?;
         let folder = rig::folder()?;
         let root = folder.path();
         let keys =
@@ -165,6 +182,7 @@ impl Arguments {
                 root,
             )?,
         ];
+        cores.of_client()?;
         let (client, mut incoming) = rig::client(leader_address(root), Role::Engine);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
         let endpoint = root.join("leader").join("kvferry.sock");
@@ -213,14 +231,12 @@ impl Arguments {
             let [zeromq, gate, bare, leader, plain, secured] =
                 took.map(|mut took| took.split_off(warm_up as usize));
             let parser_ns = parser_ns(&frame, self.rounds)?;
-            rows.push(row(
-                body_bytes,
-                "ipc",
-                [zeromq, gate],
-                Some([bare, leader]),
-                parser_ns,
-            ));
-            rows.push(row(body_bytes, "tcp", [plain, secured], None, parser_ns));
+            let over_ipc = ("ipc", [zeromq, gate], Some([bare, leader]));
+            let over_tcp = ("tcp", [plain, secured], None);
+            for (network, sockets, leaders) in [over_ipc, over_tcp] {
+                let placed = (placement, body_bytes, network);
+                rows.push(row(placed, sockets, leaders, parser_ns));
+            }
         }
         for child in &mut children {
             child.kill().await.map_err(CommandError::failed)?;
@@ -230,8 +246,7 @@ impl Arguments {
 }
 
 fn row(
-    body_bytes: usize,
-    network: &'static str,
+    (placement, body_bytes, network): (Placement, usize, &'static str),
     [zeromq, gate]: [Vec<f64>; 2],
     leaders: Option<[Vec<f64>; 2]>,
     parser_ns: f64,
@@ -244,6 +259,7 @@ fn row(
         leaders.map(|[_, leader]| leader),
     );
     Row {
+        placement,
         body_bytes,
         network,
         zeromq_p50_us,

@@ -57,12 +57,13 @@ fn lint(root: &Path, installed: &Installed) -> Result<(), String> {
     Ok(())
 }
 
-/// Measurements with engines: a name, the script, and its argument.
-const ENGINES: [(&str, &str, &str); 4] = [
-    ("decode", "python/benches/cost.py", "decode"),
-    ("prompts", "python/benches/cost.py", "prompts"),
-    ("overhead", "python/benches/engines.py", "overhead"),
-    ("gain", "python/benches/engines.py", "gain"),
+/// Measurements with engines and clients: a name, the script, and its arguments.
+const ENGINES: [(&str, &str, &[&str]); 5] = [
+    ("decode", "python/benches/cost.py", &["decode"]),
+    ("prompts", "python/benches/cost.py", &["prompts"]),
+    ("overhead", "python/benches/engines.py", &["overhead"]),
+    ("gain", "python/benches/engines.py", &["gain"]),
+    ("ping", "python/benches/ping.py", &[]),
 ];
 
 /// Tests that take longer with `--full`: a name, and the files.
@@ -105,7 +106,7 @@ pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
         ));
     }
     let installed = install::installed(root)?;
-    for (name, script, what) in ENGINES {
+    for (name, script, script_arguments) in ENGINES {
         if !known(name) {
             continue;
         }
@@ -115,7 +116,8 @@ pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
         println!("{name}:");
         let mut python = installed.python();
         python
-            .args([script, what])
+            .arg(script)
+            .args(script_arguments)
             .args(arguments.iter().skip(1))
             .current_dir(root)
             .env("PYTHONPATH", path);
