@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Call, Drain, DrainAnswer, Events, Flush, Hello, Measure, MeasureAnswer, Message, Probe,
-    ProbeAnswer, ReadEvents, Reset, Role, SetLog, Status, StatusAnswer,
+    Drain, DrainAnswer, Events, Flush, Hello, Measure, MeasureAnswer, Message, Probe, ProbeAnswer,
+    ReadEvents, Reset, Role, SetLog, Status, StatusAnswer,
 };
-use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
+use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport, answer_of};
 use kvferry_types::{Request, ResetScope, TierId};
 
 /// A connection to a leader or a worker as an operator. A worker answers [`Self::measure`], [`Self::probe`] and [`Self::set_log`] only. Cheap
@@ -120,9 +120,6 @@ impl AdminClient {
     ) -> Result<u32, Failure> {
         let message = Message::from(Request::Reset { scope, tier });
         let answer = self.0.request(message, timeout).await?;
-        match Reset::answer(answer) {
-            Ok(answer) => Ok(answer.pages),
-            Err(other) => Err(Failure::unexpected(Reset::KIND, &other)),
-        }
+        Ok(answer_of::<Reset>(answer)?.pages)
     }
 }

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use kvferry_protocol::limits::DEADLINE_MAX_MS;
 use kvferry_protocol::{Call, CancelStores, ErrorCode, Finish};
-use kvferry_transport::{Client, Failure};
+use kvferry_transport::{Client, Failure, answer_of};
 use kvferry_types::{Request, RequestId, SlotId};
 
 /// Longest time for which a dropped guard, or a dropped client, repeats its `finish`. Longer than any request that the
@@ -145,7 +145,7 @@ impl Shared {
         timeout: Duration,
     ) -> Result<C::Answer, Failure> {
         let answer = self.client.request_as(id, request.into(), timeout).await?;
-        C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
+        answer_of::<C>(answer)
     }
 
     /// Draws the id of a request of this guard; `None` if the slot is no longer the guard's. The id is below that of

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use crate::shared::{Shared, TRANSFER_KIB};
 use kvferry_protocol::limits::{PAGE_ITEMS_MAX, PARTS_MAX};
 use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
-use kvferry_transport::{Failure, PendingAnswer};
+use kvferry_transport::{Failure, PendingAnswer, answer_of};
 use kvferry_types::{Part, Request, RequestId};
 
 /// Time after the deadline of a load or a store in which its answer is awaited before the guard reports a failure.
@@ -239,7 +239,7 @@ impl<C: Call> TransferTask<C> {
         let is_abandoned = C::KIND == MessageKind::Load && self.shared.ranks.is_some();
         let (failure, first) = tokio::select! {
             biased;
-            answer = &mut answer => match typed::<C>(answer) {
+            answer = &mut answer => match answer.and_then(answer_of::<C>) {
                 Ok(answer) => {
                     if let Some(pages) = pages.release() {
                         // Without a receiver the pages are dropped, which gives them back: their end is known.
@@ -288,18 +288,15 @@ impl<C: Call> TransferTask<C> {
     /// Sends the request once more, under the same id: the leader answers it as the one before.
     async fn repeat(&self) -> Result<C::Answer, Failure> {
         let (message, client) = (self.message.clone(), &self.shared.client);
-        typed::<C>(
-            client
-                .request_with_grace(self.id, message, self.timeout, GRACE)
-                .await,
-        )
+        let repeated = client.request_with_grace(self.id, message, self.timeout, GRACE);
+        answer_of::<C>(repeated.await?)
     }
 
     /// Waits until the leader has reported the end of the request: in the answer to `first`, if that is still awaited,
     /// or to a repetition. Returns false when the client has ended, after which the end cannot be known.
     async fn until_reported(&self, first: Option<PendingAnswer>) -> bool {
         if let Some(first) = first {
-            match typed::<C>(first.await) {
+            match first.await.and_then(answer_of::<C>) {
                 Ok(_) => return true,
                 Err(failure) if is_over(&failure) => return true,
                 Err(_) => {}
@@ -387,10 +384,6 @@ fn transfer_kib(request: &Request) -> u32 {
     u32::try_from(kib)
         .unwrap_or(u32::MAX)
         .clamp(TRANSFER_KIB_MIN, TRANSFER_KIB)
-}
-
-fn typed<C: Call>(answer: Result<Message, Failure>) -> Result<C::Answer, Failure> {
-    C::answer(answer?).map_err(|other| Failure::unexpected(C::KIND, &other))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+use super::failure::Failure;
 use super::server::Encoded;
 use kvferry_protocol::{
     Class, DecodeError, Empty, Envelope, EnvelopeFields, ErrorBody, ErrorCode, HELLO_VERSION,
@@ -40,22 +41,6 @@ impl Default for ClientTimes {
     }
 }
 
-/// Why a request was not carried out.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}: {message}", code.name())]
-pub struct Failure {
-    /// The kind of failure.
-    pub code: ErrorCode,
-    /// One line for operators.
-    pub message: String,
-    /// True when the same request may succeed later.
-    pub retry: bool,
-    /// True when the leader reports that nothing of the request runs, or will run.
-    pub over: bool,
-    /// True when this call sent nothing. An earlier request under the same id may still run.
-    pub unsent: bool,
-}
-
 /// A message that makes its connection useless: nothing after it can be understood.
 #[derive(Debug, thiserror::Error)]
 enum Unusable {
@@ -64,58 +49,6 @@ enum Unusable {
     /// An answer to it cannot be encoded.
     #[error(transparent)]
     Answer(#[from] Failure),
-}
-
-impl Failure {
-    /// A failure on this side: the state of the request on the other side is unknown.
-    pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self {
-            code,
-            message: message.into(),
-            retry: code.retry(),
-            over: false,
-            unsent: false,
-        }
-    }
-
-    /// A failure of a request that was not sent.
-    pub fn unsent(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self {
-            unsent: true,
-            ..Self::new(code, message)
-        }
-    }
-
-    /// An answer of another kind than the request's: the other side does not follow the protocol.
-    pub fn unexpected(requested: MessageKind, answer: &Message) -> Self {
-        let (requested, answered) = (requested.name(), answer.kind().name());
-        let text = format!(
-            "{requested} was answered by {answered}: the other side does not follow the protocol"
-        );
-        Self::new(ErrorCode::Internal, text)
-    }
-}
-
-impl From<ErrorBody> for Failure {
-    fn from(body: ErrorBody) -> Self {
-        Self {
-            code: body.code(),
-            message: body.message,
-            retry: body.retry,
-            over: body.over,
-            unsent: false,
-        }
-    }
-}
-
-impl From<Failure> for ErrorBody {
-    fn from(failure: Failure) -> Self {
-        Self {
-            retry: failure.retry,
-            over: failure.over,
-            ..Self::new(failure.code, failure.message)
-        }
-    }
 }
 
 /// An action of the client's process, in order. `R` identifies the receiver of an answer.

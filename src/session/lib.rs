@@ -7,6 +7,7 @@
 
 mod admission;
 mod client;
+mod failure;
 mod origin;
 mod server;
 #[cfg(test)]
@@ -15,8 +16,8 @@ mod tests;
 pub use admission::{BAD_MAX, HELLO_DEADLINE, STRANGERS_MAX};
 pub use client::{
     CLIENT_OPEN_MAX, CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes,
-    Failure,
 };
+pub use failure::{Failure, answer_of};
 pub use origin::{CertificateHolder, Claims, DEPLOYMENT_BYTES_MAX, Origin, check_deployment};
 pub use server::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, by_name, encode_order,

@@ -16,7 +16,7 @@ use crate::clock::{Timer, within};
 use crate::{Address, Clock, Connection, Frame, Limits, SendError, Transport, TransportError};
 use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
-    CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
+    CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure, answer_of,
 };
 use kvferry_types::{Epoch, LinkId, RequestId, Time};
 
@@ -187,7 +187,7 @@ impl Client {
 
     /// As [`Self::request`], and returns the answer as its own type.
     pub async fn call<C: Call>(&self, call: C, timeout: Duration) -> Result<C::Answer, Failure> {
-        typed::<C>(self.request(call.into(), timeout).await?)
+        answer_of::<C>(self.request(call.into(), timeout).await?)
     }
 
     /// As [`Self::call`], over this connection only: see [`Self::request_on`].
@@ -197,7 +197,7 @@ impl Client {
         call: C,
         timeout: Duration,
     ) -> Result<C::Answer, Failure> {
-        typed::<C>(self.request_on(link, call.into(), timeout).await?)
+        answer_of::<C>(self.request_on(link, call.into(), timeout).await?)
     }
 
     /// As [`Self::call`], under an id chosen by the caller, and with `grace` beyond the deadline: see
@@ -210,7 +210,7 @@ impl Client {
         grace: Duration,
     ) -> Result<C::Answer, Failure> {
         let message = call.into();
-        typed::<C>(self.request_with_grace(id, message, timeout, grace).await?)
+        answer_of::<C>(self.request_with_grace(id, message, timeout, grace).await?)
     }
 
     /// Sends a request under an id chosen by the caller, below 2^63. A repeated id is a retry.
@@ -404,10 +404,6 @@ impl Future for PendingAnswer {
             Err(Failure::new(ErrorCode::Deadline, text))
         })
     }
-}
-
-fn typed<C: Call>(answer: Message) -> Result<C::Answer, Failure> {
-    C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
 }
 
 /// Drives a [`ClientSession`]: connects, and moves its messages.

@@ -85,7 +85,7 @@ pub use zmtp::Violation;
 
 pub use kvferry_session::{
     CLIENT_OPEN_MAX, CertificateHolder, Claims, Failure, Origin, STRANGERS_MAX, ServerEvent,
-    ServerSettings, by_name,
+    ServerSettings, answer_of, by_name,
 };
 pub use kvferry_types::{LinkId, PeerId};
 

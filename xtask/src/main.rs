@@ -39,10 +39,10 @@ const HELP: &str = "cargo xtask TASK
              [--pack FILE.tar.gz] packs all of it for such a machine without cargo and network
   vllm       the Python tests, with a real vLLM and a real SGLang on the CPU, which are installed into the cache
              folder once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
-  engines    measure the vLLM connector: [decode|prompts|overhead|gain|ping] costs beside vLLM's scheduler, times of a
-             real engine with and without kvferry; [tests] the long form of the tests under load and of
-             hybrid models; [sglang] the long form of SGLang's tests, with two ranks, faults, and vLLM
-             beside it; without a name, all of them
+  engines    measure the vLLM connector: [decode|prompts|overhead|gain] costs beside vLLM's scheduler, times of a
+             real engine with and without kvferry; [ping] round trips beside those of libzmq; [tests] the long
+             form of the tests under load and of hybrid models; [sglang] the long form of SGLang's tests, with
+             two ranks, faults, and vLLM beside it; without a name, all of them
   licences   check that every dependency's licence is allowed by deny.toml
   check      format, lints, licences, tests: what CI runs";
 
