@@ -259,13 +259,9 @@ async fn converse(mut stream: UnixStream, user: User, untaken: Weak<Untaken>) ->
     let process = pid.and_then(|pid| ProcessWatch::start(pid, move || drop(lives)));
     let sender = Arc::new(Sender { ended, process });
     loop {
-        match timeout(MESSAGE_DEADLINE, serve(&mut stream, user, &untaken)).await {
-            Ok(Ok(kept)) => {
-                for (ticket, taken) in kept {
-                    let (untaken, sender) = (untaken.clone(), Arc::clone(&sender));
-                    tokio::spawn(async move { expire(&untaken, &ticket, taken, &sender).await });
-                }
-            }
+        let served = serve(&mut stream, user, &untaken, &sender);
+        match timeout(MESSAGE_DEADLINE, served).await {
+            Ok(Ok(())) => {}
             Ok(Err(error)) if error.kind() == io::ErrorKind::NotConnected => {
                 tracing::debug!(%error, "a connection for descriptors");
                 return Ok(());
@@ -298,11 +294,23 @@ impl Sender {
 type Kept = Vec<(Ticket, oneshot::Receiver<()>)>;
 
 /// Receives one message and answers it.
-async fn serve(stream: &mut UnixStream, user: User, untaken: &Weak<Untaken>) -> io::Result<Kept> {
+async fn serve(
+    stream: &mut UnixStream,
+    user: User,
+    untaken: &Weak<Untaken>,
+    sender: &Arc<Sender>,
+) -> io::Result<()> {
     let kept = match receive(stream).await {
         Ok(came) => keep_all(user, came, untaken),
         Err(error) => Err(error),
     };
+    let kept = kept.map(|kept| {
+        // Before the answer, because this ends there if the sender reads none.
+        for (ticket, taken) in kept {
+            let (untaken, sender) = (untaken.clone(), Arc::clone(sender));
+            tokio::spawn(async move { expire(&untaken, &ticket, taken, &sender).await });
+        }
+    });
     let answer = match kept {
         Ok(_) => ACCEPTED,
         Err(_) => REFUSED,

@@ -36,20 +36,41 @@ async fn all_closed(mut reader: io::PipeReader) {
     assert_eq!(read.expect("no panic").expect("read"), 0);
 }
 
-/// Sends these bytes with these descriptors in one message, and returns the answer.
-async fn raw(path: &Path, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<u8> {
-    let stream = UnixStream::connect(path.join("fds.sock"))?;
+/// Lets this process open so many files; says that it cannot and returns false where the system forbids it.
+fn may_open(wanted: u64) -> bool {
+    let limit = rustix::process::Resource::Nofile;
+    let mut files = rustix::process::getrlimit(limit);
+    if files.maximum.is_some_and(|most| most < wanted) {
+        crate::skipped::skipped(&format!(
+            "a process may not open {wanted} files here (ulimit -Hn)"
+        ));
+        return false;
+    }
+    files.current = files.current.map(|now| now.max(wanted));
+    rustix::process::setrlimit(limit, files).expect("up to the maximum");
+    true
+}
+
+/// Sends these bytes with these descriptors in one message.
+fn send_raw(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
     }
     sendmsg(
-        &stream,
+        stream,
         &[IoSlice::new(bytes)],
         &mut ancillary,
         SendFlags::empty(),
     )?;
+    Ok(())
+}
+
+/// Sends these bytes with these descriptors in one message over a connection of its own, and returns the answer.
+async fn raw(path: &Path, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<u8> {
+    let stream = UnixStream::connect(path.join("fds.sock"))?;
+    send_raw(&stream, bytes, fds)?;
     stream.shutdown(std::net::Shutdown::Write)?;
     let answer = tokio::task::spawn_blocking(move || {
         let mut answer = [0; 1];
@@ -132,17 +153,9 @@ async fn a_truncated_message_is_refused_and_its_descriptors_closed() {
 async fn the_number_of_waiting_descriptors_is_bounded() {
     let (_root, path, receiver) = bench();
     let (reader, writer) = pipe();
-    let limit = rustix::process::Resource::Nofile;
-    let mut files = rustix::process::getrlimit(limit);
-    let wanted = UNTAKEN_MAX as u64 + 256;
-    if files.maximum.is_some_and(|most| most < wanted) {
-        crate::skipped::skipped(&format!(
-            "a process may not open {wanted} files here (ulimit -Hn)"
-        ));
+    if !may_open(UNTAKEN_MAX as u64 + 256) {
         return;
     }
-    files.current = files.current.map(|now| now.max(wanted));
-    rustix::process::setrlimit(limit, files).expect("up to the maximum");
     let ticket = |n: usize| (n as u128).to_be_bytes();
     let all: Vec<_> = (0..UNTAKEN_MAX)
         .map(|n| (ticket(n), writer.as_fd()))
@@ -205,9 +218,41 @@ async fn an_unclaimed_descriptor_is_closed() {
     all_closed_paused(reader);
 }
 
+#[tokio::test]
+async fn a_descriptor_whose_answer_finds_no_room_is_closed() {
+    /// More answers than a socket takes unread.
+    const ANSWERS_MAX: u128 = 4096;
+    if !may_open(ANSWERS_MAX as u64 + 4096) {
+        return;
+    }
+    let (_root, path, receiver) = bench();
+    let (reader, writer) = pipe();
+    let stream = UnixStream::connect(path.join("fds.sock")).expect("connects");
+    let unread = || u128::from(rustix::io::ioctl_fionread(&stream).expect("counted"));
+    for sent in 1.. {
+        assert!(sent < ANSWERS_MAX, "there is room for each answer");
+        let ticket: Ticket = u128::to_be_bytes(sent);
+        send_raw(&stream, &ticket, &[writer.as_fd()]).expect("sent");
+        let until = std::time::Instant::now() + Duration::from_secs(1);
+        while unread() < sent && std::time::Instant::now() < until {
+            tokio::task::yield_now().await;
+        }
+        if unread() < sent {
+            break;
+        }
+    }
+    drop(writer);
+    tokio::time::pause();
+    tokio::time::sleep(UNTAKEN_TTL * 3).await;
+    all_closed_paused(reader);
+    drop(receiver);
+}
+
 /// As [`all_closed`], for copies that are known to be closed while the clock is paused.
 fn all_closed_paused(mut reader: io::PipeReader) {
-    assert_eq!(reader.read(&mut [0; 1]).expect("read"), 0);
+    rustix::io::ioctl_fionbio(&reader, true).expect("set");
+    let read = reader.read(&mut [0; 1]).expect("all copies are closed");
+    assert_eq!(read, 0);
 }
 
 #[tokio::test]
