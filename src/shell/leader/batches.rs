@@ -66,8 +66,8 @@ impl StoreBatches {
         Ok(())
     }
 
-    /// Refuses a request under the id of a store that waits for its answer in a message with others: the answer of the
-    /// store goes to that message, and the request would never have one.
+    /// Refuses a request under the id of a store that waits for its answer in a message with others. The answer of the store
+    /// goes to that message, and the request would have none, or one of the store's kind beside its own.
     pub(super) fn check_id(&self, engine: EngineId, id: RequestId) -> Result<(), ErrorBody> {
         let Some((message, _)) = self.places.get(&(engine, id)) else {
             return Ok(());

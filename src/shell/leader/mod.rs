@@ -164,6 +164,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
             return host.reply(peer, correlation, Message::Error(error));
         }
         let role = self.roles.get(&peer).copied();
+        if let Some(PeerRole::Engine(engine)) = role
+            && let Err(error) = self.batches.check_id(engine, correlation)
+        {
+            return host.reply(peer, correlation, Message::Error(error));
+        }
         match (role, message) {
             (Some(_), Message::Status(status)) => {
                 let answer = match self.status(host, status.check) {
@@ -370,8 +375,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         deadline_ms: u32,
         message: Message,
     ) {
-        let free = self.batches.check_id(engine, id);
-        let request = match free.and_then(|()| Request::try_from(message)) {
+        let request = match Request::try_from(message) {
             Ok(request) => request,
             Err(error) => return host.reply(peer, id, Message::Error(error)),
         };

@@ -264,6 +264,11 @@ fn a_request_under_the_id_of_a_store_in_an_open_message_is_refused() {
     for message in [
         Message::Store(alone),
         Message::Finish(kvferry_protocol::Finish { slot: 4 }),
+        Message::Stores(Stores {
+            stores: vec![store(22, 4, 2)],
+        }),
+        Message::Status(Status { check: false }),
+        Message::ReadEvents(kvferry_protocol::ReadEvents::default()),
     ] {
         world.request(1, 20, message);
         match world.process.replies.pop() {
