@@ -168,8 +168,35 @@ impl<P: fmt::Debug> LeaderShell<P> {
     ) -> Result<(), InUse> {
         self.roles.insert(peer, PeerRole::Waiting(seat, pid));
         match seat {
-            SeatId::Engine(engine) => self.claim_engine(host, peer, engine, pid),
-            SeatId::Worker(worker) => self.claim_worker(host, peer, worker, pid),
+            SeatId::Engine(engine) => self.claim_engine(host, peer, engine, pid)?,
+            SeatId::Worker(worker) => self.claim_worker(host, peer, worker, pid)?,
+        }
+        self.close_older_waiting(host, peer, seat, pid);
+        Ok(())
+    }
+
+    /// Closes the older connections of a process that waited for the seat which its newest one now has: what is left to read
+    /// of them would take the seat from it.
+    fn close_older_waiting<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        seat: SeatId,
+        pid: Option<i32>,
+    ) {
+        // The system does not show a process of another machine or PID namespace; its older connections are refused.
+        if !pid.is_some_and(|pid| pid > 0) {
+            return;
+        }
+        let waiting = PeerRole::Waiting(seat, pid);
+        // Ids of connections grow.
+        let older = self
+            .roles
+            .range(..peer)
+            .filter(|(_, role)| **role == waiting);
+        for older in older.map(|(older, _)| *older).collect::<Vec<_>>() {
+            self.roles.remove(&older);
+            host.disconnect(older);
         }
     }
 

@@ -383,6 +383,46 @@ fn a_few_peers_wait_for_a_seat_and_the_oldest_of_more_are_closed() {
 }
 
 #[test]
+fn an_older_connection_does_not_take_the_seat_from_a_newer_one_of_its_process() {
+    let mut world = World::serving();
+    let engine = named(Role::Engine, ENGINE, 0);
+    let worker = named(Role::Worker, [0; 16], 0);
+    for (hello, holder, request) in [
+        (&engine, (1, 10), lookup()),
+        (&worker, WORKER, Message::Readiness(Readiness::default())),
+    ] {
+        let (older, newer, other) = (holder.0 + 40, holder.0 + 50, holder.0 + 60);
+        for (peer, pid) in [(older, 200), (newer, 200), (other, 201)] {
+            world.connect((peer, pid), hello);
+        }
+        world.process.disconnected.clear();
+        world.process.ended.push(holder.1);
+        // What the process had sent over its older connection is read after a request of the newer one.
+        for peer in [newer, older] {
+            world.request(peer, 7, request.clone());
+        }
+        let role = |peer| world.shell.roles.get(&PeerId(peer));
+        assert!(
+            matches!(role(newer), Some(PeerRole::Engine(_) | PeerRole::Worker(_))),
+            "{hello:?}"
+        );
+        assert_eq!(role(older), None);
+        assert!(matches!(role(other), Some(PeerRole::Waiting(..))));
+        let closed = [PeerId(older), PeerId(holder.0)];
+        for peer in &world.process.disconnected {
+            assert!(closed.contains(peer), "{peer:?}");
+        }
+        assert!(world.process.disconnected.contains(&PeerId(older)));
+        let refused = world.process.replies.pop();
+        assert!(
+            matches!(&refused, Some((to, Message::Error(error)))
+                if *to == older && error.code() == ErrorCode::NotReady),
+            "{refused:?}"
+        );
+    }
+}
+
+#[test]
 fn another_process_with_the_name_of_an_engine_gets_none_of_the_answers_of_the_earlier_one() {
     let mut world = World::serving();
     world.store();
