@@ -40,6 +40,14 @@ impl Clock {
 /// Waits for `work`, at most for `limit`; `None` when it took longer. Reads no clock for work that is done at once, as nearly
 /// all sends are.
 pub(super) async fn within<F: Future>(limit: Duration, work: F) -> Option<F::Output> {
+    within_late(|| limit, work).await
+}
+
+/// As [`within`], for a limit that is only known by reading the clock.
+pub(super) async fn within_late<F: Future>(
+    limit: impl FnOnce() -> Duration,
+    work: F,
+) -> Option<F::Output> {
     let mut work = pin!(work);
     let done = poll_fn(|context| match work.as_mut().poll(context) {
         Poll::Ready(output) => Poll::Ready(Some(output)),
@@ -47,7 +55,7 @@ pub(super) async fn within<F: Future>(limit: Duration, work: F) -> Option<F::Out
     });
     match done.await {
         Some(output) => Some(output),
-        None => timeout(limit, work).await.ok(),
+        None => timeout(limit(), work).await.ok(),
     }
 }
 

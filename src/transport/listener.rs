@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::clock::within;
 use super::queue::{Budget, Queued};
@@ -26,7 +26,8 @@ static NEXT_PEER: AtomicU64 = AtomicU64::new(1);
 
 /// An item in the queue of a peer.
 pub(super) enum Outgoing {
-    Frame(Queued),
+    /// A frame, and when it was queued.
+    Frame(Queued, Instant),
     /// Close the connection after all frames before it are written.
     Close,
 }
@@ -422,7 +423,9 @@ impl FrameSender {
     }
 
     fn enqueue(entry: &PeerEntry, queued: Queued) -> Result<(), SendError> {
-        let sent = entry.outbox.try_send(Outgoing::Frame(queued));
+        let sent = entry
+            .outbox
+            .try_send(Outgoing::Frame(queued, Instant::now()));
         sent.map_err(|_| SendError::Gone)
     }
 

@@ -293,7 +293,7 @@ async fn downward(
             outgoing = peer.outbox.recv() => outgoing,
             () = inbox.closed() => return DownwardEnd::ByPeer,
         };
-        let Some(Outgoing::Frame(queued)) = outgoing else {
+        let Some(Outgoing::Frame(queued, _)) = outgoing else {
             return DownwardEnd::ByUs;
         };
         if let Err(violation) = check(&inbound.limits, &queued.frame) {

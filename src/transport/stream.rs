@@ -8,13 +8,17 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
-use super::clock::within;
+use super::clock::{within, within_late};
 use super::zmtp::{self, Item, Parser, Part, PingContext};
 use super::{Frame, Limits, Violation};
 
 /// Most bytes of one read, and of the frames that one write collects.
 pub(super) const CHUNK_BYTES: usize = 64 << 10;
+/// How many times as long as `slow_after` a frame may wait for the other side to read it: a peer that reads a little now and
+/// then is slow, too.
+const WAIT_FACTOR: u32 = 6;
 
 /// Why nothing more is read or written.
 #[derive(Debug, thiserror::Error)]
@@ -181,15 +185,22 @@ pub(super) struct FrameWriter<W> {
     /// Bytes to be written: heads of parts, and short parts, of several frames.
     buffer: Vec<u8>,
     slow_after: Duration,
+    /// When the oldest bytes of the buffer, or of the part that is written, must be written.
+    due: Option<Instant>,
+    /// The same for the last frame.
+    last_due: Option<Instant>,
 }
 
 impl<W: AsyncWrite + Unpin> FrameWriter<W> {
-    /// A writer that fails when the other side takes nothing for `slow_after`.
+    /// A writer that fails when the other side takes nothing for `slow_after`, or when frames wait [`WAIT_FACTOR`] times as
+    /// long since [`Self::queued`].
     pub(super) fn new(write: W, slow_after: Duration) -> Self {
         Self {
             write,
             buffer: Vec::with_capacity(CHUNK_BYTES),
             slow_after,
+            due: None,
+            last_due: None,
         }
     }
 
@@ -208,6 +219,14 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
     pub(super) fn pong(&mut self, ping: &Ping) {
         if let Some(context) = ping.take() {
             self.buffer.extend_from_slice(&zmtp::pong(&context));
+        }
+    }
+
+    /// States since when the frame that is appended next has waited.
+    pub(super) fn queued(&mut self, since: Instant) {
+        self.last_due = since.checked_add(self.slow_after.saturating_mul(WAIT_FACTOR));
+        if self.buffer.is_empty() {
+            self.due = self.last_due;
         }
     }
 
@@ -241,6 +260,7 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
     /// Writes all bytes that are collected.
     pub(super) async fn flush(&mut self) -> Result<(), StreamEnd> {
         self.write_buffer().await?;
+        (self.due, self.last_due) = (None, None);
         match within(self.slow_after, self.write.flush()).await {
             Some(flushed) => Ok(flushed?),
             None => Err(StreamEnd::Slow),
@@ -261,12 +281,18 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
         self.put(&buffer).await?;
         buffer.clear();
         self.buffer = buffer;
+        self.due = self.last_due;
         Ok(())
     }
 
     async fn put(&mut self, mut bytes: &[u8]) -> Result<(), StreamEnd> {
+        let (slow_after, due) = (self.slow_after, self.due);
+        let limit = || match due {
+            Some(due) => slow_after.min(due.saturating_duration_since(Instant::now())),
+            None => slow_after,
+        };
         while !bytes.is_empty() {
-            match within(self.slow_after, self.write.write(bytes)).await {
+            match within_late(limit, self.write.write(bytes)).await {
                 Some(Ok(0)) => return Err(StreamEnd::Closed),
                 Some(Ok(written)) => bytes = &bytes[written..],
                 Some(Err(error)) => return Err(error.into()),
@@ -291,4 +317,93 @@ pub(super) async fn join<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
     let mut reader = FrameReader::new(read, Parser::server(limits));
     reader.handshake().await?;
     Ok((reader, writer))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::DuplexStream;
+    use tokio::time::sleep;
+
+    use super::*;
+
+    const SLOW_AFTER: Duration = Duration::from_secs(10);
+    /// Room between both sides.
+    const ROOM: usize = 1024;
+
+    fn bench() -> (FrameWriter<DuplexStream>, DuplexStream) {
+        let (write, read) = tokio::io::duplex(ROOM);
+        (FrameWriter::new(write, SLOW_AFTER), read)
+    }
+
+    /// Reads what there is room for, and pauses.
+    async fn read_with_pauses(read: &mut DuplexStream, pause: Duration) -> io::Error {
+        loop {
+            sleep(pause).await;
+            if let Err(error) = read.read(&mut [0; ROOM]).await {
+                return error;
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_frame_that_waits_too_long_ends_the_connection_however_often_some_of_it_is_read() {
+        for bytes in [ROOM * 16, CHUNK_BYTES * 2] {
+            let (mut writer, mut read) = bench();
+            let begun = Instant::now();
+            let waited = SLOW_AFTER * 2;
+            let sending = async {
+                writer.queued(begun - waited);
+                writer.frame(Frame::new("h", vec![1; bytes])).await?;
+                // Its due is not put off by a frame that was queued later.
+                writer.queued(Instant::now());
+                writer.frame(Frame::new("h", "later")).await?;
+                writer.flush().await
+            };
+            let end = tokio::select! {
+                end = sending => end,
+                error = read_with_pauses(&mut read, SLOW_AFTER - Duration::from_secs(1)) => panic!("{error}"),
+            };
+            assert!(matches!(end, Err(StreamEnd::Slow)), "{end:?}");
+            assert_eq!(begun.elapsed(), SLOW_AFTER * WAIT_FACTOR - waited);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn frames_that_wait_a_short_time_each_are_sent_for_any_time() {
+        let (mut writer, mut read) = bench();
+        let begun = Instant::now();
+        let sending = async {
+            while begun.elapsed() < SLOW_AFTER * WAIT_FACTOR * 4 {
+                writer.queued(Instant::now());
+                writer.frame(Frame::new("h", vec![1; ROOM * 4])).await?;
+            }
+            writer.flush().await?;
+            // Long after the last frame was due, there is nothing that waits.
+            sleep(SLOW_AFTER * WAIT_FACTOR).await;
+            let ping = Ping::default();
+            ping.put(PingContext {
+                bytes: [0; _],
+                len: 0,
+            });
+            writer.pong(&ping);
+            writer.flush().await
+        };
+        tokio::select! {
+            end = sending => end.expect("never slow"),
+            error = read_with_pauses(&mut read, Duration::from_millis(500)) => panic!("{error}"),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_old_frame_is_sent_where_there_is_room() {
+        let (mut writer, mut read) = bench();
+        sleep(SLOW_AFTER * WAIT_FACTOR * 2).await;
+        writer.queued(Instant::now() - SLOW_AFTER * WAIT_FACTOR - SLOW_AFTER);
+        writer
+            .frame(Frame::new("h", "body"))
+            .await
+            .expect("collected");
+        writer.flush().await.expect("sent");
+        assert!(read.read(&mut [0; ROOM]).await.expect("read") > 4);
+    }
 }

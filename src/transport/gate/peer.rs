@@ -95,9 +95,10 @@ async fn send<W: AsyncWrite + Unpin>(
                 }
             }
         };
-        let Some(Outgoing::Frame(queued)) = next else {
+        let Some(Outgoing::Frame(queued, since)) = next else {
             return writer.end().await;
         };
+        writer.queued(since);
         writer.frame(queued.frame).await?;
         // The frame counts as queued until its bytes are in the buffer or written.
         drop(queued.permit);

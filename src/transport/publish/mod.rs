@@ -35,7 +35,8 @@ const READ_BYTES: usize = 4 << 10;
 ///
 /// Worst-case memory: `kept_bytes`, and for each of the two sockets 72 KiB and one batch for each of `connections`, and
 /// 72 KiB for each of 64 handshakes. With the defaults, and batches of at most 8 MiB: 256 MiB, and 2 GiB if each connection
-/// has stopped in a longest batch that is no longer kept, for at most `slow_after`.
+/// is in the middle of a longest batch that is no longer kept, for at most `slow_after` if it has stopped, and for six times
+/// as long if it reads slowly.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PublisherLimits {
     /// Most batches that are kept. Default: 10,000.
@@ -48,7 +49,8 @@ pub struct PublisherLimits {
     pub of_address: usize,
     /// Time limit of the handshake. Default: 5 s.
     pub handshake: Duration,
-    /// A peer that takes no byte for this long while bytes wait for it is closed. Default: 25 s, after which the kernel
+    /// A peer that takes no byte for this long while bytes wait for it is closed; so is one that takes six times as long for
+    /// one batch. Default: 25 s, after which the kernel
     /// closes a TCP connection of its own accord.
     pub slow_after: Duration,
 }

@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
 use super::{REPLAY_END, Stream};
 use crate::Violation;
@@ -80,6 +81,7 @@ async fn replay<W: AsyncWrite + Unpin>(
     };
     while let Some((number, payload)) = next(from) {
         let parts: [&[u8]; 4] = [b"", &stream.topic, &number.to_be_bytes(), &payload];
+        writer.queued(Instant::now());
         writer.message(&parts).await?;
         writer.pong(ping);
         from = number + 1;

@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
 
 use super::Stream;
 use crate::Violation;
@@ -60,6 +61,7 @@ async fn downward<W: AsyncWrite + Unpin>(
         next.borrow_and_update();
         if let Some((number, payload)) = subscriptions.due() {
             let parts: [&[u8]; 3] = [topic, &number.to_be_bytes(), &payload];
+            writer.queued(Instant::now());
             writer.message(&parts).await?;
             continue;
         }
