@@ -179,6 +179,11 @@ pub enum Refusal {
     /// The slot was never opened, is finished, or was opened for another layout.
     #[error("{0} is unknown: look up first")]
     UnknownSlot(SlotId),
+    /// The request is older than the last lookup or finish of its slot, which may be open for other pages.
+    #[error(
+        "the request has a lower id than a later lookup or finish of {0}: take ids that grow, and look up again"
+    )]
+    OlderThanSlot(SlotId),
     /// A field of the request is invalid.
     #[error("{field} is {value}: {remedy}")]
     Invalid {
@@ -190,7 +195,11 @@ pub enum Refusal {
         remedy: &'static str,
     },
     /// The pages are not pinned: the lookup did not find them, or its holds have expired or were released.
-    #[error("pages {first_page}..{end} of {slot} are not pinned: look up again")]
+    #[error(
+        "the last lookup of {slot} does not hold all of pages {first_page} to {} (first_page and count): load pages that it \
+         found, or look up again",
+        end.saturating_sub(1)
+    )]
     NotPinned {
         /// The slot whose pages are loaded.
         slot: SlotId,
@@ -209,8 +218,8 @@ pub enum Refusal {
     },
     /// No copy of a load began: its pages could not be brought into host memory, or were found to be bad.
     #[error(
-        "no page was loaded: host memory had no room for them before the deadline, or they are no longer there; \
-         compute the pages"
+        "no page was loaded: no time was left before the deadline, host memory had no room for them until then, or they are \
+         no longer there; compute the pages"
     )]
     NotLoaded,
     /// A copy failed on this number of ranks; it has ended everywhere.
@@ -396,7 +405,7 @@ impl Refusal {
             Self::ResetUnconfirmed { .. } | Self::ResetUnfinished => {
                 RefusalReason::ResetUnconfirmed
             }
-            Self::UnknownSlot(_) => RefusalReason::UnknownSlot,
+            Self::UnknownSlot(_) | Self::OlderThanSlot(_) => RefusalReason::UnknownSlot,
             Self::NotPinned { .. } => RefusalReason::NotPinned,
             Self::Limit { .. } => RefusalReason::Limit,
             Self::Crowded { .. } => RefusalReason::Busy,

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::TierId;
+use crate::{Request, TierId};
 
 /// The answer to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +22,22 @@ pub enum Answer {
     CancelStores(CancelStoresAnswer),
     /// To a finish.
     Finish,
+}
+
+impl Answer {
+    /// True for the answer to a request of this kind.
+    pub fn is_to(&self, request: &Request) -> bool {
+        matches!(
+            (self, request),
+            (Self::Lookup(_), Request::Lookup { .. })
+                | (Self::Load(_), Request::Load { .. })
+                | (Self::Store(_), Request::Store { .. })
+                | (Self::Reset(_), Request::Reset { .. })
+                | (Self::Flush(_), Request::Flush { .. })
+                | (Self::CancelStores(_), Request::CancelStores { .. })
+                | (Self::Finish, Request::Finish { .. })
+        )
+    }
 }
 
 /// Numbers of pages by the tier below host memory in which they lie. On the wire pairs `[tier, pages]`, fastest tier first,

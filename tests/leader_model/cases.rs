@@ -455,8 +455,8 @@ fn a_lookup_after_the_finish_of_its_slot_opens_nothing() {
         .requests
         .insert((0, RequestId(3)), (late.clone(), None));
     world.send(0, RequestId(3), late);
-    let unknown = Some(Err(Refusal::UnknownSlot(SlotId(1))));
-    assert_eq!(answer(&world, 0, RequestId(3)), unknown);
+    let older = Some(Err(Refusal::OlderThanSlot(SlotId(1))));
+    assert_eq!(answer(&world, 0, RequestId(3)), older);
     assert_eq!(world.leader.slots(), 0);
 }
 

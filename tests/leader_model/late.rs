@@ -4,6 +4,33 @@ use super::cases::{answer, store};
 use super::*;
 use kvferry_types::Part;
 
+#[test]
+fn a_request_under_the_id_of_an_answered_one_of_another_kind_is_refused_and_changes_nothing() {
+    let mut world = World::new();
+    let lookup = Request::Lookup {
+        slot: SlotId(2),
+        namespace: vec![7],
+        hashes: sequence(0, 8),
+        have_pages: 0,
+        limit_pages: None,
+    };
+    let id = RequestId(world.next_id);
+    world.next_id += 1;
+    world.request_as(0, id, lookup.clone());
+    let found = answer(&world, 0, id);
+    assert!(matches!(found, Some(Ok(Answer::Lookup(_)))), "{found:?}");
+    world.request_as(0, id, Request::Finish { slot: SlotId(2) });
+    let refused = answer(&world, 0, id);
+    let Some(Err(error @ Refusal::Invalid { .. })) = &refused else {
+        panic!("{refused:?}");
+    };
+    assert!(error.to_string().contains(&id.0.to_string()), "{error}");
+    assert_eq!(world.leader.slots(), 1, "the slot is open");
+    // The same request again gets the answer that it had.
+    world.request_as(0, id, lookup);
+    assert_eq!(answer(&world, 0, id), found);
+}
+
 /// An engine may repeat a request after its slot was finished and opened again for another prompt.
 #[test]
 fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alone() {
@@ -42,8 +69,8 @@ fn a_load_and_a_store_after_the_finish_of_their_slot_leave_its_next_request_alon
     for (id, request) in [(late + 1, load), (late + 2, store)] {
         let id = RequestId(id);
         world.request_as(0, id, request);
-        let unknown = Some(Err(Refusal::UnknownSlot(SlotId(0))));
-        assert_eq!(answer(&world, 0, id), unknown);
+        let older = Some(Err(Refusal::OlderThanSlot(SlotId(0))));
+        assert_eq!(answer(&world, 0, id), older);
         assert_eq!(world.leader.pool().map(|pool| pool.pins()), pins);
         assert!(world.open.is_empty(), "nothing is copied");
     }
@@ -83,8 +110,8 @@ fn a_request_from_before_the_lookup_of_its_slot_is_refused() {
     for (id, request) in [(late + 1, lookup(9)), (late + 2, load), (late + 3, store)] {
         let id = RequestId(id);
         world.request_as(0, id, request);
-        let unknown = Some(Err(Refusal::UnknownSlot(slot)));
-        assert_eq!(answer(&world, 0, id), unknown);
+        let older = Some(Err(Refusal::OlderThanSlot(slot)));
+        assert_eq!(answer(&world, 0, id), older);
         assert_eq!(world.leader.pool().map(|pool| pool.pins()), pins);
         assert!(world.open.is_empty(), "nothing is copied");
     }

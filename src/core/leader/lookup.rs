@@ -47,7 +47,7 @@ impl Leader {
     pub(super) fn check_current(&self, reply_to: ReplyTo, slot: SlotId) -> Result<(), Refusal> {
         let session = self.sessions.get(reply_to.engine);
         match session.is_some_and(|session| session.is_outdated(reply_to.id, slot)) {
-            true => Err(Refusal::UnknownSlot(slot)),
+            true => Err(Refusal::OlderThanSlot(slot)),
             false => Ok(()),
         }
     }

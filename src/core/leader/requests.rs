@@ -97,6 +97,18 @@ impl Leader {
             RequestState::New => {}
             RequestState::UnderWay => return,
             RequestState::Answered(answer) => {
+                let answer = match answer {
+                    Ok(kept) if !kept.is_to(&request) => {
+                        let refusal = Refusal::Invalid {
+                            field: "the correlation id",
+                            value: format!("{}, and was that of a request of another kind", id.0),
+                            remedy: "take ids that grow, one for each request",
+                        };
+                        self.count_refusal(kind, &refusal);
+                        Err(refusal)
+                    }
+                    kept => kept,
+                };
                 return effects.push(LeaderEffect::Answer { engine, id, answer });
             }
             stale @ (RequestState::Stale | RequestState::StaleUnderWay) => {
