@@ -18,7 +18,9 @@ const LEVELS: [&str; 6] = ["trace", "debug", "info", "warn", "error", "off"];
 /// most of them are misspelt levels.
 fn parse(filter: &str) -> Result<EnvFilter, String> {
     let refuse = |why: String| {
-        format!("log is '{filter}': {why}; write a filter such as info, or info,kvferry=debug")
+        format!(
+            "log filter is '{filter}': {why}; write a filter such as info, or info,kvferry=debug"
+        )
     };
     let is_level = |word: &str| LEVELS.iter().any(|level| level.eq_ignore_ascii_case(word));
     let mut words = filter.split(',').map(str::trim);
@@ -82,7 +84,10 @@ mod tests {
         }
         for bad in ["inof", "", "info,kvferry", "info,,warn", "kvferry=loud"] {
             let error = parse(bad).expect_err(bad);
-            assert!(error.starts_with(&format!("log is '{bad}': ")), "{error}");
+            assert!(
+                error.starts_with(&format!("log filter is '{bad}': ")),
+                "{error}"
+            );
         }
         let error = parse("inof").expect_err("no level");
         assert!(error.contains("'inof' is none of trace, debug"), "{error}");

@@ -145,7 +145,7 @@ pub enum DecodeError {
     )]
     Required(u16),
     /// A version that this program does not support.
-    #[error("version {0} is none of {min} to {max}", min = VERSION_MIN, max = VERSION)]
+    #[error("the header has version {0}, this side supports {min} to {max}", min = VERSION_MIN, max = VERSION)]
     Version(u16),
     /// A kind number that is not assigned.
     #[error("kind {0} is unknown")]
@@ -175,7 +175,7 @@ pub enum DecodeError {
         reason: String,
     },
     /// Bytes remain after the body.
-    #[error("{bytes} bytes follow the body of {kind}")]
+    #[error("{bytes} bytes follow the body of {kind}: send one map, and nothing after it")]
     Trailing {
         /// Name of the message's kind.
         kind: &'static str,

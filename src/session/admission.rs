@@ -114,7 +114,10 @@ impl Peer {
             let text = match header.byte_order() {
                 Some(order) => order.to_string(),
                 None => {
-                    let name = known.map_or("something", MessageKind::name);
+                    let name = known.map_or_else(
+                        || format!("kind {}", header.kind),
+                        |kind| kind.name().to_owned(),
+                    );
                     format!("{name} before hello: send hello first")
                 }
             };

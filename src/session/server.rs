@@ -10,7 +10,7 @@ use kvferry_protocol::{
     Class, Connections, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES,
     HELLO_VERSION, Header, Hello, Message, Role, VERSION, VERSION_MIN, Welcome, encode, limits,
 };
-use kvferry_types::{Caller, Epoch, PeerId, RequestId, Time, User};
+use kvferry_types::{Caller, Epoch, LogLimit, PeerId, RequestId, Time, User};
 
 /// The header and the body of a message.
 pub type Encoded = ([u8; HEADER_BYTES], Vec<u8>);
@@ -92,6 +92,8 @@ pub struct ServerSession {
     refused: BTreeMap<ErrorCode, u64>,
     /// Errors that were sent.
     errors: BTreeMap<ErrorCode, u64>,
+    /// Log lines about messages whose headers cannot be read.
+    unreadable_lines: LogLimit,
 }
 
 impl ServerSession {
@@ -107,6 +109,7 @@ impl ServerSession {
             repeated_requests: 0,
             refused: BTreeMap::new(),
             errors: BTreeMap::new(),
+            unreadable_lines: LogLimit::new(),
         }
     }
 
@@ -213,6 +216,9 @@ impl ServerSession {
         let header = match Header::from_bytes(header) {
             Ok(header) => header,
             Err(error) => {
+                if let Some(left_out) = self.unreadable_lines.line(host.now()) {
+                    tracing::warn!(?peer, %error, left_out, "a message gets no answer: its first part is no header");
+                }
                 self.note_refused(error.code());
                 self.misbehaves(host, peer, &error.to_string());
                 return None;
@@ -350,7 +356,8 @@ impl ServerSession {
     fn identity_refusal(&self, hello: &Hello) -> Option<ErrorBody> {
         let text = if hello.role == Role::Unknown {
             format!(
-                "role of your hello is unknown here, this side takes {}: check the address, or update this side",
+                "role of your hello is a word that this version does not know, this side takes {}: check its spelling and the \
+                 address, or update this side",
                 self.roles()
             )
         } else if !self.settings.roles.contains(&hello.role) {
@@ -376,9 +383,13 @@ impl ServerSession {
         if replica < replicas && rank < ranks {
             return None;
         }
+        let (field, value) = match rank < ranks {
+            true => ("replica", replica),
+            false => ("rank", rank),
+        };
         let text = format!(
-            "replica {replica} or rank {rank} is too high: the leader has {replicas} replicas of {ranks} ranks; start leader \
-             and workers with the same ranks and replicas"
+            "{field} is {value}, too high: the leader has {replicas} replicas of {ranks} ranks, from 0 on; start leader and \
+             workers with the same ranks and replicas"
         );
         Some(ErrorBody::new(ErrorCode::Invalid, text))
     }

@@ -28,7 +28,7 @@ fn an_operator_changes_the_log_of_every_process_and_drains_the_leader() {
 
     let (good, _, errors) = run(sockets, &["log", "kvferry=nonsense"]);
     assert!(
-        !good && errors.contains("log is 'kvferry=nonsense'"),
+        !good && errors.contains("log filter is 'kvferry=nonsense'"),
         "{errors}"
     );
     let long = "a".repeat(1025);

@@ -334,7 +334,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 Ok(())
             }
             other => {
-                let text = format!("{} is not for a worker to answer", other.kind().name());
+                let kind = other.kind().name();
+                let text = format!("{kind} is not for a worker to answer: connect to the leader");
                 refuse(host, peer, request, ErrorCode::Forbidden, text);
                 Ok(())
             }
