@@ -1,10 +1,10 @@
 """Round trips over ipc: between two sockets of libzmq, and to a leader that refuses a lookup.
 
-The leader is asked from the same kind of socket, and by kvferry's client, which has a thread of its own. Messages have
-two parts, of 32 bytes and of the stated size. The other side of each is a process. All are measured in turn, 50 round
-trips at a time: first on one core, then with the caller on one core and the other sides on another, because the choice
-of cores changes a round trip more than the program does. Prints p50 and p99 in microseconds, and the ratio of the p50
-to that of the two sockets.
+Run it by ``cargo xtask engines ping``. The leader gets the lookups from the same kind of socket, and from kvferry's
+client, which has a thread of its own. Messages have two parts, of 32 bytes and of the stated size. The other side of
+each is a process. All are measured in turn, 50 round trips at a time: first on one core, then with the caller on one
+core and the other sides on another, because the choice of cores changes a round trip more than the program does. Prints
+p50 and p99 in microseconds, and the ratio of the p50 to that of the two sockets.
 """
 
 import argparse
@@ -114,10 +114,10 @@ def run(rounds: int, cores: str, caller: int, others: int) -> None:
         served = folder / "k" / "leader" / SOCKET_NAME
         eventually("a leader listens", served.exists)
 
-        bare, direct = Socket(endpoint), Socket(f"ipc://{served}")
-        stack.callback(bare.close)
-        stack.callback(direct.close)
-        welcome = direct.request(HELLO, wire.Kind.HELLO, version=wire.HELLO_VERSION)
+        echoing, leader = Socket(endpoint), Socket(f"ipc://{served}")
+        stack.callback(echoing.close)
+        stack.callback(leader.close)
+        welcome = leader.request(HELLO, wire.Kind.HELLO, version=wire.HELLO_VERSION)
         assert welcome.kind == wire.Kind.WELCOME, welcome
         hello = msgspec.structs.replace(HELLO, engine=b"\7" * 16)
         client = stack.enter_context(Client(folder / "k" / "leader", hello, first_id=1))
@@ -126,7 +126,7 @@ def run(rounds: int, cores: str, caller: int, others: int) -> None:
             parts, request = (bytes(32), bytes(body_bytes)), lookup(body_bytes)
 
             def by_socket(request: wire.Lookup = request) -> None:
-                answer = direct.request(request, wire.Kind.LOOKUP)
+                answer = leader.request(request, wire.Kind.LOOKUP)
                 assert answer.body.code == wire.Code.NOT_READY, answer
 
             def by_client(request: wire.Lookup = request) -> None:
@@ -135,16 +135,24 @@ def run(rounds: int, cores: str, caller: int, others: int) -> None:
                 assert pending.failure.code == wire.Code.NOT_READY, pending.failure
 
             def between_sockets(parts: tuple[bytes, bytes] = parts) -> None:
-                bare.exchange(parts)
+                echoing.exchange(parts)
 
             took = measure(
-                rounds, {"sockets": between_sockets, "leader, socket": by_socket, "leader, client": by_client}
+                rounds, {"sockets": between_sockets, "leader by socket": by_socket, "leader by client": by_client}
             )
             p50 = {name: times[len(times) // 2] for name, times in took.items()}
             for name, times in took.items():
                 p99 = times[len(times) * 99 // 100]
                 ratio = p50[name] / p50["sockets"]
-                print(f"{cores:<9} {body_bytes:>6} B  {name:<15} {p50[name]:>7.1f} {p99:>8.1f} us  {ratio:>5.2f}")
+                print(f"{cores:<9} {body_bytes:>6} B  {name:<16} {p50[name]:>7.1f} {p99:>8.1f} us  {ratio:>5.2f}")
+
+
+def siblings(core: int) -> str | None:
+    """The threads that share a core with this one: the same text for each. None where the system does not tell."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return None
 
 
 def main() -> None:
@@ -153,11 +161,11 @@ def main() -> None:
     parser.add_argument("--echo", metavar="ENDPOINT", help="answer here, as the other side of a measurement")
     options = parser.parse_args()
     if options.echo:
-        return echo(options.echo)
+        echo(options.echo)
     first, *more = sorted(os.sched_getaffinity(0))
     run(options.rounds, "one core", first, first)
-    if more:
-        run(options.rounds, "two cores", first, more[0])
+    if other := [core for core in more if siblings(core) is None or siblings(core) != siblings(first)]:
+        run(options.rounds, "two cores", first, other[0])
 
 
 if __name__ == "__main__":

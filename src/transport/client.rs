@@ -400,7 +400,7 @@ impl Future for PendingAnswer {
             None => Box::pin(tokio::time::sleep(Duration::MAX)),
         });
         expired.as_mut().poll(context).map(|()| {
-            let text = "no answer came in time: too many requests wait to be sent";
+            let text = "no answer came in time: the client has too much to send, or its events are not read";
             Err(Failure::new(ErrorCode::Deadline, text))
         })
     }

@@ -85,25 +85,27 @@ impl Dealer {
     pub(super) async fn send(&mut self, frame: Frame) -> Result<(), SendError> {
         self.budget.check(&frame)?;
         let slow_after = self.budget.limits.slow_after;
-        let queued = match within(slow_after, self.room_for(frame)).await {
-            Some(Ok(queued)) => queued,
-            Some(Err(closed)) => {
+        let sent = within(slow_after, self.send_with_room(frame)).await;
+        sent.unwrap_or(Err(SendError::Slow))
+    }
+
+    /// Sends a frame, once there is room for it.
+    async fn send_with_room(&mut self, frame: Frame) -> Result<(), SendError> {
+        let queued = match self.room_for(frame).await {
+            Ok(queued) => queued,
+            Err(closed) => {
                 self.state = Err(closed);
                 return Err(SendError::Gone);
             }
-            None => return Err(SendError::Slow),
         };
         let Ok(open) = &mut self.state else {
             return Err(SendError::Gone);
         };
-        match within(slow_after, open.socket.send(charged(queued))).await {
-            Some(Ok(())) => Ok(()),
-            Some(Err(error)) => {
-                tracing::debug!(%error, "cannot send");
-                Err(SendError::Gone)
-            }
-            None => Err(SendError::Slow),
-        }
+        let sent = open.socket.send(charged(queued)).await;
+        sent.map_err(|error| {
+            tracing::debug!(%error, "cannot send");
+            SendError::Gone
+        })
     }
 
     /// Waits for room for a frame, or until the connection is closed.

@@ -98,8 +98,8 @@ impl PeerLink {
         }
     }
 
-    /// Completes when the peer must be closed immediately, with the reason. A peer that is closed after its queued frames
-    /// has `limit` for them.
+    /// Completes when the connection must end, with the reason: as [`Self::killed`], or `limit` after the begin of a close
+    /// behind queued frames.
     pub(super) fn ended(
         &self,
         limit: Duration,

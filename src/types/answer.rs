@@ -33,7 +33,7 @@ impl Answer {
                 | (Self::Load(_), Request::Load { .. })
                 | (Self::Store(_), Request::Store { .. })
                 | (Self::Reset(_), Request::Reset { .. })
-                | (Self::Flush(_), Request::Flush { .. })
+                | (Self::Flush(_), Request::Flush)
                 | (Self::CancelStores(_), Request::CancelStores { .. })
                 | (Self::Finish, Request::Finish { .. })
         )

@@ -185,7 +185,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         pid: Option<i32>,
     ) {
         // The system does not show a process of another machine or PID namespace; its older connections are refused.
-        if !pid.is_some_and(|pid| pid > 0) {
+        if pid.is_none_or(|pid| pid <= 0) {
             return;
         }
         let waiting = PeerRole::Waiting(seat, pid);

@@ -1,6 +1,6 @@
 //! Round trips of messages of two parts: between two sockets of the `zeromq` crate, through the gate, and to a leader that
 //! refuses a lookup at once. The other side of each is a process of its own; all are measured in turn, some round trips
-//! at a time, and with client and servers on cores that this module chooses.
+//! at a time, with client and servers on given cores.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -65,7 +65,7 @@ struct Row {
     /// Between a DEALER and a ROUTER of the `zeromq` crate.
     zeromq_p50_us: f64,
     zeromq_p99_us: f64,
-    /// Between a DEALER of the crate, on TCP the connection of a worker with TLS, and a listener that only answers.
+    /// From kvferry's connection (on ipc over a DEALER of the crate, on TCP with TLS) to a listener that only answers.
     gate_p50_us: f64,
     gate_p99_us: f64,
     gate_to_zeromq: f64,
@@ -143,7 +143,7 @@ impl Arguments {
     }
 
     async fn measure(&self, placement: Placement, cores: &Cores) -> Result<Vec<Row>, CommandError> {
-        cores.of_servers()?;
+        cores.move_to_servers()?;
         let folder = rig::folder()?;
         let root = folder.path();
         let keys =
@@ -182,7 +182,7 @@ impl Arguments {
                 root,
             )?,
         ];
-        cores.of_client()?;
+        cores.move_to_client()?;
         let (client, mut incoming) = rig::client(leader_address(root), Role::Engine);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
         let endpoint = root.join("leader").join("kvferry.sock");

@@ -36,8 +36,9 @@ pub(super) struct Cores {
     servers: CpuSet,
 }
 
-/// The placements to be measured, with their cores: those that were asked for, or all whose cores this process may choose.
-pub(super) fn chosen(asked: &[Placement]) -> Result<Vec<(Placement, Cores)>, CommandError> {
+/// The placements to be measured, with their cores: those that are given, or one core and, if this process may use a second
+/// one, two.
+pub(super) fn chosen(given: &[Placement]) -> Result<Vec<(Placement, Cores)>, CommandError> {
     let allowed = sched_getaffinity(None).map_err(CommandError::failed)?;
     let mut cores = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
     let first = cores
@@ -54,7 +55,7 @@ pub(super) fn chosen(asked: &[Placement]) -> Result<Vec<(Placement, Cores)>, Com
         Some(_) => &[Placement::OneCore, Placement::TwoCores][..],
         None => &[Placement::OneCore],
     };
-    let placements = if asked.is_empty() { default } else { asked };
+    let placements = if given.is_empty() { default } else { given };
     let placed = placements.iter().map(|placement| {
         let (client, servers) = match placement {
             Placement::OneCore => (one(first), one(first)),
@@ -76,12 +77,12 @@ pub(super) fn chosen(asked: &[Placement]) -> Result<Vec<(Placement, Cores)>, Com
 
 impl Cores {
     /// Moves this thread to the cores of the servers, which the processes that it starts inherit.
-    pub(super) fn of_servers(&self) -> Result<(), CommandError> {
+    pub(super) fn move_to_servers(&self) -> Result<(), CommandError> {
         sched_setaffinity(None, &self.servers).map_err(CommandError::failed)
     }
 
     /// Moves this thread to the core of the client.
-    pub(super) fn of_client(&self) -> Result<(), CommandError> {
+    pub(super) fn move_to_client(&self) -> Result<(), CommandError> {
         sched_setaffinity(None, &self.client).map_err(CommandError::failed)
     }
 }

@@ -96,7 +96,7 @@ const LONG: [(&str, &[&str]); 2] = [
 /// that are named, or all of them. Arguments after the first part go to its script.
 pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
     let part = arguments.first().map_or("", String::as_str);
-    let known = |name: &str| part.is_empty() || part == name;
+    let selected = |name: &str| part.is_empty() || part == name;
     let measured = ENGINES.iter().map(|(name, _, _)| *name);
     let names: Vec<&str> = measured.chain(LONG.map(|(name, _)| name)).collect();
     if !part.is_empty() && !names.contains(&part) {
@@ -106,13 +106,16 @@ pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
         ));
     }
     let installed = install::installed(root)?;
+    let package = match ENGINES.iter().any(|(name, ..)| selected(name)) {
+        true => build(root, &installed, "release")?,
+        false => PathBuf::new(),
+    };
+    let path = std::env::join_paths([package, root.join("python/tests")])
+        .map_err(|error| error.to_string())?;
     for (name, script, script_arguments) in ENGINES {
-        if !known(name) {
+        if !selected(name) {
             continue;
         }
-        let package = build(root, &installed, "release")?;
-        let path = std::env::join_paths([package, root.join("python/tests")])
-            .map_err(|error| error.to_string())?;
         println!("{name}:");
         let mut python = installed.python();
         python
@@ -120,11 +123,11 @@ pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
             .args(script_arguments)
             .args(arguments.iter().skip(1))
             .current_dir(root)
-            .env("PYTHONPATH", path);
+            .env("PYTHONPATH", &path);
         succeed(&mut python, name)?;
     }
     for (name, files) in LONG {
-        if !known(name) {
+        if !selected(name) {
             continue;
         }
         let mut tests = vec!["--full".to_owned()];
