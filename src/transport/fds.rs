@@ -119,8 +119,8 @@ impl Untaken {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores a descriptor, if its user and all other users have room and the ticket is not in use. The returned receiver completes when the
-    /// descriptor is taken or removed.
+    /// Stores a descriptor, if its user and all other users have room and the ticket is not in use. The returned receiver
+    /// completes when the descriptor is taken or removed.
     fn keep(&self, user: User, ticket: Ticket, fd: OwnedFd) -> Option<oneshot::Receiver<()>> {
         let mut waiting = self.waiting();
         let AllWaiting { by_ticket, of_user } = &mut *waiting;

@@ -175,8 +175,9 @@ impl fmt::Display for Address {
 /// (`pending_bytes` + `header_bytes` + `body_bytes` + 128 KiB of buffers, 256 KiB with TLS), plus 128 KiB for each of 64
 /// handshakes of the own user, of 64 of other users, and of 64 of other machines. With the defaults: 16 MiB and 24.1 MiB a
 /// connection, so 1.6 GiB when each of 64 peers sends half of a longest message and does not read its answers as fast as it
-/// requests them: for at most `slow_after` if it reads none, and as long as it likes if it reads 280 KB each second. A [`Server`] decodes the frames that it hands over, at most `pending_bytes` at a time; decoded lists of small
-/// numbers take up to 16 times their bytes, so 256 MiB with the defaults.
+/// requests them: for at most `slow_after` if it reads none, and as long as it likes if it reads 280 KB each second. A
+/// [`Server`] decodes the frames that it hands over, at most `pending_bytes` at a time; decoded lists of small numbers take up
+/// to 16 times their bytes, so 256 MiB with the defaults.
 /// Worst-case memory of a connection over TLS or in memory: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
 /// Over `ipc://`: 2 x `pending_bytes` + 5 x (`header_bytes` + `body_bytes`) + 5 MiB, if the server keeps to the limits: the
 /// buffers of the `zeromq` crate grow by doubling, and it checks no lengths, so that a message is checked when it is

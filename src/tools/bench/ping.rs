@@ -107,7 +107,7 @@ impl Arguments {
              and from kvferry's client; p50 and p99.",
         );
         print_line(
-            "cores         body  network       zeromq us          gate us   ratio   socket, leader us   ratio   client, leader us   \
+            "cores         body  network       zeromq us          gate us   ratio   leader by socket    ratio   leader by client    \
              ratio   parser",
         );
         for row in rows {
