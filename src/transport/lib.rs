@@ -200,7 +200,8 @@ pub struct Limits {
     /// Time limit of the handshake: greeting and READY. Default: 5 s.
     pub handshake: Duration,
     /// A peer that reads nothing for this long while bytes wait for it is closed; so is one for which a frame waits six times
-    /// as long, because it reads less than `pending_bytes` in that time. Default: 10 s.
+    /// as long, because it reads less than `pending_bytes` in that time. A [`MemoryTransport`] has the first rule alone. Default:
+    /// 10 s.
     pub slow_after: Duration,
     /// Users beside that of this process whose processes may connect, at a listener of this machine. Default: none.
     pub users: OtherUsers,

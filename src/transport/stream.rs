@@ -185,9 +185,10 @@ pub(super) struct FrameWriter<W> {
     /// Bytes to be written: heads of parts, and short parts, of several frames.
     buffer: Vec<u8>,
     slow_after: Duration,
-    /// When the oldest bytes of the buffer, or of the part that is written, must be written.
+    /// When the oldest frame of which bytes are in the buffer, or in the part that is written, must be written. `None` without
+    /// such a frame.
     due: Option<Instant>,
-    /// The same for the last frame.
+    /// The same for the newest such frame.
     last_due: Option<Instant>,
 }
 
@@ -225,15 +226,22 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
     /// States since when the frame that is appended next has waited.
     pub(super) fn queued(&mut self, since: Instant) {
         self.last_due = since.checked_add(self.slow_after.saturating_mul(WAIT_FACTOR));
-        if self.buffer.is_empty() {
-            self.due = self.last_due;
-        }
+        self.due = self.due.or(self.last_due);
     }
 
     /// Appends a frame; writes when [`CHUNK_BYTES`] are collected.
     pub(super) async fn frame(&mut self, frame: Frame) -> Result<(), StreamEnd> {
         self.part(Part::Header, &frame.header).await?;
-        self.part(Part::Body, &frame.body).await
+        self.part(Part::Body, &frame.body).await?;
+        self.appended();
+        Ok(())
+    }
+
+    /// Forgets when frames are due if none of their bytes is left.
+    fn appended(&mut self) {
+        if self.buffer.is_empty() {
+            (self.due, self.last_due) = (None, None);
+        }
     }
 
     /// Appends a message of several parts; writes when [`CHUNK_BYTES`] are collected.
@@ -244,7 +252,9 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
         for part in before {
             self.part(Part::Header, part).await?;
         }
-        self.part(Part::Body, last).await
+        self.part(Part::Body, last).await?;
+        self.appended();
+        Ok(())
     }
 
     async fn part(&mut self, part: Part, bytes: &[u8]) -> Result<(), StreamEnd> {
@@ -260,7 +270,7 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
     /// Writes all bytes that are collected.
     pub(super) async fn flush(&mut self) -> Result<(), StreamEnd> {
         self.write_buffer().await?;
-        (self.due, self.last_due) = (None, None);
+        self.appended();
         match within(self.slow_after, self.write.flush()).await {
             Some(flushed) => Ok(flushed?),
             None => Err(StreamEnd::Slow),
@@ -377,20 +387,95 @@ mod tests {
                 writer.queued(Instant::now());
                 writer.frame(Frame::new("h", vec![1; ROOM * 4])).await?;
             }
-            writer.flush().await?;
-            // Long after the last frame was due, there is nothing that waits.
-            sleep(SLOW_AFTER * WAIT_FACTOR).await;
-            let ping = Ping::default();
-            ping.put(PingContext {
-                bytes: [0; _],
-                len: 0,
-            });
-            writer.pong(&ping);
             writer.flush().await
         };
         tokio::select! {
             end = sending => end.expect("never slow"),
             error = read_with_pauses(&mut read, Duration::from_millis(500)) => panic!("{error}"),
+        }
+    }
+
+    fn pong(writer: &mut FrameWriter<DuplexStream>) {
+        let ping = Ping::default();
+        ping.put(PingContext {
+            bytes: [0; _],
+            len: 0,
+        });
+        writer.pong(&ping);
+    }
+
+    /// Sends a frame that fills the pipe, long after others, and reads it after this time.
+    async fn sent_after(wait: Duration, pongs: bool, since: Instant) -> Result<(), StreamEnd> {
+        let (mut writer, mut read) = bench();
+        let early = Instant::now();
+        // A frame that the buffer collects, and one that passes it and leaves nothing to flush.
+        for bytes in [ROOM, CHUNK_BYTES * 2] {
+            writer.queued(early);
+            tokio::select! {
+                sent = async {
+                    writer.frame(Frame::new("h", vec![1; bytes])).await?;
+                    match bytes {
+                        ROOM => writer.flush().await,
+                        _ => Ok(()),
+                    }
+                } => sent?,
+                error = read_with_pauses(&mut read, Duration::from_millis(1)) => panic!("{error}"),
+            }
+        }
+        sleep(SLOW_AFTER * WAIT_FACTOR * 2).await;
+        if pongs {
+            pong(&mut writer);
+        }
+        writer.queued(since);
+        writer.frame(Frame::new("h", vec![1; ROOM * 2])).await?;
+        if pongs {
+            pong(&mut writer);
+        }
+        tokio::select! {
+            sent = writer.flush() => sent,
+            error = async {
+                sleep(wait).await;
+                read_with_pauses(&mut read, Duration::from_millis(1)).await
+            } => panic!("{error}"),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pongs_and_earlier_frames_change_no_limit() {
+        let soon = SLOW_AFTER / 2;
+        for pongs in [false, true] {
+            let now = Instant::now() + SLOW_AFTER * WAIT_FACTOR * 3;
+            let sent = sent_after(soon, pongs, now).await;
+            sent.expect("has not waited long");
+            let before = Instant::now();
+            let sent = sent_after(soon, pongs, before).await;
+            assert!(matches!(sent, Err(StreamEnd::Slow)), "{sent:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pong_after_the_last_frame_has_a_limit_of_its_own() {
+        for bytes in [ROOM / 2, CHUNK_BYTES * 2] {
+            let (mut writer, mut read) = bench();
+            writer.queued(Instant::now());
+            tokio::select! {
+                sent = async {
+                    writer.frame(Frame::new("h", vec![1; bytes])).await?;
+                    writer.flush().await
+                } => sent.expect("sent"),
+                error = read_with_pauses(&mut read, Duration::from_millis(1)) => panic!("{error}"),
+            }
+            sleep(SLOW_AFTER * WAIT_FACTOR * 2).await;
+            for _ in 0..ROOM {
+                pong(&mut writer);
+            }
+            tokio::select! {
+                sent = writer.flush() => sent.expect("has not waited long"),
+                error = async {
+                    sleep(SLOW_AFTER / 2).await;
+                    read_with_pauses(&mut read, Duration::from_millis(1)).await
+                } => panic!("{error}"),
+            }
         }
     }
 

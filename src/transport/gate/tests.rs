@@ -271,6 +271,48 @@ async fn a_client_that_reads_byte_by_byte_gets_all_and_others_are_served_meanwhi
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_client_that_reads_some_bytes_now_and_then_is_closed_when_a_frame_has_waited_too_long() {
+    let slow_after = Duration::from_secs(2);
+    let limits = Limits {
+        slow_after,
+        ..Limits::default()
+    };
+    let mut bench = Bench::new(limits);
+    let mut client = bench.connect(100);
+    let (mut read_half, mut write) = split(&mut client);
+    let hello = hello();
+    let (written, peer) = tokio::join!(write.write_all(&hello), bench.opened());
+    written.expect("open");
+    let queued = tokio::time::Instant::now();
+    // The first one is read in time. The second one is taken out of the queue only then, and would be read within the limit
+    // that begins there.
+    for bytes in [CHUNK_BYTES + 1, 100_000] {
+        let frame = Frame::new("h", vec![5; bytes]);
+        bench.listener.sender().try_send(peer, frame).expect("sent");
+    }
+    let reading = async {
+        let mut bytes = [0; 100];
+        while let Ok(1..) = read_half.read(&mut bytes).await {
+            tokio::time::sleep(slow_after / 200).await;
+        }
+    };
+    let pings = async {
+        loop {
+            tokio::time::sleep(slow_after / 20).await;
+            if write.write_all(PING).await.is_err() {
+                return std::future::pending::<()>().await;
+            }
+        }
+    };
+    let reason = tokio::select! {
+        (reason, ()) = async { tokio::join!(bench.closed(), reading) } => reason,
+        () = pings => unreachable!("they do not end"),
+    };
+    assert_eq!(reason, CloseReason::SlowConsumer);
+    assert_eq!(queued.elapsed().as_secs(), (slow_after * 6).as_secs());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_client_that_reads_slowly_cannot_put_off_its_end() {
     let limits = Limits::default();
     let slow_after = limits.slow_after;

@@ -87,5 +87,6 @@ async fn replay<W: AsyncWrite + Unpin>(
         from = number + 1;
     }
     let end: [&[u8]; 4] = [b"", b"", &REPLAY_END.to_be_bytes(), b""];
+    writer.queued(Instant::now());
     writer.message(&end).await
 }
