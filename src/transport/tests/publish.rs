@@ -275,21 +275,20 @@ async fn a_slow_subscriber_sees_a_gap_and_delays_nobody() {
     serves(&publisher, (events, replay)).await;
 }
 
-#[tokio::test]
-async fn a_subscriber_that_takes_nothing_is_closed_and_frees_its_place() {
+/// Takes a subscriber's place, and waits until it is free while a batch is sent that is longer than what the system keeps for a
+/// connection.
+async fn frees_the_place_of_one_that(reads: impl AsyncFn(&mut TcpStream)) {
     let limits = PublisherLimits {
-        slow_after: Duration::from_millis(300),
+        slow_after: Duration::from_millis(700),
         connections: 1,
         ..PublisherLimits::default()
     };
     let (publisher, events, replay) = publisher(limits).await;
-    let mut mute = raw(events, &[&hello("SUB")[..], b"\x00\x01\x01"].concat()).await;
-    read_hello(&mut mute, "PUB").await;
+    let mut slow = raw(events, &[&hello("SUB")[..], b"\x00\x01\x01"].concat()).await;
+    read_hello(&mut slow, "PUB").await;
     let mut refused = raw(events, &hello("SUB")).await;
     read_to_end(&mut refused).await;
-    for _ in 0..64 {
-        publisher.publish(vec![1; 1 << 20]);
-    }
+    publisher.publish(vec![1; 64 << 20]);
     let freed = async {
         loop {
             let mut stream = raw(events, &hello("SUB")).await;
@@ -299,11 +298,34 @@ async fn a_subscriber_that_takes_nothing_is_closed_and_frees_its_place() {
             }
         }
     };
-    timeout(TEST_TIMEOUT, freed)
-        .await
-        .expect("the place is free");
-    drop(mute);
+    let freed = timeout(TEST_TIMEOUT, freed);
+    let reading = async {
+        reads(&mut slow).await;
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        freed = freed => freed.expect("the place is free"),
+        () = reading => {}
+    }
+    drop(slow);
     serves(&publisher, (events, replay)).await;
+}
+
+#[tokio::test]
+async fn a_subscriber_that_takes_nothing_is_closed_and_frees_its_place() {
+    frees_the_place_of_one_that(async |_: &mut TcpStream| {}).await;
+}
+
+#[tokio::test]
+async fn a_subscriber_that_takes_too_long_for_a_batch_is_closed_and_frees_its_place() {
+    frees_the_place_of_one_that(async |slow: &mut TcpStream| {
+        let mut bytes = vec![0; 64 << 10];
+        while let Ok(1..) = slow.read(&mut bytes).await {
+            // In time for the limit on a subscriber that takes nothing.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
 }
 
 #[tokio::test]
