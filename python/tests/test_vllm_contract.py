@@ -37,7 +37,8 @@ def test_the_connector_for_vllm_keeps_the_contract() -> None:
 
         def settled() -> bool:
             engine.request("step")
-            return not kvferry.waits()
+            # A store that is under way at the reset is cancelled, and later prompts find none of its pages.
+            return not kvferry.waits() and not kvferry.copies
 
         def run(name: str, prompt: list[int], salt: str = "") -> None:
             kvferry.begin(Prompt(name, f"model {salt}", tuple(prompt)))

@@ -132,6 +132,11 @@ class Leader:
         if session.role == "engine":
             self._checks.pages.engine_gone(session.engine)
 
+    @property
+    def copies(self) -> int:
+        """Loads and stores that are under way."""
+        return len(self._copies)
+
     def waits_for(self, through: int) -> bool:
         """Whether a copy waits for a report of work up to this number."""
         return any(not copy.started and copy.after <= through for copy in self._copies.values())
@@ -538,6 +543,6 @@ class Leader:
             hash_tokens=memories[0].groups[0].page_tokens if memories else 0,
             ranks=ranks,
             slots=len(self._slots),
-            copies_under_way=len(self._copies),
+            copies_under_way=self.copies,
             tiers=[wire.TierStatus(tier=2, used_pages=len(self.stored))],
         )

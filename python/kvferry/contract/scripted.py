@@ -104,6 +104,11 @@ class ScriptedKvferry:
         """Whether the connector still owes something, such as the finish of a slot."""
         return self._server.call(self._checks.waits)
 
+    @property
+    def copies(self) -> int:
+        """Loads and stores that are under way. An engine that drops its own cache meanwhile cancels the stores."""
+        return self._server.call(lambda: self._leader.copies)
+
     def stop(self) -> Report:
         """Waits for what the connector still owes, within a limit; stops, and returns the report.
 
