@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--echo", metavar="ENDPOINT", help="answer here, as the other side of a measurement")
     options = parser.parse_args()
     if options.echo:
-        echo(options.echo)
+        echo(options.echo)  # does not return
     first, *more = sorted(os.sched_getaffinity(0))
     run(options.rounds, "one core", first, first)
     if other := [core for core in more if siblings(core) is None or siblings(core) != siblings(first)]:
