@@ -48,7 +48,7 @@ impl Pool {
     }
 
     /// Like [`Self::containing`]; `ahead` reads the index at `position`, and at the cells after it.
-    fn containing_with(
+    pub(super) fn containing_with(
         &self,
         domain: &Domain,
         hashes: HashView<'_>,
@@ -119,9 +119,10 @@ impl Pool {
     }
 }
 
-/// Follows a sequence from its first page over several tiers, the fastest one first, and reports each readable run. Pages
-/// below `covered` may be missing, because the caller has them elsewhere. Where [`MISSES_AROUND_MAX`] of them are missing,
-/// the others are skipped: they only count as used.
+/// Follows a sequence from its first page over several tiers, the fastest one first, and reports each readable run. Each
+/// page is taken from the fastest tier that has it: a run of a slower tier ends where a faster one has the next page.
+/// Pages below `covered` may be missing, because the caller has them elsewhere. Where [`MISSES_AROUND_MAX`] of them are
+/// missing, the others are skipped: they only count as used.
 pub(super) fn walk_tiers(
     pools: &[(TierId, &Pool)],
     domain: &Domain,
@@ -152,44 +153,41 @@ pub(super) fn walk_tiers(
         if let Some(found) = found.filter(|found| found.offset > 0 || at == 0) {
             ahead.align(position, host.phase_of(found));
         }
-        let ready = found.map_or(0, |found| found.ready);
-        if let Some(found) = found.filter(|_| ready > 0) {
-            pending = found.pages > ready;
+        if let Some(found) = found.filter(|found| found.ready > 0) {
+            pending = found.pages > found.ready;
             add(*fastest, BlockRun::readable(position, found));
-            position += ready;
-            // A block that ends inside a cell may go on in a slower tier.
-            if position.is_multiple_of(host.ratio) {
-                continue;
-            }
-        } else {
-            pending = pending || found.is_some();
+            position += found.ready;
+            continue;
         }
-        if position >= len {
-            break;
-        }
+        pending = pending || found.is_some();
         if ahead_below.is_empty() {
             let readers = slower.iter();
             ahead_below = readers
                 .map(|(_, pool)| pool.prefetcher(domain, hashes))
                 .collect();
         }
-        let mut below = slower.iter().zip(&mut ahead_below);
-        let below = below.find_map(|((tier, pool), ahead)| {
+        let below = slower.iter().zip(&mut ahead_below).enumerate();
+        let mut below = below.filter(|(_, ((_, pool), _))| pool.live_blocks() > 0);
+        let below = below.find_map(|(faster, ((tier, pool), ahead))| {
             let (start, found) = pool.containing_with(domain, hashes, position, Some(ahead))?;
-            Some((*tier, start, found))
+            Some((faster + 1, *tier, start, found))
         });
-        if let Some((tier, start, found)) = below {
-            add(tier, BlockRun::readable(start, found));
-            position = start + found.ready;
+        if let Some((faster, tier, start, found)) = below {
+            let behind = position + 1..start + found.ready;
+            let end = first_beginning(&pools[..faster], domain, hashes, behind);
+            let mut run = BlockRun::readable(start, found);
+            run.pages = end - start;
+            add(tier, run);
+            position = end;
             pending = false;
-        } else if ready == 0 && (position as usize) < covered {
+        } else if at < covered {
             pending = false;
             misses += 1;
             position += 1;
             if misses >= MISSES_AROUND_MAX {
                 position = position.max(last_cell);
             }
-        } else if ready == 0 {
+        } else {
             break;
         }
     }
@@ -198,3 +196,23 @@ pub(super) fn walk_tiers(
         pending,
     }
 }
+
+/// The first of `positions` at which a block of one of these tiers begins with a readable page, or their end.
+fn first_beginning(
+    pools: &[(TierId, &Pool)],
+    domain: &Domain,
+    hashes: HashView<'_>,
+    positions: Range<u32>,
+) -> u32 {
+    let begins = |at: &u32| {
+        pools.iter().any(|(_, pool)| {
+            let found = pool.longest_beginning(domain, hashes, *at as usize, MatchGoal::Readable);
+            found.is_some_and(|found| found.ready > 0)
+        })
+    };
+    let end = positions.end;
+    positions.into_iter().find(begins).unwrap_or(end)
+}
+
+#[cfg(test)]
+mod tests;

@@ -31,13 +31,6 @@ enum GroupPages {
     },
 }
 
-/// The pages of one group that a lookup used.
-#[derive(Debug, Clone)]
-pub(super) struct UsedPages {
-    pub(super) group: GroupId,
-    pub(super) pages: Range<u32>,
-}
-
 /// A lookup of a sequence of several groups in the tiers that serve, the fastest one first.
 pub(super) struct Reach<'a> {
     pools: &'a [(TierId, &'a Pool)],
@@ -92,25 +85,14 @@ impl<'a> Reach<'a> {
     }
 
     /// All runs that were found of the prefix groups.
-    pub(super) fn prefix_runs(&self) -> Vec<TierRun> {
-        let groups = self.groups.iter().filter_map(|pages| match pages {
-            GroupPages::Prefix { runs, .. } => Some(runs),
-            GroupPages::Cells { .. } => None,
-        });
-        groups.flatten().copied().collect()
-    }
-
-    /// The pages of the prefix groups that were found, or that the engine has.
-    pub(super) fn prefixes(&self) -> Vec<UsedPages> {
-        let groups = (0..).map(GroupId).zip(&self.groups);
-        let prefixes = groups.filter_map(|(group, pages)| match pages {
-            GroupPages::Prefix { end, .. } => Some(UsedPages {
-                group,
-                pages: 0..*end,
-            }),
-            GroupPages::Cells { .. } => None,
-        });
-        prefixes.collect()
+    pub(super) fn prefix_runs(&self) -> Vec<(GroupId, TierRun)> {
+        let mut found = Vec::new();
+        for (group, pages) in (0..).map(GroupId).zip(&self.groups) {
+            if let GroupPages::Prefix { runs, .. } = pages {
+                found.extend(runs.iter().map(|run| (group, *run)));
+            }
+        }
+        found
     }
 
     /// The runs that hold the pages of a group, in order. Pages that the tiers do not have are left out.
@@ -135,7 +117,8 @@ impl<'a> Reach<'a> {
     }
 
     /// The run that holds a page of a group with holes: of the fastest tier that has the page, the one that reaches
-    /// furthest.
+    /// furthest. A run of a slower tier ends where a faster one has the next page, and at the end of the cell, behind which
+    /// the faster tiers were not examined.
     fn run_of(&self, group: GroupId, page: u32) -> Option<TierRun> {
         let GroupPages::Cells { cells, cell_pages } = &self.groups[usize::from(group.0)] else {
             return None;
@@ -150,10 +133,23 @@ impl<'a> Reach<'a> {
             (found.run.position..found.run.position + found.run.pages).contains(&page)
         };
         let holding = runs.iter().filter(holds).copied();
-        holding.min_by_key(|found| {
+        let mut found = holding.min_by_key(|found| {
             let end = found.run.position + found.run.pages;
             (found.tier, std::cmp::Reverse(end))
-        })
+        })?;
+        if self
+            .pools
+            .first()
+            .is_some_and(|(tier, _)| *tier < found.tier)
+        {
+            let faster = runs.iter().filter(|other| other.tier < found.tier);
+            let begins = faster.map(|other| other.run.position);
+            let next = begins.filter(|begin| *begin > page).min();
+            let end = next.unwrap_or((cell + 1).saturating_mul(*cell_pages));
+            let run = &mut found.run;
+            run.pages = run.pages.min(end - run.position);
+        }
+        Some(found)
     }
 
     /// The readable runs in one cell of a group: those that begin there, and the one that reaches into it.

@@ -5,15 +5,13 @@
 //! are written to it again. A request that ends makes its sequence the newest one there, its first page last: the pages
 //! that were written meanwhile are newer than the ones before them, without which they are of no use.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 
-use crate::blocks::{BlockIndex, BlockRef};
+use crate::blocks::BlockRef;
 use crate::cover::TierRun;
 use crate::group::GroupKind;
 use crate::model::Sequence;
 use crate::pool::{BlockRun, Pool};
-use crate::reach::UsedPages;
 use kvferry_types::{Edge, GroupId, PagesBelow, PerTier, TierId};
 
 use super::Leader;
@@ -65,57 +63,58 @@ fn units_from(
     below
 }
 
+/// A run of a tier below host memory whose pages a lookup used.
+#[derive(Debug, Clone, Copy)]
+struct UsedRun {
+    run: BlockRun,
+    /// A faster tier has some of the pages, and served them.
+    is_copy: bool,
+}
+
 impl Leader {
     /// Uses the pages of a lookup in the tiers below host memory, and queues those for a move that a slower tier lacks.
-    /// `served` are the runs that were used already.
-    pub(super) fn use_below(
-        &mut self,
-        sequence: &Sequence,
-        used: &[UsedPages],
-        served: &[TierRun],
-    ) {
-        if self.tiers.serving_pools().len() < 2 {
+    /// `used` are the runs that the lookup found, in ascending order in each group, and that were used already.
+    pub(super) fn use_below(&mut self, sequence: &Sequence, used: &[(GroupId, TierRun)]) {
+        if self.tiers.below_host().next().is_none() {
             return;
         }
-        for UsedPages { group, pages } in used {
-            let mut found: PerTier<Vec<BlockRun>> = PerTier::default();
-            for (tier, pool) in self.tiers.below_host() {
-                found.insert(tier, runs_of(pool, sequence, *group, pages.clone()));
-            }
+        let mut all: PerTier<Vec<UsedRun>> = PerTier::default();
+        for of_group in used.chunk_by(|(one, _), (other, _)| one == other) {
+            let below = self.tiers.below_host();
+            let found = below.map(|(tier, pool)| (tier, used_in((tier, pool), sequence, of_group)));
+            let found: PerTier<Vec<UsedRun>> = found.collect();
+            self.offer_again(of_group, &found);
             for (tier, runs) in found.iter() {
-                self.tiers.use_in(tier, runs, served);
+                match all.get_mut(tier) {
+                    Some(all) => all.extend(runs),
+                    None => drop(all.insert(tier, runs.clone())),
+                }
             }
-            self.offer_again(sequence, *group, pages.clone(), found);
+        }
+        for (tier, runs) in all.iter() {
+            self.tiers.use_copies(tier, runs);
         }
     }
 
-    /// Queues the blocks that a slower tier lacks, in whole or in part, for the edges to it.
-    fn offer_again(
-        &mut self,
-        sequence: &Sequence,
-        group: GroupId,
-        pages: Range<u32>,
-        mut found: PerTier<Vec<BlockRun>>,
-    ) {
+    /// Queues the blocks with pages that a slower tier lacks for the edges to it. `used` are the runs that a lookup found of
+    /// one group, and `below` the runs with these pages in each tier below host memory.
+    fn offer_again(&mut self, used: &[(GroupId, TierRun)], below: &PerTier<Vec<UsedRun>>) {
         for index in 0..self.settings.moves.len() {
             let edge = self.settings.moves[index].edge;
-            let Some(there) = found.get(edge.to).filter(|_| edge.from < edge.to) else {
+            let Some(there) = below.get(edge.to).filter(|_| edge.from < edge.to) else {
                 continue;
             };
-            let gaps = gaps(there, pages.clone());
-            if gaps.is_empty() {
-                continue;
-            }
             let Some(from) = self.tiers.serving(edge.from) else {
                 continue;
             };
-            if found.get(edge.from).is_none() {
-                let runs = runs_of(from, sequence, group, pages.clone());
-                found.insert(edge.from, runs);
-            }
-            let runs = found.get(edge.from).into_iter().flatten();
-            let lacking = runs.filter(|run| overlaps(run, &gaps));
-            let blocks: Vec<BlockRef> = lacking.map(|run| from.block_ref(run.block)).collect();
+            let lacking = |run: &BlockRun| lacks(there, run).then(|| from.block_ref(run.block));
+            let blocks: Vec<BlockRef> = match below.get(edge.from) {
+                Some(runs) => runs.iter().filter_map(|used| lacking(&used.run)).collect(),
+                None => {
+                    let runs = used.iter().filter(|(_, found)| found.tier == edge.from);
+                    runs.filter_map(|(_, found)| lacking(&found.run)).collect()
+                }
+            };
             for block in blocks {
                 self.queue_move(edge, block);
             }
@@ -157,18 +156,64 @@ impl Tiers {
         pools.filter(|(tier, _)| *tier > TierId::Host)
     }
 
-    /// Makes the runs the most recently used ones of their tier, and counts a use of those that did not serve.
-    fn use_in(&mut self, tier: TierId, runs: &[BlockRun], served: &[TierRun]) {
+    /// Counts a use of the copies among these runs, which ascend, and makes the runs the most recently used ones of their
+    /// tier. Runs that served were used already, but may have to become newer than copies behind them.
+    fn use_copies(&mut self, tier: TierId, runs: &[UsedRun]) {
+        if !runs.iter().any(|used| used.is_copy) {
+            return;
+        }
         let Some(pool) = self.serving_mut(tier) else {
             return;
         };
-        let served = served.iter().filter(|found| found.tier == tier);
-        let served: BTreeSet<BlockIndex> = served.map(|found| found.run.block).collect();
-        for run in runs.iter().filter(|run| !served.contains(&run.block)) {
-            pool.note_use(run.block);
+        for used in runs.iter().filter(|used| used.is_copy) {
+            pool.note_use(used.run.block);
         }
-        pool.touch(runs);
+        for used in runs.iter().rev() {
+            pool.touch(std::slice::from_ref(&used.run));
+        }
     }
+}
+
+/// The runs of a tier below host memory that served a lookup, and those with the pages that faster tiers served. `used` are
+/// the runs of one group that the lookup found. Where the tier lacks a page, the rest of the faster tier's run is not
+/// examined: it counts as lacking, and the move of its block leaves out what is there.
+fn used_in(
+    (tier, pool): (TierId, &Pool),
+    sequence: &Sequence,
+    used: &[(GroupId, TierRun)],
+) -> Vec<UsedRun> {
+    let mut runs: Vec<UsedRun> = Vec::new();
+    let Some((group, _)) = used.first().filter(|_| pool.live_blocks() > 0) else {
+        return runs;
+    };
+    let (domain, hashes) = sequence.of(*group);
+    let mut ahead = pool.prefetcher(domain, hashes);
+    // The pages before this position are examined.
+    let mut at = 0;
+    let mut add = |run: BlockRun, is_copy| match runs.last_mut() {
+        // A run that a faster tier interrupts.
+        Some(last) if last.run.block == run.block => {
+            last.run.pages = run.position + run.pages - last.run.position;
+        }
+        _ => runs.push(UsedRun { run, is_copy }),
+    };
+    for (_, found) in used {
+        let end = found.run.position + found.run.pages;
+        if found.tier == tier {
+            add(found.run, false);
+            at = end;
+        } else if found.tier < tier {
+            at = at.max(found.run.position);
+            while at < end
+                && let Some((start, found)) =
+                    pool.containing_with(domain, hashes, at, Some(&mut ahead))
+            {
+                add(BlockRun::readable(start, found), true);
+                at = start + found.ready;
+            }
+        }
+    }
+    runs
 }
 
 /// The runs of a tier that hold these pages of a group. Of a group with a prefix, `pages` begins with the first one.
@@ -184,23 +229,15 @@ fn runs_of(pool: &Pool, sequence: &Sequence, group: GroupId, pages: Range<u32>) 
     }
 }
 
-/// The parts of `pages` that the runs, which ascend, do not hold.
-fn gaps(runs: &[BlockRun], pages: Range<u32>) -> Vec<Range<u32>> {
-    let (mut gaps, mut at) = (Vec::new(), pages.start);
-    for run in runs {
-        if run.position > at {
-            gaps.push(at..run.position.min(pages.end));
+/// True if these runs, which ascend, lack one of the pages of `run`.
+fn lacks(runs: &[UsedRun], run: &BlockRun) -> bool {
+    let (mut at, end) = (run.position, run.position + run.pages);
+    let first = runs.partition_point(|used| used.run.position + used.run.pages <= at);
+    for UsedRun { run, .. } in &runs[first..] {
+        if at >= end || run.position > at {
+            break;
         }
         at = at.max(run.position + run.pages);
     }
-    if at < pages.end {
-        gaps.push(at..pages.end);
-    }
-    gaps
-}
-
-fn overlaps(run: &BlockRun, gaps: &[Range<u32>]) -> bool {
-    let first = gaps.partition_point(|gap| gap.end <= run.position);
-    gaps.get(first)
-        .is_some_and(|gap| gap.start < run.position + run.pages)
+    at < end
 }

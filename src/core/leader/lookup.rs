@@ -9,7 +9,7 @@ use crate::group::{GroupKind, LookupBounds};
 use crate::held::HoldOwners;
 use crate::model::Sequence;
 use crate::pool::Pool;
-use crate::reach::{Reach, UsedPages};
+use crate::reach::Reach;
 use crate::refusal::Refusal;
 use crate::session::{PinnedRun, Slot};
 use kvferry_types::{Answer, LookupAnswer};
@@ -35,10 +35,8 @@ struct Found {
     pending: bool,
     /// The runs that the hit needs and the engine lacks.
     needed: Vec<(GroupId, TierRun)>,
-    /// The runs whose blocks count as used, the ones to keep longest first.
-    used: Vec<TierRun>,
-    /// The pages that count as used in every tier that has them.
-    used_pages: Vec<UsedPages>,
+    /// The runs whose pages count as used, in every tier that has them, the ones to keep longest first.
+    used: Vec<(GroupId, TierRun)>,
 }
 
 impl Leader {
@@ -95,7 +93,7 @@ impl Leader {
         }
         self.check_rule(namespace, &found.needed)?;
         self.tiers.use_runs(&found.used);
-        self.use_below(&sequence, &found.used_pages, &found.used);
+        self.use_below(&sequence, &found.used);
         let hit_pages = found.hit_pages;
         let hit = device_pages..device_pages + hit_pages;
         let below_pages = pages_below(&sequence, &found.needed, &hit);
@@ -215,13 +213,11 @@ impl Leader {
         let reach = Reach::new(pools, sequence, bounds.device_tokens);
         // As with one group, all runs of a prefix count as used, also those of pages that the engine has.
         let mut used = reach.prefix_runs();
-        let mut used_pages = reach.prefixes();
         let Some(hit) = reach.hit(bounds) else {
             let pending = reach.is_pending();
             return Found {
                 pending,
                 used,
-                used_pages,
                 ..Found::default()
             };
         };
@@ -232,18 +228,17 @@ impl Leader {
         let mut needed: Vec<(GroupId, TierRun)> = Vec::new();
         for group in groups {
             let pages = model.groups().needed(group, hit);
-            let runs = reach.runs(group, pages.clone());
+            let runs = reach.runs(group, pages);
+            let runs = runs.into_iter().map(|run| (group, run));
             if model.kind(group) != Some(GroupKind::Prefix) {
-                used.extend(runs.iter().copied());
-                used_pages.push(UsedPages { group, pages });
+                used.extend(runs.clone());
             }
-            needed.extend(runs.into_iter().map(|run| (group, run)));
+            needed.extend(runs);
         }
         Found {
             hit_pages: (hit.end_tokens() - hit.device_tokens()) / model.hash_tokens(),
             pending: reach.is_pending(),
             used,
-            used_pages,
             needed,
         }
     }
@@ -286,25 +281,21 @@ fn find_plain(
 ) -> Found {
     let group = GroupId(0);
     let (domain, hashes) = sequence.of(group);
-    let mut used: Vec<TierRun> = Vec::new();
+    let mut used: Vec<(GroupId, TierRun)> = Vec::new();
     let reach = walk_tiers(pools, domain, hashes, device_pages as usize, |tier, run| {
-        used.push(TierRun { tier, run });
+        used.push((group, TierRun { tier, run }));
     });
     let end = reach.end.min(limit);
     let hit_pages = end.saturating_sub(device_pages);
-    let is_needed = |found: &&TierRun| {
+    let is_needed = |(_, found): &&(GroupId, TierRun)| {
         let run = found.run;
         hit_pages > 0 && run.position + run.pages > device_pages && run.position < end
     };
-    let needed = used.iter().filter(is_needed).map(|run| (group, *run));
+    let needed = used.iter().filter(is_needed).copied();
     Found {
         hit_pages,
         pending: reach.pending,
         needed: needed.collect(),
         used,
-        used_pages: vec![UsedPages {
-            group,
-            pages: 0..reach.end,
-        }],
     }
 }

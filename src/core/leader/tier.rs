@@ -8,13 +8,14 @@
 use std::collections::BTreeMap;
 
 use crate::Contradiction;
+use crate::blocks::BlockIndex;
 use crate::cover::TierRun;
 use crate::event::LeaderEffect;
 use crate::model::Model;
 use crate::pool::{Pin, Pool};
 use crate::pool_counts::PoolCounts;
 use crate::recover::Recovery;
-use kvferry_types::{DepotId, PerTier, TierId, Time, WorkerId};
+use kvferry_types::{DepotId, GroupId, PerTier, TierId, Time, WorkerId};
 use smallvec::SmallVec;
 
 use super::Leader;
@@ -266,14 +267,20 @@ impl Tiers {
         pools.collect()
     }
 
-    /// Counts a use of these runs, and makes their blocks the most recently used ones, the last run first.
-    pub(super) fn use_runs(&mut self, runs: &[TierRun]) {
-        for TierRun { tier, run } in runs {
-            if let Some(pool) = self.serving_mut(*tier) {
+    /// Counts a use of these runs, and makes their blocks the most recently used ones, the last run first. A block that a
+    /// faster tier interrupts is used once.
+    pub(super) fn use_runs(&mut self, runs: &[(GroupId, TierRun)]) {
+        let mut last: PerTier<BlockIndex> = PerTier::default();
+        for (_, TierRun { tier, run }) in runs {
+            let before = last.insert(*tier, run.block);
+            if let Some(pool) = self
+                .serving_mut(*tier)
+                .filter(|_| before != Some(run.block))
+            {
                 pool.note_use(run.block);
             }
         }
-        for TierRun { tier, run } in runs.iter().rev() {
+        for (_, TierRun { tier, run }) in runs.iter().rev() {
             if let Some(pool) = self.serving_mut(*tier) {
                 pool.touch(std::slice::from_ref(run));
             }
