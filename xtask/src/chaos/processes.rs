@@ -62,27 +62,41 @@ impl Cluster {
     }
 
     /// The leader's status, or `None` when no leader answers. With `check` the leader counts everything again, which it
-    /// does once a second.
-    pub(super) fn status(&self, check: bool) -> Option<Value> {
+    /// does once a second. Fails if `up` has ended, because no leader will answer then.
+    pub(super) fn status(&mut self, check: bool) -> Result<Option<Value>, String> {
+        self.is_up()?;
         let mut command = kvferry();
         command.args(["status", "--json"]);
         command.args(check.then_some("--check"));
         command.arg("--socket-dir");
-        let output = command.arg(self.sockets()).output().ok()?;
-        serde_json::from_slice(&output.stdout).ok()
+        let output = command.arg(self.sockets()).output();
+        let output = output.map_err(|error| format!("`status` does not start: {error}"))?;
+        Ok(serde_json::from_slice(&output.stdout).ok())
+    }
+
+    /// Fails if `up` has ended: this run alone ends it, and starts it again at once.
+    fn is_up(&mut self) -> Result<(), String> {
+        match self.up.try_wait() {
+            Ok(None) => Ok(()),
+            Ok(Some(status)) => Err(format!("`up` ended by itself with {status}")),
+            Err(error) => Err(format!("`up`: {error}")),
+        }
     }
 
     /// The process of the leader, which is a child of `up`.
-    pub(super) fn leader(&self) -> Result<u64, String> {
+    pub(super) fn leader(&mut self) -> Result<u64, String> {
         let up = u64::from(self.up.id());
         let begun = Instant::now();
         loop {
+            self.is_up()?;
             let entries = std::fs::read_dir("/proc").map_err(|error| format!("/proc: {error}"))?;
             let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
             let mut leaders = pids.filter(|pid| parent(*pid) == Some(up) && is_leader(*pid));
             match leaders.next() {
                 Some(leader) => return Ok(leader),
-                None if begun.elapsed() > END_LIMIT => return Err("there is no leader".to_owned()),
+                None if begun.elapsed() > END_LIMIT => {
+                    return Err(format!("`up` has had no leader for {END_LIMIT:?}"));
+                }
                 None => std::thread::sleep(Duration::from_millis(5)),
             }
         }
@@ -222,15 +236,6 @@ impl Engines {
         report
             .map(Some)
             .map_err(|error| format!("{}: {error}", self.report.display()))
-    }
-
-    /// Waits at most `limit` for the replay to end, and returns its report. Kills the replay after that.
-    pub(super) fn end(&mut self, limit: Duration) -> Result<Value, String> {
-        wait(&mut self.child, limit)?;
-        match self.ended()? {
-            Some(report) => Ok(report),
-            None => Err(format!("the replay does not end within {limit:?}")),
-        }
     }
 
     pub(super) fn kill(&mut self) -> Result<(), String> {

@@ -27,8 +27,61 @@ pub(super) struct Record {
 #[derive(Default)]
 struct OfKind {
     recoveries: Vec<Duration>,
-    pages_held: u64,
-    pages_kept: u64,
+    pages: Option<Pages>,
+}
+
+/// Pages of host memory around a kill.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Pages {
+    /// Pages that were ready before it.
+    before: u64,
+    /// Pages that were ready when the worker's successor served, or that the next leader found.
+    after: u64,
+    /// Pages that are gone without an eviction.
+    lost: u64,
+}
+
+impl Pages {
+    /// The pages around the end of a worker. The leader counts on, so that its counters account for every page.
+    pub(super) fn of_worker(before: &Value, after: &Value) -> Result<Self, String> {
+        let added = |name: &str| {
+            let path = format!("/counters/{name}");
+            number(after, &path).checked_sub(number(before, &path))
+        };
+        let (published, evicted) = (added("published_pages"), added("evicted_pages"));
+        let (Some(published), Some(evicted)) = (published, evicted) else {
+            return Err("a counter of the leader went back while only a worker ended".to_owned());
+        };
+        let (before, after) = (ready(before), ready(after));
+        Ok(Self {
+            before,
+            after,
+            lost: (before + published).saturating_sub(evicted + after),
+        })
+    }
+
+    /// The pages around the end of a leader. Its successor may find more than were ready: those that were stored since
+    /// the last status, and evicted ones whose records are still in the inventory. So only what is missing is known.
+    pub(super) fn of_leader(before: &Value, after: &Value) -> Self {
+        let (before, after) = (ready(before), number(after, "/counters/recovered_pages"));
+        Self {
+            before,
+            after,
+            lost: before.saturating_sub(after),
+        }
+    }
+
+    fn and(self, other: Self) -> Self {
+        Self {
+            before: self.before + other.before,
+            after: self.after + other.after,
+            lost: self.lost + other.lost,
+        }
+    }
+}
+
+fn ready(status: &Value) -> u64 {
+    number(status, "/tiers/0/page_states/ready")
 }
 
 impl Record {
@@ -45,11 +98,9 @@ impl Record {
         self.kinds.entry(kind).or_default().recoveries.push(time);
     }
 
-    /// Adds the pages that were ready before a disturbance, and those of them that are still found.
-    pub(super) fn kept(&mut self, kind: Kind, held: u64, kept: u64) {
-        let of_kind = self.kinds.entry(kind).or_default();
-        of_kind.pages_held += held;
-        of_kind.pages_kept += kept;
+    pub(super) fn pages(&mut self, kind: Kind, pages: Pages) {
+        let sum = &mut self.kinds.entry(kind).or_default().pages;
+        *sum = Some(sum.unwrap_or_default().and(pages));
     }
 
     /// Adds the report of a replay. Fails if the report contains something that must not occur.
@@ -111,8 +162,10 @@ impl Record {
             self.answer_max_us as f64 / 1e6,
             self.abandon_max_us as f64 / 1e6,
         );
-        text.push_str("| disturbance | times | recovery p50, p99 | pages held | found again |\n");
-        text.push_str("| --- | ---: | ---: | ---: | ---: |\n");
+        text.push_str(
+            "| disturbance | times | recovery p50, p99 | pages before | after | lost |\n",
+        );
+        text.push_str("| --- | ---: | ---: | ---: | ---: | ---: |\n");
         for (kind, of_kind) in &mut self.kinds {
             of_kind.recoveries.sort_unstable();
             let at = |share: usize| {
@@ -121,19 +174,55 @@ impl Record {
                 time.map_or(0.0, Duration::as_secs_f64)
             };
             let (times, p50, p99) = (of_kind.recoveries.len(), at(50), at(99));
-            let (held, kept) = match of_kind.pages_held {
-                0 => (String::new(), String::new()),
-                held => {
-                    let share = 100.0 * of_kind.pages_kept as f64 / held as f64;
-                    (held.to_string(), format!("{share:.1} %"))
-                }
-            };
+            let pages = of_kind.pages.map_or("| |".to_owned(), |pages| {
+                format!("{} | {} | {}", pages.before, pages.after, pages.lost)
+            });
             let name = kind.name();
-            let line = format!("| {name} | {times} | {p50:.2}, {p99:.2} s | {held} | {kept} |");
+            let line = format!("| {name} | {times} | {p50:.2}, {p99:.2} s | {pages} |");
             if writeln!(text, "{line}").is_err() {
                 break;
             }
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn status(ready: u64, published: u64, evicted: u64, recovered: u64) -> Value {
+        json!({
+            "tiers": [{"page_states": {"ready": ready}}],
+            "counters": {
+                "published_pages": published,
+                "evicted_pages": evicted,
+                "recovered_pages": recovered,
+            },
+        })
+    }
+
+    #[test]
+    fn pages_stored_after_a_worker_ended_do_not_hide_a_lost_one() {
+        let before = status(1000, 5000, 4000, 0);
+        let pages = |after| Pages::of_worker(&before, &after).expect("counters that grow");
+        assert_eq!(pages(status(1020, 5180, 4160, 0)).lost, 0);
+        assert_eq!(pages(status(1020, 5180, 4153, 0)).lost, 7);
+        assert!(Pages::of_worker(&before, &status(1000, 10, 0, 0)).is_err());
+    }
+
+    #[test]
+    fn more_pages_than_before_a_leader_ended_are_not_a_share_of_those() {
+        let before = status(1000, 5000, 4000, 0);
+        assert_eq!(
+            Pages::of_leader(&before, &status(0, 0, 0, 1180)),
+            Pages {
+                before: 1000,
+                after: 1180,
+                lost: 0,
+            }
+        );
+        assert_eq!(Pages::of_leader(&before, &status(0, 0, 0, 990)).lost, 10);
     }
 }
