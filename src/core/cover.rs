@@ -11,7 +11,7 @@ use crate::around::MISSES_AROUND_MAX;
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pool, PrefixMatch};
 use crate::prefetch::HeadPrefetcher;
-use kvferry_types::{HashView, TierId};
+use kvferry_types::{GroupId, HashView, TierId};
 use smallvec::SmallVec;
 
 /// A run of pages in one block of a tier. The run may begin before the pages that it was found for.
@@ -19,6 +19,35 @@ use smallvec::SmallVec;
 pub(super) struct TierRun {
     pub(super) tier: TierId,
     pub(super) run: BlockRun,
+}
+
+/// Pages of a group that a hit needs, and the tier that serves them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ServedPages {
+    pub(super) group: GroupId,
+    pub(super) tier: TierId,
+    pub(super) pages: Range<u32>,
+}
+
+impl ServedPages {
+    /// Those of the pages of a group that these runs hold, which ascend. A run may begin before the pages that it is needed
+    /// for, and end after them.
+    pub(super) fn of<'a>(
+        group: GroupId,
+        pages: Range<u32>,
+        runs: impl Iterator<Item = &'a TierRun>,
+    ) -> impl Iterator<Item = Self> {
+        let mut at = pages.start;
+        runs.filter_map(move |TierRun { tier, run }| {
+            let from = run.position.max(at);
+            at = at.max((run.position + run.pages).min(pages.end));
+            (from < at).then_some(Self {
+                group,
+                tier: *tier,
+                pages: from..at,
+            })
+        })
+    }
 }
 
 impl Pool {

@@ -20,6 +20,8 @@ pub struct BlockView<'a> {
     pub pins: u32,
     /// No longer found by lookups; removed with its last holder.
     pub retired: bool,
+    /// Not found by lookups while a reset removes it.
+    pub hidden: bool,
     /// Fingerprints of its pages, including the filling ones.
     pub fingerprints: &'a [Fingerprint],
 }
@@ -53,6 +55,7 @@ impl Pool {
                 .map(|filling| (filling.transfer, filling.pages)),
             pins: block.pins,
             retired: block.retired,
+            hidden: self.blocks.is_hidden(block),
             fingerprints: self.blocks.fingerprints(block.start, block.total_pages()),
         })
     }

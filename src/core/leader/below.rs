@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use crate::blocks::BlockRef;
-use crate::cover::TierRun;
+use crate::cover::{ServedPages, TierRun};
 use crate::group::GroupKind;
 use crate::model::Sequence;
 use crate::pool::{BlockRun, Pool};
@@ -17,14 +17,17 @@ use kvferry_types::{Edge, GroupId, PagesBelow, PerTier, TierId};
 use super::Leader;
 use super::tier::Tiers;
 
-/// The parts of a hit that lie below host memory, in units of the hashes. A unit counts for the slowest tier in which a
-/// page of some group lies.
+/// The parts of a hit that are served from below host memory, in units of the hashes. A unit counts for the slowest tier
+/// that serves a page of some group.
 pub(super) fn pages_below(
     sequence: &Sequence,
-    needed: &[(GroupId, TierRun)],
+    served: &[ServedPages],
     hit: &Range<u32>,
 ) -> PagesBelow {
-    let from = |tier| units_from(sequence, needed, hit, tier);
+    if served.iter().all(|served| served.tier <= TierId::Host) {
+        return PagesBelow::default();
+    }
+    let from = |tier| units_from(sequence, served, hit, tier);
     let remote = from(TierId::Remote);
     PagesBelow {
         disk: from(TierId::Disk) - remote,
@@ -32,27 +35,19 @@ pub(super) fn pages_below(
     }
 }
 
-/// The units of `hit` of which a page of some group lies in this tier or in a slower one.
+/// The units of `hit` of which a page of some group is served from this tier or from a slower one.
 fn units_from(
     sequence: &Sequence,
-    needed: &[(GroupId, TierRun)],
+    served: &[ServedPages],
     hit: &Range<u32>,
     from_tier: TierId,
 ) -> u32 {
-    let mut spans: Vec<Range<u32>> = Vec::new();
-    let (mut last, mut at) = (None, 0);
-    for (group, TierRun { tier, run }) in needed {
-        if last.replace(*group) != Some(*group) {
-            at = 0;
-        }
-        // A run of a slower tier may begin before the pages that it is needed for.
-        let from = run.position.max(at);
-        at = at.max(run.position + run.pages);
-        if *tier >= from_tier && from < at {
-            let units = sequence.model().hashes_per_page(*group);
-            spans.push(from * units..at * units);
-        }
-    }
+    let below = served.iter().filter(|served| served.tier >= from_tier);
+    let spans = below.map(|ServedPages { group, pages, .. }| {
+        let units = sequence.model().hashes_per_page(*group);
+        pages.start * units..pages.end * units
+    });
+    let mut spans: Vec<Range<u32>> = spans.collect();
     spans.sort_unstable_by_key(|span| span.start);
     let (mut below, mut at) = (0, hit.start);
     for span in spans {

@@ -7,8 +7,8 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use crate::cover::TierRun;
-use kvferry_types::{Edge, GroupId, TierId, Time};
+use crate::cover::ServedPages;
+use kvferry_types::{Edge, TierId, Time};
 
 use super::Leader;
 
@@ -21,7 +21,7 @@ pub(super) fn prefill_time(tokens: u64, tokens_per_s: NonZeroU64) -> Duration {
 impl Leader {
     /// Time in which these pages reach host memory from the slower tiers that hold them; zero if all of them are there,
     /// and `None` if an edge was not measured lately.
-    pub(super) fn time_up(&self, now: Time, needed: &[(GroupId, TierRun)]) -> Option<Duration> {
+    pub(super) fn time_up(&self, now: Time, served: &[ServedPages]) -> Option<Duration> {
         let mut slowest = Duration::ZERO;
         for tier in self
             .tiers
@@ -29,7 +29,7 @@ impl Leader {
             .into_iter()
             .filter(|tier| *tier > TierId::Host)
         {
-            let pages = pages_in(needed, |of| of == tier);
+            let pages = pages_in(served, |of| of == tier);
             if pages > 0 {
                 let edge = Edge {
                     from: tier,
@@ -48,8 +48,8 @@ impl Leader {
         &self,
         now: Time,
         tokens: u64,
-        all: &[(GroupId, TierRun)],
-        without: &[(GroupId, TierRun)],
+        all: &[ServedPages],
+        without: &[ServedPages],
     ) -> bool {
         let Some(rate) = self.settings.prefill_tokens_per_s else {
             return true;
@@ -71,10 +71,10 @@ impl Leader {
     }
 }
 
-/// Pages of the runs in these tiers.
-fn pages_in(runs: &[(GroupId, TierRun)], tiers: impl Fn(TierId) -> bool) -> u64 {
-    let runs = runs.iter().filter(|(_, found)| tiers(found.tier));
-    runs.map(|(_, found)| u64::from(found.run.pages)).sum()
+/// Pages that these tiers serve.
+fn pages_in(served: &[ServedPages], tiers: impl Fn(TierId) -> bool) -> u64 {
+    let served = served.iter().filter(|served| tiers(served.tier));
+    served.map(|served| served.pages.len() as u64).sum()
 }
 
 #[cfg(test)]

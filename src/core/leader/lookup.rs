@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::blocks::BlockRef;
-use crate::cover::{TierRun, walk_tiers};
+use crate::cover::{ServedPages, TierRun, walk_tiers};
 use crate::decision::{Decision, RequestDigest};
 use crate::group::{GroupKind, LookupBounds};
 use crate::held::HoldOwners;
@@ -33,8 +33,10 @@ struct Found {
     hit_pages: u32,
     /// A later lookup may find more.
     pending: bool,
-    /// The runs that the hit needs and the engine lacks.
+    /// The runs with the pages that the hit needs and the engine lacks.
     needed: Vec<(GroupId, TierRun)>,
+    /// These pages by the tier that serves them.
+    served: Vec<ServedPages>,
     /// The runs whose pages count as used, in every tier that has them, the ones to keep longest first.
     used: Vec<(GroupId, TierRun)>,
 }
@@ -96,10 +98,10 @@ impl Leader {
         self.use_below(&sequence, &found.used);
         let hit_pages = found.hit_pages;
         let hit = device_pages..device_pages + hit_pages;
-        let below_pages = pages_below(&sequence, &found.needed, &hit);
-        self.hits.note(&sequence, &found.needed, hit);
+        let below_pages = pages_below(&sequence, &found.served, &hit);
+        self.hits.note(&sequence, &found.served, hit);
         let ready_in = self
-            .time_up(now, &found.needed)
+            .time_up(now, &found.served)
             .filter(|_| !below_pages.is_empty());
         let ready_in_ms = ready_in.map(|time| {
             let ms = time.as_micros().div_ceil(1_000);
@@ -176,15 +178,16 @@ impl Leader {
         }
         for slowest in (1..pools.len()).rev() {
             let (tier, _) = pools[slowest];
-            if found.needed.iter().all(|(_, run)| run.tier != tier) {
+            if found.served.iter().all(|served| served.tier != tier) {
                 continue;
             }
             let without = self.find(&pools[..slowest], sequence, device_pages, limit_pages);
             let pages = found.hit_pages.saturating_sub(without.hit_pages);
             let tokens = u64::from(pages) * u64::from(sequence.model().hash_tokens());
-            if !self.is_worth_loading(now, tokens, &found.needed, &without.needed) {
+            if !self.is_worth_loading(now, tokens, &found.served, &without.served) {
                 found.hit_pages = without.hit_pages;
                 found.needed = without.needed;
+                found.served = without.served;
             }
         }
         let declined = whole - found.hit_pages.min(whole);
@@ -226,9 +229,11 @@ impl Leader {
         let mut groups: Vec<GroupId> = model.groups().specs().map(|(group, _)| group).collect();
         groups.sort_by_key(|group| model.kind(*group) != Some(GroupKind::Prefix));
         let mut needed: Vec<(GroupId, TierRun)> = Vec::new();
+        let mut served = Vec::new();
         for group in groups {
             let pages = model.groups().needed(group, hit);
-            let runs = reach.runs(group, pages);
+            let runs = reach.runs(group, pages.clone());
+            served.extend(ServedPages::of(group, pages, runs.iter()));
             let runs = runs.into_iter().map(|run| (group, run));
             if model.kind(group) != Some(GroupKind::Prefix) {
                 used.extend(runs.clone());
@@ -240,6 +245,7 @@ impl Leader {
             pending: reach.is_pending(),
             used,
             needed,
+            served,
         }
     }
 
@@ -291,11 +297,14 @@ fn find_plain(
         let run = found.run;
         hit_pages > 0 && run.position + run.pages > device_pages && run.position < end
     };
-    let needed = used.iter().filter(is_needed).copied();
+    let needed: Vec<(GroupId, TierRun)> = used.iter().filter(is_needed).copied().collect();
+    let runs = needed.iter().map(|(_, run)| run);
+    let served = ServedPages::of(group, device_pages..end.max(device_pages), runs);
     Found {
         hit_pages,
         pending: reach.pending,
-        needed: needed.collect(),
+        served: served.collect(),
+        needed,
         used,
     }
 }

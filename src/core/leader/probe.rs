@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::anchor::Domain;
-use crate::cover::{TierRun, walk_tiers};
+use crate::cover::{ServedPages, walk_tiers};
 use crate::model::Sequence;
 use kvferry_types::{Fingerprint, GroupId, PageHashes, TierId};
 
@@ -18,24 +18,12 @@ impl HitTokens {
     /// Counts the tokens of the pages that a hit needs of each tier and group, as far as they belong to the part of the
     /// sequence that the engine need not compute. Pages of a group that covers others, such as a state, count with their
     /// tokens.
-    pub(super) fn note(
-        &mut self,
-        sequence: &Sequence,
-        needed: &[(GroupId, TierRun)],
-        hit: Range<u32>,
-    ) {
+    pub(super) fn note(&mut self, sequence: &Sequence, served: &[ServedPages], hit: Range<u32>) {
         let hash_tokens = u64::from(sequence.model().hash_tokens());
-        let (mut last, mut at) = (None, 0);
-        for (group, TierRun { tier, run }) in needed {
-            if last.replace(*group) != Some(*group) {
-                at = 0;
-            }
-            // A run of a slower tier may begin before the pages that it is needed for.
-            let from = run.position.max(at);
-            at = at.max(run.position + run.pages);
+        for ServedPages { group, tier, pages } in served {
             let units = sequence.model().hashes_per_page(*group);
-            let from = (from * units).max(hit.start);
-            let units = (at * units).min(hit.end).saturating_sub(from);
+            let from = (pages.start * units).max(hit.start);
+            let units = (pages.end * units).min(hit.end).saturating_sub(from);
             if units > 0 {
                 *self.0.entry((*tier, *group)).or_default() += u64::from(units) * hash_tokens;
             }

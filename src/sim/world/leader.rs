@@ -14,7 +14,7 @@ use kvferry_core::{
 };
 use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
-use kvferry_types::{Epoch, PeerId, RequestId, TierId, Time, WorkerId};
+use kvferry_types::{Answer, Epoch, PeerId, Request, RequestId, TierId, Time, WorkerId};
 
 /// Start of the names of operators' sessions, which no engine has.
 const ADMIN_KEY: [u8; 8] = [0x5a; 8];
@@ -249,6 +249,19 @@ impl LeaderHost for Host<'_> {
                 self.env
                     .oracle
                     .arrived(now, self.epoch, *engine, *id, &question);
+                if let Request::Lookup {
+                    namespace,
+                    hashes,
+                    have_pages,
+                    ..
+                } = request
+                {
+                    let geometry = self.env.geometry(*engine);
+                    let SimContext { oracle, setup, .. } = &mut *self.env;
+                    let lookup = (&namespace[..], hashes, *have_pages);
+                    let asked = (*engine, *id);
+                    oracle.hits.arrived((core, setup), asked, geometry, lookup);
+                }
             }
             LeaderEvent::Ended {
                 worker,
@@ -304,6 +317,13 @@ impl LeaderHost for Host<'_> {
                     }
                 }
                 LeaderEffect::Answer { engine, id, answer } => {
+                    let oracle = &mut self.env.oracle;
+                    if let Ok(Answer::Lookup(found)) = answer
+                        && !oracle.is_answered(self.epoch, *engine, *id)
+                        && let Some(wrong) = oracle.hits.answered(core, (*engine, *id), found)
+                    {
+                        self.env.violated(wrong);
+                    }
                     self.env.answered(self.epoch, *engine, *id, answer);
                     let on = self.env.setup.prefill_tokens_per_s.is_some();
                     let gate = &mut self.env.oracle.gate;

@@ -13,6 +13,7 @@ mod checker;
 mod client;
 mod context;
 mod counts;
+mod credit;
 mod disk;
 mod disk_faults;
 mod engine;

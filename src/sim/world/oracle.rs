@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use super::credit::HitModel;
 use super::gate::GateModel;
 use super::roster::AdmittedWorkers;
 use kvferry_core::{Refusal, TierKey};
@@ -254,6 +255,8 @@ pub(super) struct Oracle {
     reopened: Option<EngineId>,
     /// What lookups offered and declined.
     pub(super) gate: GateModel,
+    /// The tiers from which lookups are served.
+    pub(super) hits: HitModel,
     fence: Duration,
 }
 
@@ -361,9 +364,16 @@ impl Oracle {
         self.filling.clear();
         self.away.clear();
         self.gate = GateModel::default();
+        self.hits = HitModel::default();
         self.roster = AdmittedWorkers::default();
         self.open.retain(|(of, ..), _| *of > epoch);
         self.taken.retain(|(of, ..), _| *of > epoch);
+    }
+
+    /// True if a request was answered before, and may receive the same answer again.
+    pub(super) fn is_answered(&self, epoch: Epoch, engine: EngineId, id: RequestId) -> bool {
+        let taken = self.taken.get(&(epoch, engine, id));
+        taken.is_some_and(|taken| taken.answer.is_some())
     }
 
     /// Checks an answer: each request has one, and may receive the same one again.
