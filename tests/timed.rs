@@ -73,6 +73,37 @@ fn a_report_contains_the_gain_of_g2() {
     assert!(virtual_s > 0.4 && virtual_s < 2.0, "{virtual_s}");
 }
 
+/// The disk is written on when the last prompt has ended.
+#[test]
+fn no_link_is_busier_than_its_time() {
+    let report = timed(&[
+        "--g1-pages",
+        "0",
+        "--g3-pages",
+        "unlimited",
+        "--g3-write-gb-per-s",
+        "0.02",
+    ]);
+    for way in ["d2h", "h2d", "g3_write", "g3_read"] {
+        let share = &report["links"][way]["busy_share"];
+        assert!(
+            share.as_f64().is_some_and(|share| share <= 1.0),
+            "{way}: {share}"
+        );
+    }
+    let written = report["links"]["g3_write"]["busy_share"].as_f64();
+    assert!(
+        written > Some(0.5),
+        "the disk is the bottleneck: {written:?}"
+    );
+    let prompts = report["seconds"]["virtual"].as_f64().expect("a number");
+    let writing = number(&report, "/links/g3_write/bytes") as f64 / 0.02e9;
+    assert!(
+        writing > prompts,
+        "{writing} s of writes, {prompts} s of prompts"
+    );
+}
+
 #[test]
 fn a_disk_keeps_what_host_memory_evicts_and_its_links_carry_the_moves() {
     let small = ["--g1-pages", "0", "--g2-pages", "1500"];

@@ -267,10 +267,12 @@ impl TimedEngine {
         );
     }
 
-    pub(super) fn seen(&mut self) -> Measurements {
+    /// The measurements until `now`, the end of the last event.
+    pub(super) fn seen(&mut self, now: Time) -> Measurements {
         let mut seen = std::mem::take(&mut self.seen);
         let first = self.first_arrival.unwrap_or_default();
         seen.span = first.until(self.last_end);
+        seen.ran = first.until(now);
         seen.prefill = self.device.busy();
         seen
     }

@@ -21,6 +21,8 @@ pub struct Measurements {
     pub prefill: Duration,
     /// From the first arrival to the end of the last prompt.
     pub span: Duration,
+    /// From the first arrival to the end of the last copy: stores and moves go on after the last prompt.
+    pub ran: Duration,
     /// Links from device to host.
     pub d2h: LinkUse,
     /// Links from host to device.

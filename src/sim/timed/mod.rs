@@ -451,7 +451,7 @@ impl Timed {
     }
 
     fn seen(&mut self) -> Measurements {
-        let mut seen = self.engine.seen();
+        let mut seen = self.engine.seen(self.now);
         self.copies.fill(&mut seen);
         seen
     }

@@ -45,7 +45,8 @@ pub struct LinkReport {
     pub gb_per_s: Option<f64>,
     /// Bytes that all of them moved.
     pub bytes: u64,
-    /// Share of the time during which a link carried something, from 0 to 1, the mean of all ranks.
+    /// Share of the time until the last copy ended during which a link carried something, from 0 to 1, the mean of all
+    /// ranks.
     pub busy_share: Option<f64>,
     /// How much longer a copy took than alone on its link, in microseconds: the mean.
     pub queue_mean_us: Option<f64>,
@@ -108,6 +109,8 @@ impl ReplayReport {
             without_p95: microseconds(&mut without.first_token_ns, 950),
             without_p99: microseconds(&mut without.first_token_ns, 990),
         };
+        // Not the span of the prompts: a slow disk is still written when the last one has ended.
+        let ran = with.ran.as_secs_f64();
         let link = |used: &mut LinkUse, bytes_per_s: u64, links: f64| {
             let busy = used.busy.as_secs_f64();
             let queued: u128 = used.queue_ns.iter().map(|ns| u128::from(*ns)).sum();
@@ -115,7 +118,7 @@ impl ReplayReport {
             LinkReport {
                 gb_per_s: Some(bytes_per_s as f64 / 1e9),
                 bytes: used.bytes,
-                busy_share: (span > 0.0).then(|| busy / span / links),
+                busy_share: (ran > 0.0).then(|| busy / ran / links),
                 queue_mean_us: (copies > 0).then(|| queued as f64 / copies as f64 / 1e3),
                 queue_p95_us: microseconds(&mut used.queue_ns, 950),
             }
