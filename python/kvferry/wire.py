@@ -303,9 +303,13 @@ def reset(namespace: bytes | None = None, *, tier: int = 0, hash_bytes: int = 0,
 
 
 class ResetAnswer(msgspec.Struct):
-    """Number of pages that were removed."""
+    """Number of pages that were removed, once for each tier that had them.
+
+    ``below_pages`` counts those of tiers below host memory, as pairs of the tier's number and a number of pages.
+    """
 
     pages: int
+    below_pages: list[tuple[int, int]] = []
 
 
 class Flush(msgspec.Struct):

@@ -6,7 +6,9 @@ use clap::ValueEnum;
 
 use crate::cli::{ClientArguments, block_on, print_line, remote::LeaderPlace, status};
 use crate::error::CommandError;
-use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, ResetScope, TierId};
+use kvferry_types::{
+    HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, PagesBelow, ResetAnswer, ResetScope, TierId,
+};
 
 /// Time limit of a reset: the leader waits for stores in flight, and workers examine every page.
 const RESET_LIMIT: Duration = Duration::from_secs(30);
@@ -53,10 +55,28 @@ impl Arguments {
         let scope = scope(self.namespace, &self.hashes)?;
         let (_, place) = self.client.load()?;
         let tier = self.tier.map(TierId::from);
-        let pages = block_on(1, async move { request(&place, scope, tier).await })?;
-        let from = tier.map_or_else(String::new, |tier| format!(" in {tier}"));
-        print_line(&format!("{pages} pages forgotten{from}"));
+        let removed = block_on(1, async move { request(&place, scope, tier).await })?;
+        print_line(&forgotten(&removed));
         Ok(())
+    }
+}
+
+/// Says how many pages each tier has lost: a page that two tiers had is no two pages.
+fn forgotten(removed: &ResetAnswer) -> String {
+    let PagesBelow { disk, remote } = removed.below_pages;
+    let host = removed.pages.saturating_sub(disk).saturating_sub(remote);
+    let of_tiers = [
+        (host, TierId::Host),
+        (disk, TierId::Disk),
+        (remote, TierId::Remote),
+    ];
+    let found = of_tiers.into_iter().filter(|(pages, _)| *pages > 0);
+    let found: Vec<String> = found
+        .map(|(pages, tier)| format!("{pages} in {tier}"))
+        .collect();
+    match found.is_empty() {
+        true => "no page was found".to_owned(),
+        false => format!("pages forgotten: {}", found.join(", ")),
     }
 }
 
@@ -108,7 +128,7 @@ async fn request(
     place: &LeaderPlace,
     scope: ResetScope,
     tier: Option<TierId>,
-) -> Result<u32, CommandError> {
+) -> Result<ResetAnswer, CommandError> {
     // Fails sooner, and with a better error, when no leader runs.
     status::request_at(place, false).await?;
     let removed = status::admin_at(place, "reset")
@@ -135,6 +155,18 @@ mod tests {
         let packed = PageHashes::packed(16, [bytes.clone(), bytes].concat()).expect("16 bytes");
         let expected = ResetScope::Pages(b"a".to_vec(), packed);
         assert_eq!(pages(&[hash, hash]).ok(), Some(expected));
+    }
+
+    #[test]
+    fn pages_are_counted_by_tier() {
+        let removed = |pages, disk| ResetAnswer {
+            pages,
+            below_pages: PagesBelow::disk(disk),
+        };
+        assert_eq!(forgotten(&removed(0, 0)), "no page was found");
+        assert_eq!(forgotten(&removed(3, 3)), "pages forgotten: 3 in g3");
+        let both = "pages forgotten: 4 in g2, 3 in g3";
+        assert_eq!(forgotten(&removed(7, 3)), both);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use kvferry_protocol::{
     ReadEvents, Reset, Role, SetLog, Status, StatusAnswer,
 };
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport, answer_of};
-use kvferry_types::{Request, ResetScope, TierId};
+use kvferry_types::{Request, ResetAnswer, ResetScope, TierId};
 
 /// A connection to a leader or a worker as an operator. A worker answers [`Self::measure`], [`Self::probe`] and [`Self::set_log`] only. Cheap
 /// to clone; closes when the last clone is dropped.
@@ -99,16 +99,18 @@ impl AdminClient {
         self.0.call(read, timeout).await
     }
 
-    /// Removes the pages of `scope` from every tier, and returns their number. A reset that is repeated over another
+    /// Removes the pages of `scope` from every tier, and returns their number, which counts a page once for each tier that
+    /// had it. A reset that is repeated over another
     /// connection to the same leader is carried out once; a leader that has started meanwhile carries it out again.
     ///
     /// # Errors
     /// `leased` when a lookup or a load holds one of the pages; nothing is removed then.
     pub async fn reset(&self, scope: ResetScope, timeout: Duration) -> Result<u32, Failure> {
-        self.reset_tier(scope, None, timeout).await
+        Ok(self.reset_tier(scope, None, timeout).await?.pages)
     }
 
-    /// Like [`Self::reset`], of one tier: the others keep the pages. `None` stands for all tiers.
+    /// Like [`Self::reset`], of one tier: the others keep the pages. `None` stands for all tiers. Returns the numbers of pages
+    /// by tier.
     ///
     /// # Errors
     /// See [`Self::reset`]. Pages that are held in another tier do not refuse the reset.
@@ -117,9 +119,9 @@ impl AdminClient {
         scope: ResetScope,
         tier: Option<TierId>,
         timeout: Duration,
-    ) -> Result<u32, Failure> {
+    ) -> Result<ResetAnswer, Failure> {
         let message = Message::from(Request::Reset { scope, tier });
         let answer = self.0.request(message, timeout).await?;
-        Ok(answer_of::<Reset>(answer)?.pages)
+        answer_of::<Reset>(answer)
     }
 }

@@ -230,7 +230,10 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
         ),
         (
             "reset_answer",
-            Message::ResetAnswer(ResetAnswer { pages: 2 }),
+            Message::ResetAnswer(ResetAnswer {
+                pages: 2,
+                below_pages: PagesBelow::default(),
+            }),
         ),
         ("flush", Message::Flush(Flush {})),
         (

@@ -59,6 +59,16 @@ impl PagesBelow {
         }
     }
 
+    /// Adds pages of a tier; those of host memory are none of these.
+    pub const fn add(&mut self, tier: TierId, pages: u32) {
+        let of_tier = match tier {
+            TierId::Device | TierId::Host => return,
+            TierId::Disk => &mut self.disk,
+            TierId::Remote => &mut self.remote,
+        };
+        *of_tier = of_tier.saturating_add(pages);
+    }
+
     /// The pages of all tiers.
     pub const fn total(self) -> u32 {
         self.disk.saturating_add(self.remote)
@@ -87,12 +97,7 @@ impl<'de> Deserialize<'de> for PagesBelow {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut below = Self::default();
         for (tier, pages) in Vec::<(u8, u32)>::deserialize(deserializer)? {
-            let of_tier = match TierId::of_number(tier) {
-                Some(TierId::Device | TierId::Host) => continue,
-                Some(TierId::Disk) => &mut below.disk,
-                Some(TierId::Remote) | None => &mut below.remote,
-            };
-            *of_tier = of_tier.saturating_add(pages);
+            below.add(TierId::of_number(tier).unwrap_or(TierId::Remote), pages);
         }
         Ok(below)
     }
@@ -143,10 +148,14 @@ pub struct StoreAnswer {
 }
 
 /// Answer to `reset`: lookups find none of the pages, neither now nor after a restart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ResetAnswer {
-    /// Number of pages that were removed.
+    /// Number of pages that were removed, once for each tier that had them.
     pub pages: u32,
+    /// Those of them that were removed from tiers below host memory, as pairs of the tier's number and a number of pages.
+    #[serde(default, skip_serializing_if = "PagesBelow::is_empty")]
+    #[schemars(with = "Vec<(u8, u32)>")]
+    pub below_pages: PagesBelow,
 }
 
 /// Answer to `flush`: what was stored before the request lies on the disk, and is found again after any end of the

@@ -300,7 +300,12 @@ fn a_reset_removes_the_named_pages_and_no_others() {
         let transfer = *world.open.keys().next().expect("a copy");
         (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
     }
-    let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
+    let removed = |pages| {
+        Some(Ok(Answer::Reset(ResetAnswer {
+            pages,
+            ..ResetAnswer::default()
+        })))
+    };
     assert_eq!(
         reset(&mut world, ResetScope::Namespace(vec![7])),
         removed(8)
@@ -362,7 +367,10 @@ fn a_reset_is_answered_when_stores_in_flight_have_ended() {
     }
     assert_eq!(
         answer(&world, 0, id),
-        Some(Ok(Answer::Reset(ResetAnswer { pages: 16 })))
+        Some(Ok(Answer::Reset(ResetAnswer {
+            pages: 16,
+            ..ResetAnswer::default()
+        })))
     );
     let failed = Answer::Store(StoreAnswer {
         stored_pages: 0,
@@ -384,7 +392,12 @@ fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
     assert_eq!(reset(&mut world, ResetScope::Everything), None);
     let second = RequestId(world.next_id);
     (0..RANKS).for_each(|rank| world.report(transfer, rank, true, EPOCH));
-    let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
+    let removed = |pages| {
+        Some(Ok(Answer::Reset(ResetAnswer {
+            pages,
+            ..ResetAnswer::default()
+        })))
+    };
     assert_eq!(answer(&world, 0, first), removed(8));
     assert_eq!(answer(&world, 0, second), removed(0));
     assert_eq!(found(&mut world, 7), 0);

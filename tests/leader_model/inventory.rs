@@ -510,7 +510,10 @@ fn pages_read_before_the_end_of_an_invalidation_are_read_again() {
     let answered = LeaderEffect::Answer {
         engine: engine_id(0),
         id: RequestId(1),
-        answer: Ok(Answer::Reset(ResetAnswer { pages: 2 })),
+        answer: Ok(Answer::Reset(ResetAnswer {
+            pages: 2,
+            ..ResetAnswer::default()
+        })),
     };
     assert_eq!(last[0], answered);
     assert_eq!(

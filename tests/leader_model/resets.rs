@@ -96,7 +96,13 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
             break reported;
         }
     };
-    assert_eq!(reported, Ok(Answer::Reset(ResetAnswer { pages: 4 })));
+    assert_eq!(
+        reported,
+        Ok(Answer::Reset(ResetAnswer {
+            pages: 4,
+            ..ResetAnswer::default()
+        }))
+    );
 }
 
 /// A leader that stood still receives an attach twice. Its first answer came too late for the worker, which therefore

@@ -571,7 +571,10 @@ fn a_reset_of_a_namespace_covers_the_pages_of_every_layout() {
         let reported = answer(&site.step(invalidated));
         assert_eq!(
             reported,
-            Some(Ok(Answer::Reset(ResetAnswer { pages: removed }))),
+            Some(Ok(Answer::Reset(ResetAnswer {
+                pages: removed,
+                ..ResetAnswer::default()
+            }))),
             "{name}"
         );
 

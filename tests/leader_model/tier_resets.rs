@@ -1,6 +1,6 @@
 //! Resets of one tier: it forgets its pages, on every shard, and the other tiers keep theirs.
 
-use kvferry_types::TierId;
+use kvferry_types::{PagesBelow, TierId};
 
 use super::moves::{DOWN, RATIO, Tiered};
 use super::*;
@@ -24,8 +24,19 @@ fn confirmed(tiered: &mut Tiered) -> Option<Reply> {
     tiered.answer()
 }
 
-fn removed(pages: u32) -> Option<Reply> {
-    Some(Ok(Answer::Reset(ResetAnswer { pages })))
+/// The answer to a reset that removed these pages of host memory and of the disk.
+fn removed([host, disk]: [u32; 2]) -> Option<Reply> {
+    Some(Ok(Answer::Reset(ResetAnswer {
+        pages: host + disk,
+        below_pages: PagesBelow::disk(disk),
+    })))
+}
+
+fn of_one(tier: TierId) -> [u32; 2] {
+    match tier {
+        TierId::Host => [RATIO, 0],
+        _ => [0, RATIO],
+    }
 }
 
 fn ready(tiered: &Tiered, tier: TierId) -> u32 {
@@ -54,7 +65,7 @@ fn a_reset_of_one_tier_keeps_the_pages_of_the_other_one() {
         assert_eq!((ready(&tiered, tier), ready(&tiered, other)), (0, RATIO));
         let tiers: Vec<_> = tiered.invalidations.iter().map(|order| order.2).collect();
         assert_eq!(tiers, vec![Some(tier); usize::from(RANKS)]);
-        assert_eq!(confirmed(&mut tiered), removed(RATIO));
+        assert_eq!(confirmed(&mut tiered), removed(of_one(tier)));
         assert_eq!(tiered.lookup(0), RATIO, "{other} has the pages");
     }
 }
@@ -66,10 +77,10 @@ fn a_reset_of_one_tier_is_refused_only_while_pages_of_that_tier_are_held() {
     let refused = reset(&mut tiered, TierId::Host);
     assert_eq!(refused, Some(Err(Refusal::Leased { holders: 1 })));
     assert_eq!(reset(&mut tiered, TierId::Disk), None);
-    assert_eq!(confirmed(&mut tiered), removed(RATIO));
+    assert_eq!(confirmed(&mut tiered), removed(of_one(TierId::Disk)));
     finish(&mut tiered, 0);
     assert_eq!(reset(&mut tiered, TierId::Host), None);
-    assert_eq!(confirmed(&mut tiered), removed(RATIO));
+    assert_eq!(confirmed(&mut tiered), removed(of_one(TierId::Host)));
     assert_eq!(tiered.lookup(0), 0);
 }
 
@@ -86,7 +97,7 @@ fn a_move_into_a_tier_that_is_reset_is_cancelled_and_awaited() {
     );
     moves.iter().for_each(|one| tiered.end(one, RATIO, false));
     assert_eq!(ready(&tiered, TierId::Disk), 0);
-    assert_eq!(confirmed(&mut tiered), removed(RATIO));
+    assert_eq!(confirmed(&mut tiered), removed(of_one(TierId::Disk)));
     assert_eq!(ready(&tiered, TierId::Host), RATIO);
 }
 
@@ -132,8 +143,17 @@ fn a_reset_of_a_disk_that_is_only_read_is_refused_at_once_and_removes_nothing() 
         None,
         "its pages are in memory"
     );
-    assert_eq!(confirmed(&mut tiered), removed(RATIO));
+    assert_eq!(confirmed(&mut tiered), removed(of_one(TierId::Host)));
     writable(&mut tiered, true);
     assert_eq!(everywhere(&mut tiered), None);
-    assert_eq!(confirmed(&mut tiered), removed(RATIO));
+    assert_eq!(confirmed(&mut tiered), removed(of_one(TierId::Disk)));
+}
+
+#[test]
+fn a_reset_of_all_tiers_says_how_many_pages_each_of_them_had() {
+    let mut tiered = in_both();
+    tiered.stored(1);
+    let scope = ResetScope::Everything;
+    assert_eq!(tiered.request(Request::Reset { scope, tier: None }), None);
+    assert_eq!(confirmed(&mut tiered), removed([2 * RATIO, RATIO]));
 }

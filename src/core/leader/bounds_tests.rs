@@ -8,8 +8,8 @@ use crate::refusal::Refusal;
 use crate::session::{HASH_BYTES_LEFT_MAX, HASH_BYTES_PER_ENGINE_MAX};
 use kvferry_types::{
     Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry, GroupId,
-    LookupAnswer, PageHashes, PageList, PageRecord, Part, PerTier, Rank, Replica, Request,
-    ResetAnswer, ResetScope, StoreAnswer, Stored, TierId,
+    LookupAnswer, PageHashes, PageList, PageRecord, PagesBelow, Part, PerTier, Rank, Replica,
+    Request, ResetAnswer, ResetScope, StoreAnswer, Stored, TierId,
 };
 
 const RATIO: u32 = 4;
@@ -207,7 +207,10 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     // The shard receives no second request over the same connection, however long it takes.
     now = now + Duration::from_secs(30);
     assert_eq!(invalidations(&step(&mut leader, now, LeaderEvent::Tick)), 0);
-    let removed = Ok(Answer::Reset(ResetAnswer { pages: 1024 }));
+    let removed = Ok(Answer::Reset(ResetAnswer {
+        pages: 1024,
+        below_pages: PagesBelow::default(),
+    }));
     assert_eq!(answers(&invalidated(&mut leader, now)), [removed]);
     assert_eq!(found(&mut leader, now, 8_000_000, 8, &other), 256);
     assert_eq!(found(&mut leader, now, 8_000_002, 7, &young), 8);
@@ -268,7 +271,10 @@ fn a_worker_receives_a_repeated_invalidation_over_another_connection_only() {
     assert_eq!(again, [1, 0]);
     assert_eq!(
         answers(&invalidated(&mut leader, Time(3))),
-        [Ok(Answer::Reset(ResetAnswer { pages: 0 }))]
+        [Ok(Answer::Reset(ResetAnswer {
+            pages: 0,
+            below_pages: PagesBelow::default()
+        }))]
     );
 }
 

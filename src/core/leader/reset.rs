@@ -14,8 +14,8 @@ use crate::event::LeaderEffect;
 use crate::refusal::Refusal;
 use crate::sweep::Sweep;
 use kvferry_types::{
-    Answer, PerTier, ResetAnswer, ResetId, ResetScope, Scope, Shard, TierId, Time, TransferId,
-    WorkerId,
+    Answer, PagesBelow, PerTier, ResetAnswer, ResetId, ResetScope, Scope, Shard, TierId, Time,
+    TransferId, WorkerId,
 };
 
 use super::by_shard::Confirmations;
@@ -71,7 +71,9 @@ struct OpenReset {
     /// after new pages of the same scope were stored.
     through: TransferId,
     stage: ResetStage,
+    /// Pages that were removed, once for each tier that had them, and those of them that tiers below host memory had.
     pages: u32,
+    below_pages: PagesBelow,
     /// Stores of these pages that were in flight at the reset and have not ended.
     ending: BTreeSet<TransferId>,
     /// The shards' confirmations that the pages are removed.
@@ -188,6 +190,7 @@ impl Resets {
             through,
             stage: ResetStage::CountingHolders { sweeps, holders: 0 },
             pages: 0,
+            below_pages: PagesBelow::default(),
             ending: BTreeSet::new(),
             confirmations: Confirmations::new(roster),
         };
@@ -255,7 +258,9 @@ impl Resets {
             ResetStage::RemovingPages(sweeps) => {
                 for (tier, sweep) in sweeps.iter_mut() {
                     if let Some(pool) = tiers.serving_mut(tier) {
-                        reset.pages += pool.remove_next(sweep, budget, &mut filling);
+                        let removed = pool.remove_next(sweep, budget, &mut filling);
+                        reset.pages += removed;
+                        reset.below_pages.add(tier, removed);
                     }
                 }
                 reset.ending.extend(filling.iter().copied());
@@ -515,7 +520,10 @@ impl Leader {
 
     fn end_reset(&mut self, id: ResetId, effects: &mut Vec<LeaderEffect>) {
         if let Some(reset) = self.resets.take(id, &mut self.tiers, &mut self.timers) {
-            let answer = Ok(Answer::Reset(ResetAnswer { pages: reset.pages }));
+            let answer = Ok(Answer::Reset(ResetAnswer {
+                pages: reset.pages,
+                below_pages: reset.below_pages,
+            }));
             self.answer(reset.reply_to.engine, reset.reply_to.id, answer, effects);
         }
     }

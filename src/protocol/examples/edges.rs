@@ -1,6 +1,6 @@
 //! Messages at the limits of their fields: lengths and numbers at which encodings change, empty values, longest values.
 
-use kvferry_types::{LookupAnswer, PageList, PagesBelow};
+use kvferry_types::{LookupAnswer, PageList, PagesBelow, ResetAnswer};
 
 use crate::body::{
     Abandon, ErrorBody, Finish, Hello, Load, Lookup, PartBody, Reset, ResetPages, Status,
@@ -127,6 +127,16 @@ pub(super) fn edges() -> Vec<(&'static str, Message)> {
                 },
                 ready_in_ms: Some(u32::MAX),
                 declined_pages: u32::MAX,
+            }),
+        ),
+        (
+            "edge_reset_answer_most",
+            Message::ResetAnswer(ResetAnswer {
+                pages: u32::MAX,
+                below_pages: PagesBelow {
+                    disk: u32::MAX - 1,
+                    remote: 1,
+                },
             }),
         ),
         ("edge_reset_everything", Message::Reset(reset(None))),

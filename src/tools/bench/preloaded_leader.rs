@@ -506,7 +506,7 @@ impl PreloadedLeader {
         };
         self.leader.step(self.now, invalidated, &mut self.effects);
         match self.answer()? {
-            Answer::Reset(ResetAnswer { pages: 0 }) => Ok(()),
+            Answer::Reset(ResetAnswer { pages: 0, .. }) => Ok(()),
             other => Err(CommandError::Failed(format!(
                 "a reset ended with {other:?}"
             ))),
