@@ -62,6 +62,7 @@ impl Pool {
         self.check_faults()?;
         self.check_order()?;
         self.check_page_index()?;
+        self.index.check(&self.blocks, self.capacity_pages())?;
         let states = self.page_states();
         let ready: u32 = self
             .blocks

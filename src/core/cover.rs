@@ -8,10 +8,11 @@ use std::ops::Range;
 
 use crate::anchor::Domain;
 use crate::around::MISSES_AROUND_MAX;
+use crate::blocks::BlockIndex;
 use crate::index::{Match, MatchGoal};
 use crate::pool::{BlockRun, Pool, PrefixMatch};
-use crate::prefetch::HeadPrefetcher;
-use kvferry_types::{GroupId, HashView, TierId};
+use crate::prefetch::{HeadPrefetcher, KnownAnchors};
+use kvferry_types::{Anchor, GroupId, HashView, TierId};
 use smallvec::SmallVec;
 
 /// A run of pages in one block of a tier. The run may begin before the pages that it was found for.
@@ -73,27 +74,34 @@ impl Pool {
         hashes: HashView<'_>,
         position: u32,
     ) -> Option<(u32, Match)> {
-        self.containing_with(domain, hashes, position, None)
+        let anchor = domain.anchor(hashes.fingerprint(position as usize));
+        self.containing_at(domain, hashes, position, anchor)
     }
 
-    /// Like [`Self::containing`]; `ahead` reads the index at `position`, and at the cells after it.
-    pub(super) fn containing_with(
+    /// Like [`Self::containing`], with the anchor of the position.
+    pub(super) fn containing_at(
         &self,
         domain: &Domain,
         hashes: HashView<'_>,
         position: u32,
-        ahead: Option<&mut HeadPrefetcher<'_>>,
+        anchor: Anchor,
+    ) -> Option<(u32, Match)> {
+        let head = self.index.head(&self.blocks, anchor);
+        self.containing_from(domain, hashes, position, head)
+    }
+
+    /// Like [`Self::containing`], with the first block under the anchor of the position.
+    fn containing_from(
+        &self,
+        domain: &Domain,
+        hashes: HashView<'_>,
+        position: u32,
+        head: Option<BlockIndex>,
     ) -> Option<(u32, Match)> {
         let goal = MatchGoal::Readable;
         let (at, holds) = (position as usize, |found: &Match| found.ready > 0);
-        let first = match ahead {
-            None => self.longest(domain, hashes, at, goal),
-            Some(ahead) => {
-                let head = ahead.head(at);
-                let found = head.and_then(|head| self.longest_of(domain, head, hashes, at, goal));
-                self.or_inside(found, domain, hashes, at, goal)
-            }
-        };
+        let first = head.and_then(|head| self.longest_of(domain, head, hashes, at, goal));
+        let first = self.or_inside(first, domain, hashes, at, goal);
         if let Some(found) = first.filter(holds) {
             return Some((position, found));
         }
@@ -106,6 +114,11 @@ impl Pool {
             (start + found.ready > position).then_some((start, found))
         });
         found.next()
+    }
+
+    /// The anchor of the first page of a block.
+    pub(super) fn anchor_of(&self, block: BlockIndex) -> Anchor {
+        self.blocks.get(block).anchor
     }
 
     /// The readable runs that hold the pages from `first` to `end`, up to the first page that is missing.
@@ -164,7 +177,11 @@ pub(super) fn walk_tiers(
     let Some(((fastest, host), slower)) = pools.split_first() else {
         return PrefixMatch::default();
     };
+    let known = KnownAnchors::default();
     let mut ahead = host.prefetcher(domain, hashes);
+    if slower.iter().any(|(_, pool)| pool.live_blocks() > 0) {
+        ahead = ahead.sharing(&known);
+    }
     // Those of the slower tiers, once one of them is asked.
     let mut ahead_below: SmallVec<[HeadPrefetcher<'_>; 2]> = SmallVec::new();
     // A block that holds the first page that is not covered begins here or later.
@@ -192,13 +209,13 @@ pub(super) fn walk_tiers(
         if ahead_below.is_empty() {
             let readers = slower.iter();
             ahead_below = readers
-                .map(|(_, pool)| pool.prefetcher(domain, hashes))
+                .map(|(_, pool)| pool.prefetcher(domain, hashes).sharing(&known))
                 .collect();
         }
         let below = slower.iter().zip(&mut ahead_below).enumerate();
         let mut below = below.filter(|(_, ((_, pool), _))| pool.live_blocks() > 0);
         let below = below.find_map(|(faster, ((tier, pool), ahead))| {
-            let (start, found) = pool.containing_with(domain, hashes, position, Some(ahead))?;
+            let (start, found) = pool.containing_from(domain, hashes, position, ahead.head(at))?;
             Some((faster + 1, *tier, start, found))
         });
         if let Some((faster, tier, start, found)) = below {
@@ -233,14 +250,25 @@ fn first_beginning(
     hashes: HashView<'_>,
     positions: Range<u32>,
 ) -> u32 {
-    let begins = |at: &u32| {
-        pools.iter().any(|(_, pool)| {
-            let found = pool.longest_beginning(domain, hashes, *at as usize, MatchGoal::Readable);
-            found.is_some_and(|found| found.ready > 0)
-        })
-    };
-    let end = positions.end;
-    positions.into_iter().find(begins).unwrap_or(end)
+    let mut end = positions.end;
+    for (_, pool) in pools {
+        if pool.index.begins_with_cells() {
+            continue;
+        }
+        let count = end.saturating_sub(positions.start) as usize;
+        let pages = hashes.low_halves(positions.start as usize).take(count);
+        for (at, low_half) in (positions.start..).zip(pages) {
+            if !pool.index.may_begin_inside(low_half) {
+                continue;
+            }
+            let found = pool.longest_beginning(domain, hashes, at as usize, MatchGoal::Readable);
+            if found.is_some_and(|found| found.ready > 0) {
+                end = at;
+                break;
+            }
+        }
+    }
+    end
 }
 
 #[cfg(test)]

@@ -5,8 +5,10 @@
 
 use hashbrown::HashTable;
 
+use crate::Contradiction;
 use crate::blocks::{BlockIndex, Blocks, NONE};
-use kvferry_types::{Anchor, DomainId, HashView};
+use crate::starts::StartFilter;
+use kvferry_types::{Anchor, DomainId, Fingerprint, HashView};
 
 /// Most blocks that may share an anchor, which is the hash of their first page and of all pages before it. Sequences that
 /// diverge have other anchors; several blocks begin with one page after a store during a reset, which hides the blocks
@@ -77,12 +79,63 @@ impl Match {
 }
 
 /// Heads of the sibling lists, by anchor. About 8 bytes per block in addition to the slab.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Index {
     heads: HashTable<BlockIndex>,
+    /// The blocks that begin inside a cell.
+    inside: StartFilter,
+    /// Cells of different sequences differ, so that each block may begin inside one.
+    all_inside: bool,
 }
 
 impl Index {
+    /// An empty index of the blocks of an arena.
+    pub(super) fn new(arena_pages: u32) -> Self {
+        Self {
+            heads: HashTable::default(),
+            inside: StartFilter::new(arena_pages),
+            all_inside: false,
+        }
+    }
+
+    /// Notes, before there are blocks, that sequences are found from any of their pages on.
+    pub(super) fn begin_anywhere(&mut self) {
+        self.all_inside = true;
+    }
+
+    /// False if no block begins inside a cell with a page whose fingerprint has this low half.
+    #[inline]
+    pub(super) fn may_begin_inside(&self, low_half: u64) -> bool {
+        self.inside.may_have(low_half)
+    }
+
+    /// True if every block begins with a cell.
+    pub(super) fn begins_with_cells(&self) -> bool {
+        self.inside.is_empty()
+    }
+
+    /// The first page of a block that begins inside a cell.
+    fn inside(&self, blocks: &Blocks, index: BlockIndex) -> Option<Fingerprint> {
+        let block = blocks.get(index);
+        let first = blocks.fingerprints(block.start, 1).first();
+        first
+            .copied()
+            .filter(|_| self.all_inside || block.phase > 0)
+    }
+
+    /// Recounts the blocks that begin inside a cell, for an arena of this size. `Err` names the contradiction.
+    pub(super) fn check(&self, blocks: &Blocks, arena_pages: u32) -> Result<(), Contradiction> {
+        let mut counted = StartFilter::new(arena_pages);
+        for head in &self.heads {
+            let begin = siblings(blocks, *head).filter_map(|index| self.inside(blocks, index));
+            begin.for_each(|first| counted.insert(first));
+        }
+        match self.inside.agrees_with(&counted) {
+            true => Ok(()),
+            false => Err("the blocks that begin inside cells and their filter disagree".into()),
+        }
+    }
+
     /// Makes room for the anchors of further blocks.
     pub(super) fn reserve(&mut self, blocks: &Blocks, count: usize) {
         self.heads
@@ -110,6 +163,9 @@ impl Index {
                 self.heads
                     .insert_unique(hash(anchor), index, |other| hash(blocks.get(*other).anchor));
             }
+        }
+        if let Some(first) = self.inside(blocks, index) {
+            self.inside.insert(first);
         }
         true
     }
@@ -149,9 +205,11 @@ impl Index {
         } else {
             let head = *entry.get();
             let before = siblings(blocks, head).find(|other| blocks.get(*other).sibling == index);
-            if let Some(before) = before {
-                blocks.get_mut(before).sibling = sibling;
-            }
+            let Some(before) = before else { return };
+            blocks.get_mut(before).sibling = sibling;
+        }
+        if let Some(first) = self.inside(blocks, index) {
+            self.inside.remove(first);
         }
         blocks.get_mut(index).sibling = NONE;
     }
@@ -217,7 +275,7 @@ mod tests {
 
     /// Blocks under one anchor, in order of insertion, each with the first two pages of a sequence.
     fn under_one_anchor(salts: &[u8]) -> (Index, Blocks, Vec<BlockIndex>) {
-        let (mut index, mut blocks) = (Index::default(), Blocks::new());
+        let (mut index, mut blocks) = (Index::new(64), Blocks::new());
         let all = salts.iter().zip(0..).map(|(salt, place)| {
             let filling = Filling {
                 transfer: TransferId(place.into()),

@@ -15,6 +15,7 @@ impl Pool {
     #[must_use]
     pub fn with_page_index(mut self, key: &AnchorKey) -> Self {
         self.pages = Some(PageIndex::new(key.clone(), self.capacity_pages()));
+        self.index.begin_anywhere();
         self
     }
 
@@ -46,6 +47,7 @@ impl Pool {
 
     /// The longest run of `hashes` from `position` on that begins anywhere in a block, where those that begin there with
     /// a block are not enough: `beginning` is the longest one of them.
+    #[inline]
     pub(super) fn or_inside(
         &self,
         beginning: Option<Match>,
@@ -55,13 +57,24 @@ impl Pool {
         want: MatchGoal,
     ) -> Option<Match> {
         let enough = |found: Match| found.ready > 0 || want == MatchGoal::Present;
-        let Some(pages) = &self.pages else {
-            return beginning;
-        };
-        if beginning.is_some_and(enough) {
-            return beginning;
+        match &self.pages {
+            Some(pages) if !beginning.is_some_and(enough) => {
+                self.inside_blocks(pages, beginning, domain, hashes, position, want)
+            }
+            _ => beginning,
         }
-        let mut best = beginning;
+    }
+
+    /// The longest run from `position` on of `best` and the runs that begin inside blocks.
+    fn inside_blocks(
+        &self,
+        pages: &PageIndex,
+        mut best: Option<Match>,
+        domain: &Domain,
+        hashes: HashView<'_>,
+        position: usize,
+        want: MatchGoal,
+    ) -> Option<Match> {
         for (index, offset) in pages.places(domain.anchor(hashes.fingerprint(position))) {
             let block = self.blocks.get(index);
             if block.domain != domain.id() || self.blocks.is_hidden(block) {

@@ -49,6 +49,7 @@ mod recover;
 mod refusal;
 mod session;
 mod shard_set;
+mod starts;
 mod sweep;
 mod trail;
 mod view;

@@ -139,7 +139,7 @@ impl Pool {
             admitter: Admitter::default(),
             arena: Arena::new(capacity_pages),
             blocks: Blocks::new(),
-            index: Index::default(),
+            index: Index::new(capacity_pages),
             pages: None,
             reservations: BTreeMap::new(),
             counts: PoolCounts::default(),

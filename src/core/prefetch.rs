@@ -1,5 +1,7 @@
 //! Prefetches the index heads of the positions ahead of a lookup, so that their cache misses overlap.
 
+use std::cell::RefCell;
+
 use crate::anchor::Domain;
 use crate::blocks::{BlockIndex, Blocks};
 use crate::cells::Cells;
@@ -10,6 +12,31 @@ use kvferry_types::{Anchor, HashView};
 const AHEAD_FIRST: usize = 4;
 /// Most positions that are looked up together.
 const AHEAD_MAX: usize = 32;
+
+/// Anchors of a sequence that were computed for one tier, for the others: computing one takes longer than the probe of an
+/// index that it is for.
+#[derive(Debug, Default)]
+pub(super) struct KnownAnchors(RefCell<Vec<(usize, Anchor)>>);
+
+impl KnownAnchors {
+    /// The anchor of a position, computed if it is not known. `next` is the caller's place in the list.
+    fn get(&self, position: usize, next: &mut usize, compute: impl FnOnce() -> Anchor) -> Anchor {
+        let mut known = self.0.borrow_mut();
+        while let Some((at, anchor)) = known.get(*next).filter(|(at, _)| *at <= position) {
+            *next += 1;
+            if *at == position {
+                return *anchor;
+            }
+        }
+        let anchor = compute();
+        // Those before the end are of pages inside cells, which other tiers are not asked about.
+        if *next == known.len() {
+            known.push((position, anchor));
+            *next += 1;
+        }
+        anchor
+    }
+}
 
 /// Index heads of several positions of a sequence.
 ///
@@ -22,6 +49,8 @@ pub(super) struct HeadPrefetcher<'a> {
     cells: Cells,
     domain: &'a Domain,
     hashes: HashView<'a>,
+    /// With the place of the next one in it; absent if only one tier is asked.
+    known: Option<(&'a KnownAnchors, usize)>,
     found: [(usize, Option<BlockIndex>); AHEAD_MAX],
     used: usize,
     filled: usize,
@@ -41,10 +70,19 @@ impl<'a> HeadPrefetcher<'a> {
             cells: Cells::new(ratio),
             domain,
             hashes,
+            known: None,
             found: [(0, None); AHEAD_MAX],
             used: 0,
             filled: 0,
             next_fill: AHEAD_FIRST,
+        }
+    }
+
+    /// Shares the anchors that prefetchers of other tiers compute.
+    pub(super) fn sharing(self, known: &'a KnownAnchors) -> Self {
+        Self {
+            known: Some((known, 0)),
+            ..self
         }
     }
 
@@ -59,7 +97,10 @@ impl<'a> HeadPrefetcher<'a> {
         }
         match self.found[self.used] {
             (at, head) if at == position => head,
-            _ => self.look(self.domain.anchor(self.hashes.fingerprint(position))),
+            _ => {
+                let anchor = self.anchor(position);
+                self.look(anchor)
+            }
         }
     }
 
@@ -76,7 +117,7 @@ impl<'a> HeadPrefetcher<'a> {
         (self.used, self.filled) = (0, 0);
         while self.filled < self.next_fill && at < self.hashes.len() {
             self.found[self.filled].0 = at;
-            anchors[self.filled] = self.domain.anchor(self.hashes.fingerprint(at));
+            anchors[self.filled] = self.anchor(at);
             at = u32::try_from(at).map_or(usize::MAX, |at| self.cells.next(at) as usize);
             self.filled += 1;
         }
@@ -89,6 +130,14 @@ impl<'a> HeadPrefetcher<'a> {
             }
         }
         self.next_fill = (self.next_fill * 2).min(AHEAD_MAX);
+    }
+
+    fn anchor(&mut self, position: usize) -> Anchor {
+        let compute = || self.domain.anchor(self.hashes.fingerprint(position));
+        match &mut self.known {
+            None => compute(),
+            Some((known, next)) => known.get(position, next, compute),
+        }
     }
 
     fn look(&self, anchor: Anchor) -> Option<BlockIndex> {

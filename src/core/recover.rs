@@ -224,6 +224,9 @@ impl Pool {
         pool.arena = arena;
         pool.blocks.reserve(blocks.len(), fingerprints);
         pool.index.reserve(&pool.blocks, blocks.len());
+        if pages.is_some() {
+            pool.index.begin_anywhere();
+        }
         let mut inserted = vec![NONE; blocks.len()];
         let mut place_of: Vec<usize> = Vec::with_capacity(blocks.len());
         for (place, found) in blocks.iter().enumerate() {

@@ -175,6 +175,15 @@ impl<'a> HashView<'a> {
             .filter_map(|page| page.last_chunk())
             .map(|last| Fingerprint(u128::from_be_bytes(*last)))
     }
+
+    /// The low halves of the fingerprints of the pages from `first` on: as good as the whole for a filter, and read in half
+    /// the time. Panics if `first` is out of bounds, as a slice does.
+    pub fn low_halves(self, first: usize) -> impl Iterator<Item = u64> + 'a {
+        let pages = self.bytes[first * self.page..].chunks_exact(self.page);
+        pages
+            .filter_map(|page| page.last_chunk())
+            .map(|last| u64::from_be_bytes(*last))
+    }
 }
 
 impl fmt::Debug for HashView<'_> {

@@ -1,7 +1,7 @@
 //! With a disk, G1 and all tiers together have the hits of two inclusive tiers, of which the second is as large as the
 //! larger one of G2 and G3.
 
-use super::{Run, number, offline, rows};
+use super::{Run, number, offline, replay, rows};
 
 /// Hit pages in G1, G2 and G3.
 fn hits(name: &str, report: &serde_json::Value) -> [u64; 3] {
@@ -67,4 +67,33 @@ fn three_tiers_conversation() {
 #[test]
 fn three_tiers_weka40() {
     three_tiers_match_the_reference("weka40", 2, false);
+}
+
+/// Blocks of host memory often end inside a cell, where the disk has the same pages.
+#[test]
+fn a_disk_serves_nothing_while_host_memory_has_every_page() {
+    let run = |ratio: &str, model: &[&str], g3_pages: &str| {
+        let sizes = ["--g2-pages", "32139", "--g3-pages", g3_pages];
+        let mode = ["--mode", "offline", "--sequential", "--ratio", ratio];
+        replay(&[&mode[..], &sizes[..], model].concat())
+    };
+    for (ratio, model) in [
+        ("1", &[][..]),
+        ("7", &[]),
+        ("32", &[]),
+        ("32", &["--model", "gemma-like"]),
+        ("4", &["--model", "mamba-like"]),
+    ] {
+        let (without, with) = (run(ratio, model, "0"), run(ratio, model, "112896"));
+        let tokens = |report: &serde_json::Value| {
+            ["g1", "g2", "g3"].map(|tier| number(report, &format!("/tokens/hit_{tier}")))
+        };
+        let case = format!("ratio {ratio}, {model:?}");
+        assert_eq!(tokens(&with), tokens(&without), "{case}");
+        assert_eq!(tokens(&with)[2], 0, "{case}");
+        assert!(tokens(&with)[1] > 0, "{case}");
+        let (moved, written) = ("/moves/pages", "/moves/written_through_pages");
+        assert!(number(&with, written) > 0, "{case}: the disk has pages");
+        assert_eq!(number(&with, moved), number(&with, written), "{case}");
+    }
 }

@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use crate::blocks::BlockRef;
+use crate::cells::Cells;
 use crate::cover::{ServedPages, TierRun};
 use crate::group::GroupKind;
 use crate::model::Sequence;
@@ -75,9 +76,12 @@ impl Leader {
         }
         let mut all: PerTier<Vec<UsedRun>> = PerTier::default();
         for of_group in used.chunk_by(|(one, _), (other, _)| one == other) {
-            let below = self.tiers.below_host();
-            let found = below.map(|(tier, pool)| (tier, used_in((tier, pool), sequence, of_group)));
-            let found: PerTier<Vec<UsedRun>> = found.collect();
+            let found: PerTier<Vec<UsedRun>> = {
+                let pools = self.tiers.serving_pools();
+                let below = pools.iter().filter(|(tier, _)| *tier > TierId::Host);
+                let found = below.map(|of| (of.0, used_in(&pools, *of, sequence, of_group)));
+                found.collect()
+            };
             self.offer_again(of_group, &found);
             for (tier, runs) in found.iter() {
                 match all.get_mut(tier) {
@@ -124,10 +128,8 @@ impl Leader {
         let specs = sequence.model().groups().specs();
         let prefixes = specs.filter(|(_, spec)| spec.kind == GroupKind::Prefix);
         for group in prefixes.map(|(group, _)| group).collect::<Vec<_>>() {
-            let (_, hashes) = sequence.of(group);
-            let end = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
             let below = self.tiers.below_host();
-            let found = below.map(|(tier, pool)| (tier, runs_of(pool, sequence, group, 0..end)));
+            let found = below.map(|(tier, pool)| (tier, runs_by_cell(pool, sequence, group)));
             let found: PerTier<Vec<BlockRun>> = found.collect();
             for (tier, runs) in found.iter() {
                 if let Some(pool) = self.tiers.serving_mut(tier) {
@@ -173,6 +175,7 @@ impl Tiers {
 /// the runs of one group that the lookup found. Where the tier lacks a page, the rest of the faster tier's run is not
 /// examined: it counts as lacking, and the move of its block leaves out what is there.
 fn used_in(
+    pools: &[(TierId, &Pool)],
     (tier, pool): (TierId, &Pool),
     sequence: &Sequence,
     used: &[(GroupId, TierRun)],
@@ -182,7 +185,6 @@ fn used_in(
         return runs;
     };
     let (domain, hashes) = sequence.of(*group);
-    let mut ahead = pool.prefetcher(domain, hashes);
     // The pages before this position are examined.
     let mut at = 0;
     let mut add = |run: BlockRun, is_copy| match runs.last_mut() {
@@ -192,36 +194,54 @@ fn used_in(
         }
         _ => runs.push(UsedRun { run, is_copy }),
     };
-    for (_, found) in used {
-        let end = found.run.position + found.run.pages;
-        if found.tier == tier {
-            add(found.run, false);
+    for (_, TierRun { tier: faster, run }) in used {
+        let end = run.position + run.pages;
+        if *faster == tier {
+            add(*run, false);
             at = end;
-        } else if found.tier < tier {
-            at = at.max(found.run.position);
-            while at < end
-                && let Some((start, found)) =
-                    pool.containing_with(domain, hashes, at, Some(&mut ahead))
-            {
-                add(BlockRun::readable(start, found), true);
-                at = start + found.ready;
-            }
+            continue;
+        }
+        at = at.max(run.position);
+        while *faster < tier && at < end {
+            let found = match at == run.position && run.offset == 0 {
+                // Blocks of both tiers mostly begin at the same pages, whose anchor is known here.
+                true => {
+                    let mut of_faster = pools.iter().filter(|(tier, _)| tier == faster);
+                    let anchor = of_faster.next().map(|(_, pool)| pool.anchor_of(run.block));
+                    anchor.and_then(|anchor| pool.containing_at(domain, hashes, at, anchor))
+                }
+                false => pool.containing(domain, hashes, at),
+            };
+            let Some((start, found)) = found else {
+                break;
+            };
+            add(BlockRun::readable(start, found), true);
+            at = start + found.ready;
         }
     }
     runs
 }
 
-/// The runs of a tier that hold these pages of a group. Of a group with a prefix, `pages` begins with the first one.
-fn runs_of(pool: &Pool, sequence: &Sequence, group: GroupId, pages: Range<u32>) -> Vec<BlockRun> {
-    let (domain, hashes) = sequence.of(group);
-    match sequence.model().kind(group) {
-        Some(GroupKind::Prefix) => {
-            let mut runs = Vec::new();
-            pool.walk(domain, hashes, pages.end as usize, &mut runs);
-            runs
-        }
-        _ => pool.covering_any(domain, hashes, pages),
+/// The runs of a tier that hold pages of a group with a prefix: those that begin with a cell, and where one of them ends.
+fn runs_by_cell(pool: &Pool, sequence: &Sequence, group: GroupId) -> Vec<BlockRun> {
+    let mut runs = Vec::new();
+    if pool.live_blocks() == 0 {
+        return runs;
     }
+    let (domain, hashes) = sequence.of(group);
+    let mut cells = Cells::new(pool.ratio());
+    let mut at = 0;
+    while (at as usize) < hashes.len() {
+        match pool.containing(domain, hashes, at) {
+            Some((start, found)) => {
+                cells.align(start, pool.phase_of(found));
+                runs.push(BlockRun::readable(start, found));
+                at = start + found.ready;
+            }
+            None => at = cells.next(at),
+        }
+    }
+    runs
 }
 
 /// True if these runs, which ascend, lack one of the pages of `run`.
