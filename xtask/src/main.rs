@@ -7,6 +7,7 @@
 )]
 
 mod chaos;
+mod compare;
 mod fuzz;
 mod gpu;
 mod licences;
@@ -43,6 +44,9 @@ const HELP: &str = "cargo xtask TASK
              real engine with and without kvferry; [ping] round trips beside those of libzmq; [tests] the long
              form of the tests under load and of hybrid models; [sglang] the long form of SGLang's tests, with
              two ranks, faults, and vLLM beside it; without a name, all of them
+  compare    measure REV and this tree in turn, both as they are shipped: instructions (by valgrind), times, sizes;
+             prints a table with what differs by more than the noise: REV [--only PART OF A NAME]
+             [--build]: the first command, too, which fails above its limit
   licences   check that every dependency's licence is allowed by deny.toml
   check      format, lints, licences, tests: what CI runs";
 
@@ -58,6 +62,7 @@ fn main() -> ExitCode {
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "engines" => vllm::engines(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
+        "compare" => compare::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "licences" => licences::check(root()),
         "check" => check(),
         "" | "help" | "--help" => {
@@ -79,6 +84,12 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .unwrap_or(Path::new("."))
+}
+
+/// Cargo's folder for this tree.
+fn target() -> PathBuf {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    target.unwrap_or_else(|| root().join("target"))
 }
 
 /// Runs every test. The Python tests, which wait for engines much of the time, run beside the others; their output
@@ -136,7 +147,8 @@ fn sim() -> Result<(), String> {
     let given: Vec<String> = std::env::args().skip(2).collect();
     let mut arguments = vec![
         "run",
-        "--release",
+        "--profile",
+        "dist",
         "--locked",
         "--quiet",
         "--package",
@@ -191,13 +203,17 @@ fn check() -> Result<(), String> {
     test()
 }
 
+/// The cargo that runs this program.
+fn cargo_command() -> Command {
+    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
 fn cargo(arguments: &[&str]) -> Result<(), String> {
     cargo_with(&[], arguments)
 }
 
 fn cargo_with(variables: &[(&str, &OsStr)], arguments: &[&str]) -> Result<(), String> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
+    let status = cargo_command()
         .current_dir(root())
         .envs(variables.iter().copied())
         .args(arguments)

@@ -5,9 +5,12 @@ use std::sync::atomic::AtomicBool;
 
 use crate::error::CommandError;
 use kvferry_memory::{
-    CancelFlag, CopyJob, Depot, EngineMemory, Prefault, RegisteredMemory, SharedBuffer, validate,
+    CancelFlag, CopyEngine, CopyJob, Depot, EngineMemory, Prefault, RegisteredMemory, SharedBuffer,
+    validate,
 };
 use kvferry_types::{Direction, FragmentPair, PageList, Registration};
+
+use super::copy::registration;
 
 /// Pages of a block.
 const BLOCK_PAGES: usize = 32;
@@ -87,6 +90,38 @@ impl CopyFixture {
             pairs,
             ..self.job.clone()
         }
+    }
+}
+
+/// Gathers and scatters of small fragments by one thread, whose cost is the walk of the plan rather than the bytes.
+pub struct CopySteps {
+    engine: CopyEngine,
+    store: CopyJob,
+    load: CopyJob,
+}
+
+impl CopySteps {
+    /// Pages of a copy, each of which is one fragment, and bytes of a fragment.
+    const PAGES: u32 = 512;
+    const FRAGMENT_BYTES: u64 = 1024;
+
+    /// Creates the memory of both sides.
+    pub fn new() -> Result<Self, CommandError> {
+        let registration = registration(Self::FRAGMENT_BYTES, Self::PAGES);
+        let fixture = CopyFixture::new(&registration, Self::PAGES)?;
+        Ok(Self {
+            engine: CopyEngine::new(1).map_err(CommandError::failed)?,
+            store: fixture.job(Direction::Store, 0, 0, Self::PAGES),
+            load: fixture.job(Direction::Load, 0, 0, Self::PAGES),
+        })
+    }
+
+    /// Gathers all pages, then scatters them.
+    pub fn round(&self) -> Result<(), CommandError> {
+        for job in [&self.store, &self.load] {
+            self.engine.run(job).map_err(CommandError::failed)?;
+        }
+        Ok(())
     }
 }
 

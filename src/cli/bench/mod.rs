@@ -3,7 +3,7 @@
 
 mod bench_engine;
 mod copy;
-mod copy_fixture;
+pub mod copy_fixture;
 mod disk;
 mod disk_blocks;
 mod disk_load;

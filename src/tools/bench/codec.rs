@@ -74,27 +74,7 @@ impl Arguments {
         let pairs = pairs(self.pairs);
         let pages = pairs.iter().map(|pair| pair.dst.pages()).sum();
         let numbers = numbers(&pairs);
-        let transfer = TransferOrder {
-            group: 0,
-            page_bytes: 2 << 20,
-            from: 2,
-            to: 1,
-            engine: Some([7; 16]),
-            request: 1 << 20,
-            after: 0,
-            transfers: vec![TransferBody {
-                id: 1 << 20,
-                pairs: pairs.into(),
-                record: None,
-            }],
-        };
-        let envelope = Envelope {
-            version: VERSION,
-            correlation: RequestId(1),
-            deadline_ms: 1000,
-            epoch: Epoch(1),
-            message: Message::Transfer(transfer),
-        };
+        let envelope = order(pairs);
         let mut body_bytes = 0;
         let (mut encoded, mut decoded) = (Vec::new(), Vec::new());
         let (mut both, mut raw) = (Vec::new(), Vec::new());
@@ -137,8 +117,32 @@ impl Arguments {
     }
 }
 
+/// An order to load these pairs.
+pub(super) fn order(pairs: Vec<FragmentPair>) -> Envelope {
+    Envelope {
+        version: VERSION,
+        correlation: RequestId(1),
+        deadline_ms: 1000,
+        epoch: Epoch(1),
+        message: Message::Transfer(TransferOrder {
+            group: 0,
+            page_bytes: 2 << 20,
+            from: 2,
+            to: 1,
+            engine: Some([7; 16]),
+            request: 1 << 20,
+            after: 0,
+            transfers: vec![TransferBody {
+                id: 1 << 20,
+                pairs: pairs.into(),
+                record: None,
+            }],
+        }),
+    }
+}
+
 /// Pairs of a run of arena pages and as many random device pages.
-fn pairs(count: u32) -> Vec<FragmentPair> {
+pub(super) fn pairs(count: u32) -> Vec<FragmentPair> {
     let mut rng = fastrand::Rng::with_seed(3);
     let pairs = (0..count).map(|index| {
         let pages = rng.u32(1..=PAIR_PAGES_MAX);

@@ -12,6 +12,7 @@ mod recovery;
 mod reset;
 mod rpc;
 mod rpc_hit;
+mod steps;
 mod store;
 mod tails;
 
@@ -39,6 +40,8 @@ pub(super) enum Command {
     Rpc(rpc::Arguments),
     /// Round trips through the gate and to a leader, beside round trips between two sockets of the `zeromq` crate.
     Ping(ping::Arguments),
+    /// One kind of work, repeated, so that its instructions can be counted.
+    Steps(steps::Arguments),
     /// Answers in `ping`.
     #[command(hide = true)]
     Echo(ping::EchoArguments),
@@ -59,6 +62,7 @@ impl Command {
             Self::Reset(arguments) => arguments.run(),
             Self::Rpc(arguments) => arguments.run(),
             Self::Ping(arguments) => arguments.run(),
+            Self::Steps(arguments) => arguments.run(),
             Self::Echo(arguments) => arguments.run(),
             Self::Busy(arguments) => arguments.run(),
         }

@@ -258,9 +258,7 @@ fn kvferry() -> Command {
 
 /// Cargo's folder for release builds.
 fn built() -> PathBuf {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
-    let target = target.unwrap_or_else(|| crate::root().join("target"));
-    target.join("release")
+    crate::target().join("release")
 }
 
 fn log(folder: &Path, name: &str) -> Result<File, String> {
