@@ -220,7 +220,7 @@ impl Pool {
         (fingerprints, pages): (Vec<Fingerprint>, Option<PageIndex>),
         blocks: &[RecoveredBlock],
     ) -> Self {
-        let mut pool = Self::new(0, ratio);
+        let mut pool = Self::new(arena.capacity_pages(), ratio);
         pool.arena = arena;
         pool.blocks.reserve(blocks.len(), fingerprints);
         pool.index.reserve(&pool.blocks, blocks.len());

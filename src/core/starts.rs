@@ -8,9 +8,10 @@ use kvferry_types::Fingerprint;
 
 /// Pages of the arena for each counter: a block has several, and few blocks begin inside a cell.
 const PAGES_PER_COUNTER: u32 = 8;
-const COUNTERS_MIN: u32 = 64;
+/// Fewest and most counters. A larger arena is ruled out less well: 4 MiB are enough for 30 million pages.
+const COUNTERS: std::ops::RangeInclusive<u32> = 64..=1 << 22;
 
-/// Counts beginnings by a hash of their fingerprint, in at most a quarter of a byte for each page of the arena.
+/// Counts beginnings by a hash of their fingerprint, in at most a quarter of a byte for each page of the arena, and 4 MiB.
 #[derive(Debug)]
 pub(super) struct StartFilter {
     /// A counter that reaches its maximum stays there.
@@ -24,7 +25,8 @@ pub(super) struct StartFilter {
 impl StartFilter {
     /// A filter for the blocks of an arena.
     pub(super) fn new(arena_pages: u32) -> Self {
-        let counters = (arena_pages / PAGES_PER_COUNTER).max(COUNTERS_MIN);
+        let counters = arena_pages / PAGES_PER_COUNTER;
+        let counters = counters.clamp(*COUNTERS.start(), *COUNTERS.end());
         let counters = u64::from(counters).next_power_of_two();
         Self {
             counters: vec![0; usize::try_from(counters).unwrap_or(0)].into(),
