@@ -6,13 +6,10 @@ use std::time::Instant;
 use crate::cli::{block_on, print_line};
 use crate::error::CommandError;
 use kvferry_memory::CopyEngine;
-use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, Direction, GroupMemory, Nonce, Rank,
-    Registration, TensorRole, TensorView,
-};
+use kvferry_types::Direction;
 use kvferry_workload::content::POISON;
 
-use super::copy_fixture::CopyFixture;
+use super::copy_fixture::{CopyFixture, registration};
 use super::dispatch_latency::{Ordered, measure};
 use super::spread;
 
@@ -157,52 +154,5 @@ impl Arguments {
             }
             begun
         })
-    }
-}
-
-/// One tensor in which a page is one fragment.
-pub(super) fn registration(fragment: u64, pages: u32) -> Registration {
-    let bytes = fragment * u64::from(pages);
-    Registration {
-        groups: vec![GroupMemory {
-            attention: Attention::Full,
-            window_tokens: 0,
-            eagle: false,
-            engine_page_tokens: 16,
-            device_pages: pages,
-            layers: 1,
-            tensors: vec![TensorView {
-                layer: 0,
-                role: TensorRole::Kv,
-                allocation: 0,
-                offset_bytes: 0,
-                shape: vec![u64::from(pages), fragment],
-                strides: vec![fragment, 1],
-                element_bytes: 1,
-                page_axis: 0,
-                page_bytes: fragment,
-                page_stride_bytes: fragment,
-                slices: None,
-            }],
-        }],
-        hash_tokens: 0,
-        hit_tokens: 0,
-        content: b"bench".to_vec(),
-        rank: Rank(0),
-        tp_size: 1,
-        shard: 0,
-        allocations: vec![Allocation {
-            kind: AllocationKind::SharedMemory,
-            handle: AllocationHandle::Ticket([0; 16]),
-            bytes,
-        }],
-        nonce: Nonce {
-            allocation: 0,
-            offset_bytes: 0,
-            bytes: vec![0; 16],
-        },
-        proofs: Vec::new(),
-        device_uuid: None,
-        timeline: None,
     }
 }

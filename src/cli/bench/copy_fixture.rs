@@ -8,9 +8,10 @@ use kvferry_memory::{
     CancelFlag, CopyEngine, CopyJob, Depot, EngineMemory, Prefault, RegisteredMemory, SharedBuffer,
     validate,
 };
-use kvferry_types::{Direction, FragmentPair, PageList, Registration};
-
-use super::copy::registration;
+use kvferry_types::{
+    Allocation, AllocationHandle, AllocationKind, Attention, Direction, FragmentPair, GroupMemory,
+    Nonce, PageList, Rank, Registration, TensorRole, TensorView,
+};
 
 /// Pages of a block.
 const BLOCK_PAGES: usize = 32;
@@ -153,4 +154,51 @@ pub(super) fn shuffled(count: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count).collect();
     fastrand::Rng::with_seed(5).shuffle(&mut order);
     order
+}
+
+/// One tensor in which a page is one fragment.
+pub(super) fn registration(fragment: u64, pages: u32) -> Registration {
+    let bytes = fragment * u64::from(pages);
+    Registration {
+        groups: vec![GroupMemory {
+            attention: Attention::Full,
+            window_tokens: 0,
+            eagle: false,
+            engine_page_tokens: 16,
+            device_pages: pages,
+            layers: 1,
+            tensors: vec![TensorView {
+                layer: 0,
+                role: TensorRole::Kv,
+                allocation: 0,
+                offset_bytes: 0,
+                shape: vec![u64::from(pages), fragment],
+                strides: vec![fragment, 1],
+                element_bytes: 1,
+                page_axis: 0,
+                page_bytes: fragment,
+                page_stride_bytes: fragment,
+                slices: None,
+            }],
+        }],
+        hash_tokens: 0,
+        hit_tokens: 0,
+        content: b"bench".to_vec(),
+        rank: Rank(0),
+        tp_size: 1,
+        shard: 0,
+        allocations: vec![Allocation {
+            kind: AllocationKind::SharedMemory,
+            handle: AllocationHandle::Ticket([0; 16]),
+            bytes,
+        }],
+        nonce: Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: vec![0; 16],
+        },
+        proofs: Vec::new(),
+        device_uuid: None,
+        timeline: None,
+    }
 }

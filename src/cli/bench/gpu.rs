@@ -16,8 +16,7 @@ use kvferry_memory::{
 use kvferry_types::{Direction, FragmentPair, GroupId, PageList, TransferId};
 use kvferry_workload::content::POISON;
 
-use super::copy::registration;
-use super::copy_fixture::{gather, shuffled, turned};
+use super::copy_fixture::{gather, registration, shuffled, turned};
 use super::spread;
 
 /// Time limit of a copy. Only a hanging copy takes this long.
