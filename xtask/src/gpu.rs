@@ -61,7 +61,7 @@ fn here() -> Result<(), String> {
     let processes = ["on_gpus", "--test-threads=1"];
     let cluster = ["test", "--locked", "--test", "cluster", "--"];
     cargo_with(&on_gpu, &[&cluster[..], &processes].concat())?;
-    cargo(&["run", "--release", "--locked", "--", "bench", "gpu"])
+    cargo(&["run", "--profile", "dist", "--locked", "--", "bench", "gpu"])
 }
 
 /// Builds programs and tests, and packs them with the script that runs them.
@@ -75,7 +75,7 @@ fn pack(file: &Path) -> Result<(), String> {
             ENDINGS.join(", ")
         ));
     }
-    let program = built(&["build", "--release", "--locked", "--bin", "kvferry"])?;
+    let program = built(&["build", "--profile", "dist", "--locked", "--bin", "kvferry"])?;
     let copies = [
         "test",
         "--locked",

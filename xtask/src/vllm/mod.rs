@@ -107,7 +107,7 @@ pub(crate) fn engines(root: &Path, arguments: &[String]) -> Result<(), String> {
     }
     let installed = install::installed(root)?;
     let package = match ENGINES.iter().any(|(name, ..)| selected(name)) {
-        true => build(root, &installed, "release")?,
+        true => build(root, &installed, "dist")?,
         false => PathBuf::new(),
     };
     let path = std::env::join_paths([package, root.join("python/tests")])
