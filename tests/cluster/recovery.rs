@@ -81,7 +81,7 @@ fn outlives(started: &[&str], replayed: &[&str]) {
     let output = kvferry(&["reset", "--all", "--socket-dir", sockets]);
     assert!(output.status.success());
     let text = String::from_utf8_lossy(&output.stdout);
-    assert_eq!(text.trim(), format!("{ready} pages forgotten"));
+    assert_eq!(text.trim(), format!("pages forgotten: {ready} in g2"));
     next_leader();
     assert_eq!(serve(), first, "what was reset came back");
     let status = status_of(sockets, |_| true);
