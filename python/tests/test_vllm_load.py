@@ -1,8 +1,8 @@
 """A real vLLM under a mixed load: prompts that share, branch and grow, preemptions, aborts, evictions, a disk, kills.
 
-The device has so few pages that vLLM preempts, host memory so few that it evicts (47, of about 100 that the first 48
-requests fill), and each tier is used. ``--full`` runs 400 requests in each test; the short form the first 48 of them,
-and 32 where requests run one at a time.
+The device has so few pages that vLLM preempts, and host memory so few (23, of about 100 that the first 48 requests
+fill) that it evicts pages for which later requests ask. The disk alone has those. ``--full`` runs 400 requests in each
+test; the short form the first 48 of them, and 32 where requests run one at a time.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ ALONE = COUNT if FULL else 32
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("load")
-    daemon = Daemon(folder / "s", g2="6MiB", g3="48MiB", g3_dir=folder / "disk", ratio=4)
+    daemon = Daemon(folder / "s", g2="3MiB", g3="48MiB", g3_dir=folder / "disk", ratio=4)
     daemon.start()
     try:
         yield daemon
