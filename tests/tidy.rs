@@ -66,7 +66,6 @@ const WITHOUT_IO: &[(&str, &[&str])] = &[
             "kvferry-types",
             "rmp",
             "rmp-serde",
-            "serde_path_to_error",
             "schemars",
             "serde",
             "serde_bytes",

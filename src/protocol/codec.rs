@@ -21,6 +21,7 @@ use crate::limits::{
 };
 use crate::named::Named;
 use crate::table::for_each_kind;
+use crate::trail::Trail;
 use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
 use kvferry_types::{
     CancelStoresAnswer, Epoch, FlushAnswer, LoadAnswer, LookupAnswer, PageList, PageRun, RequestId,
@@ -223,36 +224,29 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
 }
 
 fn read_body<T: DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -> Result<T, DecodeError> {
-    let refuse = |error: rmp_serde::decode::Error| {
-        let (kind, reason) = (kind.name(), cut(reason_of::<T>(&error, bytes)));
-        match error {
-            rmp_serde::decode::Error::DepthLimitExceeded => DecodeError::Limit { kind, reason },
-            _ if reason.contains(BEYOND) => DecodeError::Limit { kind, reason },
-            _ => DecodeError::Body { kind, reason },
-        }
-    };
+    let trail = Trail::default();
     let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
     reader.set_max_depth(DEPTH_MAX);
-    let body = T::deserialize(Named(&mut reader)).map_err(refuse)?;
+    let body = T::deserialize(Named(&mut reader, &trail));
+    let body = body.map_err(|error| refused(kind, &error, trail.path(bytes)))?;
     // The reader does not report how many bytes it has read. At the end of the input, and only there, deserializing
     // `()` fails with `InvalidMarkerRead`; of any further value it reads no more than `()` needs.
     match <()>::deserialize(&mut reader) {
         Err(rmp_serde::decode::Error::InvalidMarkerRead(_)) => Ok(body),
         _ => Err(DecodeError::Trailing {
             kind: kind.name(),
-            bytes: bytes.len() - body_bytes(bytes).map_err(refuse)?,
+            bytes: bytes.len() - body_bytes(bytes).map_err(|error| refused(kind, &error, None))?,
         }),
     }
 }
 
-/// The reason why a body cannot be read, with the field.
-fn reason_of<T: DeserializeOwned>(error: &rmp_serde::decode::Error, bytes: &[u8]) -> String {
+/// Why a body cannot be read, with the path of the field.
+fn refused(
+    kind: MessageKind,
+    error: &rmp_serde::decode::Error,
+    path: Option<String>,
+) -> DecodeError {
     use rmp_serde::decode::Error;
-    // The path costs time with each field, so that only a body that was refused is read with it.
-    let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
-    reader.set_max_depth(DEPTH_MAX);
-    let again = serde_path_to_error::deserialize::<_, T>(Named(&mut reader));
-    let path = again.err().map(|error| error.path().to_string());
     let reason = match error {
         Error::TypeMismatch(marker) => {
             format!("the MessagePack value {marker:?} is of another type than the schema has")
@@ -261,9 +255,15 @@ fn reason_of<T: DeserializeOwned>(error: &rmp_serde::decode::Error, bytes: &[u8]
         Error::InvalidMarkerRead(_) | Error::InvalidDataRead(_) => "the body ends early".to_owned(),
         error => error.to_string(),
     };
-    match path.filter(|path| path != ".") {
+    let reason = cut(match path {
         Some(path) => format!("{path}: {reason}"),
         None => reason,
+    });
+    let kind = kind.name();
+    match error {
+        Error::DepthLimitExceeded => DecodeError::Limit { kind, reason },
+        _ if reason.contains(BEYOND) => DecodeError::Limit { kind, reason },
+        _ => DecodeError::Body { kind, reason },
     }
 }
 
@@ -512,6 +512,15 @@ mod tests {
             let reason = refused(field, value);
             assert!(reason.starts_with(expected), "{reason}");
         }
+        let second = serde_json::json!([{"first_page": 0, "pages": [1], "count": 1}, {"first_page": 1, "pages": [2, "x", 3], "count": 3}]);
+        let second = serde_json::json!({"slot": 1, "parts": second, "later": {"a": 1}});
+        let second = rmp_serde::to_vec_named(&second).expect("a body");
+        let read = read_body::<crate::Load>(MessageKind::Load, &second);
+        let reason = read.expect_err("a page is a text").to_string();
+        assert!(
+            reason.starts_with("body of load: parts[1].pages[1]: "),
+            "{reason}"
+        );
         let parts =
             serde_json::json!({"slot": 1, "parts": [{"first_page": 0, "pages": [], "count": "x"}]});
         let parts = rmp_serde::to_vec_named(&parts).expect("a body");

@@ -24,6 +24,7 @@ mod pairs;
 mod request;
 mod role;
 mod table;
+mod trail;
 mod transfer;
 
 pub use body::{

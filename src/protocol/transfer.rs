@@ -13,6 +13,7 @@ use smallvec::SmallVec;
 use crate::body::{RecordBody, TransferBody, TransferOrder};
 use crate::limits::{DEPTH_MAX, PAGE_ITEMS_MAX, PAIRS_MAX};
 use crate::named::Named;
+use crate::trail::Trail;
 use kvferry_types::{FragmentPair, PageList, PageRun};
 
 /// Most list items for which capacity is reserved before they are decoded.
@@ -223,7 +224,7 @@ fn read_record(from: &mut &[u8]) -> Option<Option<RecordBody>> {
     }
     let mut reader = rmp_serde::Deserializer::new(*from);
     reader.set_max_depth(DEPTH_MAX - RECORD_DEPTH);
-    let record = RecordBody::deserialize(Named(&mut reader)).ok()?;
+    let record = RecordBody::deserialize(Named(&mut reader, &Trail::default())).ok()?;
     *from = reader.get_ref();
     Some(Some(record))
 }
