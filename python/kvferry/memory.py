@@ -22,7 +22,7 @@ import torch
 
 from kvferry import cuda
 from kvferry.proofs import Proofs
-from kvferry.sockets import SERVER_UID, SOCKET_PATH_BYTES_MAX, check_directory, serves
+from kvferry.sockets import SERVER_UID, SOCKET_PATH_BYTES_MAX, inside, open_directory, serves
 
 FD_SOCKET_NAME = "fds.sock"
 _HAND_OVER_LIMIT_S = 2.0
@@ -381,12 +381,15 @@ class KvMemory:
             OSError: the worker does not take them.
             Unsupported: the worker cannot open this memory.
         """
-        check_directory(directory)
         pieces = self._pieces
         if self._nonce is not None:
             pieces = [*pieces, self._nonce]
         by_handle = any(piece.handle for piece in pieces)
-        return _send_fds(directory / FD_SOCKET_NAME, self._descriptors(pieces), by_handle=by_handle)
+        opened = open_directory(directory)
+        try:
+            return _send_fds(directory, opened, self._descriptors(pieces), by_handle=by_handle)
+        finally:
+            os.close(opened)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
@@ -526,11 +529,15 @@ class _View:
 
 
 def _send_fds(
-    path: Path, descriptors: list[Callable[[], int]], *, by_handle: bool = False
+    directory: Path, opened: int, descriptors: list[Callable[[], int]], *, by_handle: bool = False
 ) -> tuple[list[bytes], int | None, int | None]:
-    """Sends descriptors to a worker. With ``by_handle`` the worker also opens memory by CUDA IPC handles."""
+    """Sends descriptors to the worker of an open directory.
+
+    With ``by_handle`` the worker also opens memory by CUDA IPC handles.
+    """
     tickets: list[bytes] = []
-    with _connected(path) as worker:
+    path = directory / FD_SOCKET_NAME
+    with _connected(path, inside(opened, FD_SOCKET_NAME)) as worker:
         process = _process_of(worker, path)
         if by_handle and not _in_our_namespace(process):
             raise Unsupported(
@@ -555,12 +562,12 @@ def _send_fds(
 
 
 @contextlib.contextmanager
-def _connected(path: Path) -> Iterator[socket.socket]:
+def _connected(path: Path, through: str) -> Iterator[socket.socket]:
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as worker:
         worker.settimeout(_HAND_OVER_LIMIT_S)
-        worker.connect(os.fspath(path))
+        worker.connect(through)
         yield worker
 
 

@@ -1,5 +1,6 @@
 """Sockets of clients: where a process of kvferry listens, and when a connection to it is gone."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -37,8 +38,14 @@ class Connection:
         Raises:
             OSError: naming the path, what is wrong with it, and the remedy.
         """
-        path = socket_path(directory)
-        self.socket = context.socket(zmq.DEALER)
+        # Held open until the end, because libzmq connects in a thread of its own.
+        self._directory = open_directory(directory)
+        try:
+            path = _socket_in(self._directory, directory)
+            self.socket = context.socket(zmq.DEALER)
+        except BaseException:
+            os.close(self._directory)
+            raise
         try:
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -50,6 +57,7 @@ class Connection:
             self.monitor = self.socket.get_monitor_socket(_GONE_EVENTS)
         except BaseException:
             self.socket.close(0)
+            os.close(self._directory)
             raise
         try:
             self.socket.connect(f"ipc://{path}")
@@ -95,21 +103,28 @@ class Connection:
         # Otherwise it stays open until it is collected, and its context cannot end before.
         self.monitor.close(0)
         self.socket.close(0)
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            os.close(directory)
 
 
-def socket_path(directory: Path) -> Path:
-    """Returns the socket in a directory of kvferry.
+def _socket_in(opened: int, directory: Path) -> str:
+    """Returns a path to the socket in an open directory, which is valid while it is open.
 
     Raises:
         OSError: naming the path, what is wrong with it, and the remedy.
     """
-    path = directory / SOCKET_NAME
-    check_directory(directory)
+    path, through = directory / SOCKET_NAME, inside(opened, SOCKET_NAME)
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
-    if not path.exists():
+    if not os.path.exists(through):
         raise OSError(f"no process listens at {path}")
-    return path
+    return through
+
+
+def inside(opened: int, name: str) -> str:
+    """Returns a path to a file in an open directory, which is valid while it is open."""
+    return f"/proc/self/fd/{opened}/{name}"
 
 
 def serves(uid: int) -> bool:
@@ -117,21 +132,36 @@ def serves(uid: int) -> bool:
     return uid == os.geteuid() or str(uid) == os.environ.get(SERVER_UID)
 
 
-def check_directory(directory: Path) -> None:
-    """Refuses a socket directory in which another user could put a socket.
+def open_directory(directory: Path) -> int:
+    """Opens a socket directory, and refuses one in which another user could put a socket. The caller closes it.
 
     It belongs to this process's user, or to the one that :data:`SERVER_UID` names. Others may pass through it (0711)
-    where kvferry has its setting ``users``.
+    where kvferry has its setting ``users``. What is opened through the descriptor lies in the directory that was
+    checked; the path may name another one by then, where somebody else can write to a directory above.
 
     Raises:
         OSError: naming the directory, what is wrong with it, and the remedy.
     """
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        found = os.lstat(directory)
+        opened = os.open(directory, flags)
     except FileNotFoundError:
         raise OSError(f"{directory} does not exist: is kvferry running with this socket_dir?") from None
-    if not stat.S_ISDIR(found.st_mode):
-        raise OSError(f"{directory} is a link or no directory: name a directory itself")
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise OSError(f"{directory} is a link or no directory: name a directory itself") from None
+    try:
+        _check(directory, os.fstat(opened))
+        if not os.path.exists(inside(opened, "")):
+            raise OSError(f"{directory} is reached through /proc, which is missing: mount it")
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _check(directory: Path, found: os.stat_result) -> None:
     if not serves(found.st_uid):
         raise OSError(
             f"{directory} belongs to uid {found.st_uid}: run the engine and kvferry as one user, or set {SERVER_UID} "

@@ -16,7 +16,7 @@ from raw_peer import LONG, MORE, Closed, RawPeer
 
 from kvferry import aio, wire
 from kvferry.client import Client, Failure, Later, PendingRequest
-from kvferry.sockets import SOCKET_NAME, Connection
+from kvferry.sockets import SOCKET_NAME, Connection, inside, open_directory
 from kvferry.wire import Code, Kind
 
 ENGINE = b"e" * 16
@@ -572,6 +572,17 @@ def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
     with talking(directory) as client:
         eventually("the reason is logged", lambda: "chmod 700" in client.problem)
         assert not client.listening
+
+
+def test_what_is_opened_through_a_directory_lies_in_the_one_that_was_checked(directory: Path) -> None:
+    """Whoever can write to a directory above can put another one in its place after the check."""
+    (directory / "file").write_text("own")
+    opened = open_directory(directory)
+    directory.rename(directory.with_name("moved"))
+    directory.mkdir()
+    (directory / "file").write_text("another's")
+    assert Path(inside(opened, "file")).read_text() == "own"
+    os.close(opened)
 
 
 def test_closing_ends_every_request(directory: Path) -> None:

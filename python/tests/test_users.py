@@ -27,7 +27,7 @@ from kvferry.engine_client import EngineClient
 from kvferry.memory import Group, KvMemory, Place
 from kvferry.rank import RankSession
 from kvferry.served import Part
-from kvferry.sockets import SERVER_UID, check_directory
+from kvferry.sockets import SERVER_UID, open_directory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="changing the user of a process needs root")
 
@@ -459,16 +459,16 @@ def test_a_client_accepts_the_directory_of_the_server_that_it_names(
     os.chown(directory, ALICE, ALICE)
     monkeypatch.delenv(SERVER_UID, raising=False)
     with pytest.raises(OSError, match=f"belongs to uid {ALICE}"):
-        check_directory(directory)
+        open_directory(directory)
     monkeypatch.setenv(SERVER_UID, str(BOB))
     with pytest.raises(OSError, match=f"belongs to uid {ALICE}"):
-        check_directory(directory)
+        open_directory(directory)
     monkeypatch.setenv(SERVER_UID, str(ALICE))
     for mode, good in ((0o700, True), (0o711, True), (0o755, False), (0o733, False), (0o777, False)):
         directory.chmod(mode)
         assert stat.S_IMODE(directory.stat().st_mode) == mode
         if good:
-            check_directory(directory)
+            os.close(open_directory(directory))
         else:
             with pytest.raises(OSError, match="run chmod 700"):
-                check_directory(directory)
+                open_directory(directory)

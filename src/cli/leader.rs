@@ -3,7 +3,6 @@
 use std::fs;
 use std::io::Write;
 use std::num::NonZeroU64;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -19,12 +18,16 @@ use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
 use kvferry_protocol::{FEATURE_TAILS, Role};
-use kvferry_transport::{Limits, Server, ServerSettings, prepare_directory, prepare_for};
+use kvferry_transport::{Limits, OtherUsers, OwnDirectory, Server, ServerSettings, prepare_for};
 use kvferry_types::{ByteSize, Epoch, PerTier, TierId, WorkerId};
 
 /// How long a leader waits for the one before, which may still be ending.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
+/// File with the secret key of the anchors.
+const ANCHOR_KEY: &str = "anchor-key";
+/// File with the epoch of the last leader.
+const EPOCH: &str = "epoch";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -59,22 +62,22 @@ impl Arguments {
             let listener = listen(&socket_paths.leader_address(), remote, limits)
                 .await
                 .map_err(CommandError::failed)?;
-            let directory = socket_paths.leader();
             // Held to the end: two leaders would give the same numbers to different stores.
             let mut lock = None;
             // Beside the tier that lasts longest: without the key, nothing in it is found.
             let directory = match crate::cli::worker::disks(&config)? {
                 Some(_) => {
                     let directory = config.g3_dir.0[0].join("leader");
-                    prepare_directory(&directory).map_err(CommandError::failed)?;
+                    let prepared = prepare_for(&directory, &OtherUsers::default())
+                        .map_err(CommandError::failed)?;
                     lock = Some(take(&directory, &config.g3_dir.0[0]).await?);
                     warn_of_small_disks(config.g3, &config.g3_dir.0);
-                    directory
+                    prepared
                 }
-                None => directory,
+                None => OwnDirectory::open(&socket_paths.leader()).map_err(CommandError::failed)?,
             };
             let epoch = next_epoch(&directory)?;
-            if lock.is_some() && !directory.join("anchor-key").exists() {
+            if lock.is_some() && !directory.contains(ANCHOR_KEY) {
                 warn_of_lost_key(&config.g3_dir.0[0]);
             }
             let key = anchor_key(&directory)?;
@@ -210,11 +213,11 @@ fn warn_of_lost_key(tier: &Path) {
 
 /// Returns the secret key of the anchors, which all leaders of this directory share. With another key, no page in the
 /// depots would be found.
-fn anchor_key(directory: &Path) -> Result<[u8; 32], CommandError> {
-    let path = directory.join("anchor-key");
+fn anchor_key(directory: &OwnDirectory) -> Result<[u8; 32], CommandError> {
+    let path = directory.path().join(ANCHOR_KEY);
     let failed =
         |error: std::io::Error| CommandError::Failed(format!("{}: {error}", path.display()));
-    match fs::read(&path) {
+    match directory.read(ANCHOR_KEY) {
         Ok(bytes) => <[u8; 32]>::try_from(bytes.as_slice()).map_err(|_| {
             CommandError::Failed(format!(
                 "{} has {} bytes, not 32: remove it when no leader runs here; the contents of the depots are lost then",
@@ -225,28 +228,10 @@ fn anchor_key(directory: &Path) -> Result<[u8; 32], CommandError> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             let mut key = [0; 32];
             random(&mut key)?;
-            replace(&path, &key).map_err(failed)?;
+            directory.replace(ANCHOR_KEY, &key).map_err(failed)?;
             Ok(key)
         }
         Err(error) => Err(failed(error)),
-    }
-}
-
-/// Replaces a file atomically and durably. Only its owner may read it.
-fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let fresh = path.with_extension("new");
-    let mut file = fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&fresh)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&fresh, path)?;
-    match path.parent() {
-        Some(directory) => fs::File::open(directory)?.sync_all(),
-        None => Ok(()),
     }
 }
 
@@ -254,37 +239,42 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 /// If the file is missing, the number is the time in milliseconds: depots and workers may have seen epochs of earlier
 /// leaders, which counted from an earlier time, and leaders start less often than once a millisecond. If the clock was
 /// set back in between, a worker reports the epoch that its depot has seen, and [`raise_epoch`] raises the file.
-fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
-    let path = directory.join("epoch");
-    let last = match fs::read_to_string(&path) {
-        Ok(text) => text.trim().parse::<u64>().map_err(|_| {
-            let path = path.display();
-            CommandError::Failed(format!(
-                "{path} holds no number: remove it when no leader runs here"
-            ))
-        })?,
+fn next_epoch(directory: &OwnDirectory) -> Result<Epoch, CommandError> {
+    let path = directory.path().join(EPOCH);
+    let path = path.display();
+    let last = match directory.read(EPOCH) {
+        Ok(text) => {
+            let number = str::from_utf8(&text).ok();
+            let number = number.and_then(|text| text.trim().parse::<u64>().ok());
+            number.ok_or_else(|| {
+                CommandError::Failed(format!(
+                    "{path} holds no number: remove it when no leader runs here"
+                ))
+            })?
+        }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => unix_ms(),
-        Err(error) => return Err(CommandError::Failed(format!("{}: {error}", path.display()))),
+        Err(error) => return Err(CommandError::Failed(format!("{path}: {error}"))),
     };
     let next = last.checked_add(1).ok_or_else(|| {
-        let path = path.display();
         CommandError::Failed(format!(
             "{path} holds the largest possible number: stop the workers, remove it, and start them again"
         ))
     })?;
-    write_epoch(&path, next)?;
+    write_epoch(directory, next)?;
     Ok(Epoch(next))
 }
 
 /// Makes the next leader of this directory start after an epoch that a depot has seen.
-fn raise_epoch(directory: &Path, seen: Epoch) -> Result<(), CommandError> {
-    write_epoch(&directory.join("epoch"), seen.0)
+fn raise_epoch(directory: &OwnDirectory, seen: Epoch) -> Result<(), CommandError> {
+    write_epoch(directory, seen.0)
 }
 
-fn write_epoch(path: &Path, epoch: u64) -> Result<(), CommandError> {
-    let text = format!("{epoch}\n");
-    let written = replace(path, text.as_bytes());
-    written.map_err(|error| CommandError::Failed(format!("{}: {error}", path.display())))
+fn write_epoch(directory: &OwnDirectory, epoch: u64) -> Result<(), CommandError> {
+    let written = directory.replace(EPOCH, format!("{epoch}\n").as_bytes());
+    written.map_err(|error| {
+        let path = directory.path().join(EPOCH);
+        CommandError::Failed(format!("{}: {error}", path.display()))
+    })
 }
 
 /// Milliseconds since 1970; 0 before.

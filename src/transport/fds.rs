@@ -28,7 +28,7 @@ use kvferry_types::User;
 use super::directory::{self, Claim, FD_SOCKET_NAME};
 use super::handshake_permits::HandshakePermits;
 use super::process::ProcessWatch;
-use super::{OtherUsers, SharedLogLimit, TransportError};
+use super::{OtherUsers, OwnDirectory, SharedLogLimit, TransportError, prepare_for};
 
 /// Length of a [`Ticket`] in bytes.
 pub const TICKET_BYTES: usize = 16;
@@ -167,7 +167,7 @@ impl FdReceiver {
     /// # Errors
     /// As [`Self::bind`].
     pub fn bind_for(directory: &Path, users: OtherUsers) -> Result<Self, TransportError> {
-        directory::prepare_for(directory, &users)?;
+        let directory = prepare_for(directory, &users)?;
         let mut claim = Claim::take(directory, FD_SOCKET_NAME)?;
         let socket = claim.bind(&users)?;
         let files = getrlimit(Resource::Nofile).current;
@@ -442,8 +442,9 @@ pub async fn send_fds(
     fds: &[(Ticket, BorrowedFd<'_>)],
     deadline: Duration,
 ) -> Result<(), FdError> {
-    directory::check(directory)?;
-    let socket = directory::socket_path(directory, FD_SOCKET_NAME)?;
+    directory::socket_path(directory, FD_SOCKET_NAME)?;
+    let directory = OwnDirectory::open(directory)?;
+    let socket = directory.through(FD_SOCKET_NAME);
     let mut connected: Option<UnixStream> = None;
     for together in fds.chunks(TOGETHER_MAX) {
         let tickets: Vec<u8> = together.iter().flat_map(|(ticket, _)| *ticket).collect();

@@ -31,6 +31,7 @@ mod handshake_permits;
 mod listener;
 mod log_limit;
 mod memory;
+mod own_directory;
 mod process;
 mod publish;
 mod queue;
@@ -65,9 +66,7 @@ use bytes::Bytes;
 pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming, PendingAnswer};
 pub use clock::Clock;
 pub use connection::Connection;
-pub use directory::{
-    DirectoryLock, check as check_directory, prepare as prepare_directory, prepare_for,
-};
+pub use directory::DirectoryLock;
 pub use error::{CloseReason, Closed, SendError, TransportError};
 pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
@@ -75,6 +74,7 @@ pub use fds::{
 pub use listener::{FrameSender, Listener};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
+pub use own_directory::{OwnDirectory, prepare_for};
 pub use publish::{PublicAddress, Publisher, PublisherLimits};
 pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
 pub use tcp::TlsTransport;

@@ -10,7 +10,10 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::dealer::Dealer;
 use super::directory::{self, Claim, SOCKET_NAME};
 use super::gate::{self, Gate};
-use super::{Address, BoxFuture, Connection, Limits, Listener, Transport, TransportError};
+use super::{
+    Address, BoxFuture, Connection, Limits, Listener, OwnDirectory, Transport, TransportError,
+    prepare_for,
+};
 
 /// First and longest pause between two checks for a listener that is not there yet.
 const LOOK_PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
@@ -54,8 +57,8 @@ pub(super) fn open(
 ) -> Result<(Listener, Arc<Gate>), TransportError> {
     let path = directory_of(address)?;
     limits.check()?;
-    directory::prepare_for(path, &limits.users)?;
-    let mut claim = Claim::take(path, SOCKET_NAME)?;
+    let directory = prepare_for(path, &limits.users)?;
+    let mut claim = Claim::take(directory, SOCKET_NAME)?;
     let public = claim.bind(&limits.users)?;
     let limits = Arc::new(limits);
     let (listener, intake) = Listener::new(address.clone(), &limits, |_| Box::new(claim));
@@ -71,12 +74,12 @@ async fn connect(
 ) -> Result<Connection, TransportError> {
     let directory = directory_of(address)?;
     limits.check()?;
-    let socket = directory::socket_path(directory, SOCKET_NAME)?;
+    directory::socket_path(directory, SOCKET_NAME)?;
     let by = Instant::now() + deadline;
     let mut pause = LOOK_PAUSE.0;
     while Instant::now() < by {
-        if is_there(directory, &socket)?
-            && let Some(connection) = try_connect(address, &socket, &limits, by).await?
+        if let Some(directory) = with_socket(directory)?
+            && let Some(connection) = try_connect(address, &directory, &limits, by).await?
         {
             return Ok(connection);
         }
@@ -89,13 +92,13 @@ async fn connect(
     })
 }
 
-/// Whether the socket exists. Refuses a directory in which another user could have created it, because a hostile server
-/// could make the crate abort this process.
-fn is_there(directory: &Path, socket: &Path) -> Result<bool, TransportError> {
-    match directory::check(directory) {
-        Ok(()) => Ok(socket.exists()),
+/// Opens the directory, if there is one with the socket. Refuses one in which another user could have created the socket,
+/// because a hostile server could make the crate abort this process.
+fn with_socket(directory: &Path) -> Result<Option<OwnDirectory>, TransportError> {
+    match OwnDirectory::open(directory) {
+        Ok(directory) => Ok(directory.contains(SOCKET_NAME).then_some(directory)),
         Err(TransportError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-            Ok(false)
+            Ok(None)
         }
         Err(error) => Err(error),
     }
@@ -104,12 +107,13 @@ fn is_there(directory: &Path, socket: &Path) -> Result<bool, TransportError> {
 /// Attempts one connection. `None` when no listener answered: a stale socket, or a busy listener.
 async fn try_connect(
     address: &Address,
-    socket: &Path,
+    directory: &OwnDirectory,
     limits: &Limits,
     by: Instant,
 ) -> Result<Option<Connection>, TransportError> {
     let by = by.min(Instant::now() + ATTEMPT);
-    let endpoint = format!("ipc://{}", socket.display());
+    // Through the directory that was checked: its path may name another one by now.
+    let endpoint = format!("ipc://{}", directory.through(SOCKET_NAME).display());
     match timeout_at(by, Dealer::connect(&endpoint, limits.clone())).await {
         Ok(Ok(dealer)) => Ok(Some(Connection::dealer(dealer))),
         Err(_) => Ok(None),

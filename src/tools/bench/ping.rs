@@ -17,8 +17,8 @@ use kvferry::error::CommandError;
 use kvferry_protocol::Role;
 use kvferry_transport::zmtp::{Item, Parser};
 use kvferry_transport::{
-    Address, CertificateHolder, Connection, Credentials, Frame, Limits, ListenerEvent, Root,
-    TlsTransport, Transport, Written, ZmqTransport, prepare_directory,
+    Address, CertificateHolder, Connection, Credentials, Frame, Limits, ListenerEvent, OtherUsers,
+    Root, TlsTransport, Transport, Written, ZmqTransport, prepare_for,
 };
 use kvferry_types::{Rank, Replica, WorkerId};
 
@@ -436,7 +436,8 @@ impl EchoArguments {
         let (transport, address): (Box<dyn Transport>, _) =
             match (self.gate, self.tls, self.credentials) {
                 (Some(directory), ..) => {
-                    prepare_directory(&directory).map_err(CommandError::failed)?;
+                    prepare_for(&directory, &OtherUsers::default())
+                        .map_err(CommandError::failed)?;
                     (Box::new(ZmqTransport), Address::Directory(directory))
                 }
                 (_, Some(address), Some(path)) => {

@@ -18,8 +18,8 @@ use kvferry_protocol::{
     Role, StatedMemory, Status, Store, TierPages,
 };
 use kvferry_transport::{
-    Address, Client, Incoming, Limits, Server, ServerEvent, ServerSettings, Transport,
-    ZmqTransport, prepare_directory,
+    Address, Client, Incoming, Limits, OtherUsers, Server, ServerEvent, ServerSettings, Transport,
+    ZmqTransport, prepare_for,
 };
 use kvferry_types::{EndedCopy, Epoch, PageList, TransferId};
 
@@ -316,7 +316,7 @@ impl BusyArguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
         // As many threads as a leader has.
         block_on(1, async move {
-            let directory = prepare_directory(&self.directory);
+            let directory = prepare_for(&self.directory, &OtherUsers::default());
             directory.map_err(CommandError::failed)?;
             let listener = ZmqTransport
                 .listen(&Address::Directory(self.directory), Limits::default())

@@ -4,7 +4,9 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _, symlink};
 use std::path::Path;
 
-use super::super::{FdReceiver, TransportError};
+use super::super::directory::Claim;
+use super::super::skipped::skipped;
+use super::super::{FdReceiver, OtherUsers, OwnDirectory, TransportError};
 use super::*;
 
 fn set_mode(path: &Path, mode: u32) {
@@ -79,24 +81,62 @@ async fn refuses_links_and_files() {
     assert!(refused(&file).await.contains("is a link or no directory"));
 }
 
+/// A kubelet makes volumes with mode 0777, or with one for a group, and without the sticky bit.
 #[tokio::test]
-async fn refuses_a_parent_in_which_others_could_swap_it() {
+async fn a_parent_that_others_can_write_is_no_obstacle() {
     let root = tempfile::tempdir().expect("temporary directory");
-    let parent = root.path().join("parent");
-    let path = parent.join("own");
-    fs::create_dir(&parent).expect("made");
+    for bits in [0o777, 0o2777, 0o2775, 0o2770, 0o1777] {
+        let parent = root.path().join(format!("{bits:o}"));
+        fs::create_dir(&parent).expect("made");
+        set_mode(&parent, bits);
+        let address = Address::Directory(parent.join("own"));
+        let mut listener = ZmqTransport
+            .listen(&address, Limits::default())
+            .await
+            .expect("listens");
+        let connecting = ZmqTransport.connect(&address, Limits::default(), TEST_TIMEOUT);
+        let _client = connecting.await.expect("connects");
+        opened(&mut listener).await;
+    }
+}
+
+/// Whoever can write to the parent can put another directory in the place of the one that was checked.
+#[tokio::test]
+async fn what_is_opened_through_a_directory_lies_in_the_one_that_was_checked() {
+    let root = tempfile::tempdir().expect("temporary directory");
+    let path = root.path().join("own");
+    let directory = super::super::prepare_for(&path, &OtherUsers::default()).expect("made");
+    directory.replace("file", b"own").expect("written");
+    let mut claim = Claim::take(directory, "kvferry.sock").expect("free");
+    fs::rename(&path, root.path().join("moved")).expect("moved");
+    fs::create_dir(&path).expect("another one");
+    fs::write(path.join("file"), "another's").expect("written");
+
+    let refused = claim
+        .bind(&OtherUsers::default())
+        .expect_err("another directory");
+    assert!(refused.to_string().contains("kvferry.sock"), "{refused}");
+    let checked = OwnDirectory::open(&root.path().join("moved")).expect("checked");
+    fs::rename(root.path().join("moved"), root.path().join("again")).expect("moved");
+    assert_eq!(checked.read("file").expect("read"), b"own");
+    let through = fs::read(checked.through("file")).expect("read");
+    assert_eq!(through, b"own");
+}
+
+/// The user of a pod cannot change the mode of a volume, and can name a directory in it.
+#[tokio::test]
+async fn a_directory_of_another_user_in_which_one_can_be_made_is_refused_with_a_path_in_it() {
+    if !rustix::process::geteuid().is_root() {
+        return skipped("it needs root, which gives a directory to another user");
+    }
+    let root = tempfile::tempdir().expect("temporary directory");
+    let path = root.path().join("volume");
     fs::create_dir(&path).expect("made");
-    set_mode(&path, 0o700);
-    set_mode(&parent, 0o777);
+    set_mode(&path, 0o777);
+    std::os::unix::fs::chown(&path, Some(12_345), None).expect("given");
     let text = refused(&path).await;
-    assert!(
-        text.contains(&format!("chmod go-w {}", parent.display())),
-        "{text}"
-    );
-    set_mode(&parent, 0o1777);
-    let address = Address::Directory(path);
-    let listening = ZmqTransport.listen(&address, Limits::default()).await;
-    listening.expect("a sticky parent is fine");
+    let inside = path.join("kvferry");
+    assert!(text.contains(&inside.display().to_string()), "{text}");
 }
 
 #[tokio::test]
@@ -145,7 +185,7 @@ async fn replaces_the_socket_of_a_listener_that_was_killed() {
     let Address::Directory(path) = &address else {
         panic!("not a directory");
     };
-    super::super::directory::prepare(path).expect("made");
+    super::super::prepare_for(path, &OtherUsers::default()).expect("made");
     let socket = path.join("kvferry.sock");
     drop(std::os::unix::net::UnixListener::bind(&socket).expect("binds"));
     assert!(socket.exists());

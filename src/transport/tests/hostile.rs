@@ -7,7 +7,7 @@ use tokio::net::UnixStream;
 
 use super::super::gate::HANDSHAKES_MAX;
 use super::super::zmtp::{self, Part};
-use super::super::{TransportError, Violation};
+use super::super::{OtherUsers, TransportError, Violation};
 use super::*;
 
 /// Returns a greeting and the READY of a DEALER with this identity.
@@ -401,7 +401,7 @@ async fn a_server_that_speaks_no_zmtp_is_an_error_in_time() {
     let Address::Directory(path) = &address else {
         panic!("not a directory");
     };
-    super::super::directory::prepare(path).expect("made");
+    super::super::prepare_for(path, &OtherUsers::default()).expect("made");
     let mute = tokio::net::UnixListener::bind(path.join("kvferry.sock")).expect("binds");
     let short = Duration::from_millis(100);
     let error = ZmqTransport

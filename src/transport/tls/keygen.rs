@@ -1,8 +1,6 @@
 //! Makes the root of a deployment, and the certificates of its processes.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -16,7 +14,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use webpki::EndEntityCert;
 
 use super::LEADER_NAME;
-use crate::{CertificateHolder, Claims, TransportError, prepare_directory};
+use crate::{CertificateHolder, Claims, OtherUsers, OwnDirectory, TransportError, prepare_for};
 use kvferry_session::check_deployment;
 
 /// Days for which a root is valid.
@@ -85,7 +83,7 @@ pub enum Written {
 
 /// The root of a deployment, which signs the certificates of its processes.
 pub struct Root {
-    directory: PathBuf,
+    directory: OwnDirectory,
     deployment: String,
     certificate: String,
     issuer: Issuer<'static, KeyPair>,
@@ -99,26 +97,19 @@ impl Root {
     pub fn open_or_make(directory: &Path, deployment: Option<&str>) -> Result<Self, KeygenError> {
         let new = deployment.unwrap_or(DEPLOYMENT);
         check_deployment(new).map_err(KeygenError::Deployment)?;
-        prepare_directory(directory)?;
-        let (certificate_path, key_path) =
-            (directory.join(ROOT_CERTIFICATE), directory.join(ROOT_KEY));
-        let read = |path: &Path| {
-            fs::read_to_string(path).map_err(|source| KeygenError::File {
-                path: path.to_owned(),
-                source,
-            })
-        };
-        let (key, certificate) = match key_path.exists() {
+        let directory = prepare_for(directory, &OtherUsers::default())?;
+        let certificate_path = directory.path().join(ROOT_CERTIFICATE);
+        let (key, certificate) = match directory.contains(ROOT_KEY) {
             true => (
-                KeyPair::from_pem(&read(&key_path)?)?,
-                read(&certificate_path)?,
+                KeyPair::from_pem(&read(&directory, ROOT_KEY)?)?,
+                read(&directory, ROOT_CERTIFICATE)?,
             ),
             false => {
                 let key = KeyPair::generate()?;
                 let certificate = root_parameters(new)?.self_signed(&key)?.pem();
                 // The certificate first: without the key, this is repeated.
-                write(&certificate_path, certificate.as_bytes())?;
-                write(&key_path, key.serialize_pem().as_bytes())?;
+                write(&directory, ROOT_CERTIFICATE, certificate.as_bytes())?;
+                write(&directory, ROOT_KEY, key.serialize_pem().as_bytes())?;
                 (key, certificate)
             }
         };
@@ -136,15 +127,15 @@ impl Root {
             .ok_or_else(|| damaged("names no deployment"))?;
         if let Some(asked) = deployment.filter(|asked| *asked != found) {
             return Err(KeygenError::OtherDeployment {
-                directory: directory.to_owned(),
+                directory: directory.path().to_owned(),
                 found: found.to_owned(),
                 asked: asked.to_owned(),
             });
         }
         let issuer = Issuer::new(root_parameters(found)?, key);
         Ok(Self {
-            directory: directory.to_owned(),
             deployment: found.to_owned(),
+            directory,
             certificate,
             issuer,
         })
@@ -161,14 +152,15 @@ impl Root {
         days: u32,
         renew: bool,
     ) -> Result<Written, KeygenError> {
-        let name = holder.to_string().replace('/', "-");
-        let path = self.directory.join(format!("{name}.pem"));
-        if path.exists() && !renew {
+        let name = format!("{}.pem", holder.to_string().replace('/', "-"));
+        let path = self.directory.path().join(&name);
+        if self.directory.contains(&name) && !renew {
             return Ok(Written::Kept(path));
         }
         let from = since_1970().saturating_sub(CLOCK_SKEW);
         let until = since_1970().saturating_add(DAY * days);
-        write(&path, self.issue(holder, from, until)?.as_bytes())?;
+        let credentials = self.issue(holder, from, until)?;
+        write(&self.directory, &name, credentials.as_bytes())?;
         Ok(Written::New(path))
     }
 
@@ -233,26 +225,19 @@ fn root_parameters(deployment: &str) -> Result<CertificateParams, KeygenError> {
     Ok(parameters)
 }
 
-/// Replaces a file atomically and durably. Only its owner may read it.
-fn write(path: &Path, bytes: &[u8]) -> Result<(), KeygenError> {
-    let fresh = path.with_extension("new");
-    let written = || {
-        if let Err(error) = fs::remove_file(&fresh)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            return Err(error);
-        }
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&fresh)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&fresh, path)
-    };
-    written().map_err(|source| KeygenError::File {
-        path: path.to_owned(),
+fn read(directory: &OwnDirectory, name: &str) -> Result<String, KeygenError> {
+    let bytes = directory.read(name);
+    let text = bytes.and_then(|bytes| String::from_utf8(bytes).map_err(io::Error::other));
+    text.map_err(|source| KeygenError::File {
+        path: directory.path().join(name),
+        source,
+    })
+}
+
+fn write(directory: &OwnDirectory, name: &str, bytes: &[u8]) -> Result<(), KeygenError> {
+    let written = directory.replace(name, bytes);
+    written.map_err(|source| KeygenError::File {
+        path: directory.path().join(name),
         source,
     })
 }
