@@ -4,6 +4,7 @@ mod directories;
 mod error;
 mod monitor_address;
 mod reference;
+mod service_links;
 mod sources;
 mod tier_size;
 mod user_list;

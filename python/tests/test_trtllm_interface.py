@@ -150,6 +150,24 @@ def test_settings_are_read_from_the_environment(beside: None) -> None:
     assert (settings.namespace, settings.weights, settings.store_hold_ms) == ("a", "", 2000)
 
 
+def test_variables_of_a_service_with_the_prefix_are_no_settings(beside: None) -> None:
+    links = {
+        "KVFERRY_TRTLLM_SERVICE_HOST": "10.0.0.1",
+        "KVFERRY_TRTLLM_SERVICE_PORT": "80",
+        "KVFERRY_TRTLLM_SERVICE_PORT_HTTP": "80",
+        "KVFERRY_TRTLLM_PORT": "tcp://10.0.0.1:80",
+        "KVFERRY_TRTLLM_PORT_80_TCP": "tcp://[fd00::1]:80",
+        "KVFERRY_TRTLLM_PORT_80_TCP_PROTO": "tcp",
+        "KVFERRY_TRTLLM_PORT_80_TCP_PORT": "80",
+        "KVFERRY_TRTLLM_PORT_80_TCP_ADDR": "fd00::1",
+        "KVFERRY_TRTLLM_METRICS_SERVICE_HOST": "10.0.0.2",
+    }
+    assert connector("settings").Settings.read(links).mode == "both"
+    for variable, value in [("KVFERRY_TRTLLM_PORT", "80"), ("KVFERRY_TRTLLM_SERVICE_HOST", "a host")]:
+        with pytest.raises(ValueError, match="no such variable is known"):
+            connector("settings").Settings.read({variable: value})
+
+
 @pytest.mark.parametrize(
     ("environment", "directory"),
     [

@@ -9,6 +9,7 @@ use figment::providers::{Format, Toml};
 use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
+use super::service_links::is_service_link;
 use super::{ConfigError, Flags};
 use kvferry_protocol::VERSION;
 
@@ -17,6 +18,9 @@ pub const ENVIRONMENT_PREFIX: &str = "KVFERRY_";
 /// Variables with the prefix that are not settings: `KVFERRY_SHARED` names the folder of shared test files, and
 /// `KVFERRY_SERVER_UID` tells clients of other users as which user kvferry runs.
 pub const OTHER_VARIABLES: &[&str] = &["KVFERRY_SERVER_UID", "KVFERRY_SHARED"];
+/// Prefix of the settings of the connector for TensorRT-LLM, which refuses unknown names itself: an engine and the program
+/// may have one environment.
+const CONNECTOR_PREFIX: &str = "KVFERRY_TRTLLM_";
 /// Largest size of a configuration file, in bytes.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
@@ -197,7 +201,8 @@ fn one_line(message: &str) -> String {
     }
 }
 
-/// Reads the settings among environment variables. Every variable with the prefix must be known.
+/// Reads the settings among environment variables. Every variable with the prefix must be known, or be one of a Kubernetes
+/// Service.
 pub(super) fn environment(variables: &[(OsString, OsString)]) -> Result<Vec<Setting>, ConfigError> {
     let mut settings = Vec::new();
     for (name, value) in variables {
@@ -205,10 +210,17 @@ pub(super) fn environment(variables: &[(OsString, OsString)]) -> Result<Vec<Sett
         let Some(rest) = name.strip_prefix(ENVIRONMENT_PREFIX) else {
             continue;
         };
-        if OTHER_VARIABLES.contains(&name) {
+        if OTHER_VARIABLES.contains(&name) || name.starts_with(CONNECTOR_PREFIX) {
             continue;
         }
         let known = KEYS.iter().find(|key| key.name.to_uppercase() == rest);
+        if known.is_none()
+            && value
+                .to_str()
+                .is_some_and(|value| is_service_link(rest, value))
+        {
+            continue;
+        }
         let key = known.ok_or_else(|| ConfigError::UnknownKey {
             origin: "environment".to_owned(),
             key: name.to_owned(),

@@ -268,6 +268,29 @@ fn variables_that_are_no_settings_are_ignored() {
     assert!(load_environment(&variables).is_ok());
 }
 
+/// A kubelet sets these in every container of a namespace that has a Service with such a name.
+#[test]
+fn variables_of_a_service_named_kvferry_are_no_settings() {
+    let links = [
+        ("KVFERRY_SERVICE_HOST", "10.0.0.1"),
+        ("KVFERRY_SERVICE_PORT", "9464"),
+        ("KVFERRY_SERVICE_PORT_METRICS", "9464"),
+        ("KVFERRY_PORT", "tcp://10.0.0.1:9464"),
+        ("KVFERRY_PORT_9464_TCP", "tcp://10.0.0.1:9464"),
+        ("KVFERRY_PORT_9464_TCP_PROTO", "tcp"),
+        ("KVFERRY_PORT_9464_TCP_PORT", "9464"),
+        ("KVFERRY_PORT_9464_TCP_ADDR", "10.0.0.1"),
+        ("KVFERRY_METRICS_SERVICE_HOST", "10.0.0.2"),
+        ("KVFERRY_METRICS_PORT", "tcp://10.0.0.2:80"),
+        ("KVFERRY_TRTLLM_MODE", "load"),
+    ];
+    let config = load_environment(&[&links[..], &[("KVFERRY_RANKS", "3")]].concat());
+    assert_eq!(config.expect("settings").ranks, 3);
+    let error = message(load_environment(&[("KVFERRY_MONITOR_PORT", "9464")]));
+    let expected = "unknown key 'KVFERRY_MONITOR_PORT': did you mean 'KVFERRY_MONITOR'?";
+    assert!(error.ends_with(expected), "{error}");
+}
+
 #[test]
 fn bad_values_name_key_value_source_and_what_is_expected() {
     let cases = [

@@ -6,6 +6,7 @@ so that those of the connector have a prefix of their own: an unknown name with 
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +21,13 @@ DEADLINE_MS_MAX = 120_000
 #: Longest ``namespace``, ``namespace_prefix`` and ``weights``, in characters.
 TEXT_MAX = 256
 
+#: Variables that Kubernetes sets for a Service named ``kvferry-trtllm`` or ``kvferry-trtllm-...``, with their values:
+#: an address, a port, a protocol, or all three as in ``tcp://10.0.0.1:80``.
+_SERVICE_LINK = re.compile(
+    r"(\w+_)?(SERVICE_HOST=[0-9a-fA-F.:]+|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://[^/]+:\d+"
+    r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO=(tcp|udp|sctp)|PORT=\d+|ADDR=[0-9a-fA-F.:]+))",
+    re.ASCII,
+)
 _MODES = ("both", "load", "store")
 _NUMBERS = {
     "replica": (0, 63),
@@ -86,6 +94,8 @@ class Settings:
         values: dict[str, str | int | Path] = {}
         for variable, text in given.items():
             if not variable.startswith(PREFIX):
+                continue
+            if _SERVICE_LINK.fullmatch(f"{variable.removeprefix(PREFIX)}={text}"):
                 continue
             name = variable.removeprefix(PREFIX).lower()
             if name not in names or variable != variable_of(name):
