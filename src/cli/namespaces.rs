@@ -3,10 +3,7 @@
 //! Each entry has a prefix, the users whose engines may name namespaces that begin with it, and limits.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read as _;
 use std::num::NonZeroU64;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -16,7 +13,7 @@ use crate::config::{CONFIG_BYTES_MAX, Config, UNKNOWN_UID};
 use crate::error::CommandError;
 use kvferry_core::{NAMESPACE_RULES_MAX, NamespaceRule, NamespaceSecret, Namespaces};
 use kvferry_protocol::limits::NAMESPACE_BYTES_MAX;
-use kvferry_transport::own_uid;
+use kvferry_transport::{FileRefused, Readers, own_uid, read_trusted};
 use kvferry_types::{PerTier, TierId, User};
 
 /// Users of one entry, at most.
@@ -55,7 +52,7 @@ pub(super) fn load(config: &Config) -> Result<Namespaces, CommandError> {
     if path.as_os_str().is_empty() {
         return Ok(Namespaces::default());
     }
-    let bytes = read_checked(path, "namespaces", 0o022, CONFIG_BYTES_MAX)?;
+    let bytes = read_checked(path, "namespaces", Readers::All, CONFIG_BYTES_MAX)?;
     let text = String::from_utf8(bytes).map_err(|_| {
         let path = path.display();
         CommandError::Config(format!("namespaces {path} is not UTF-8: write it as TOML"))
@@ -110,45 +107,17 @@ fn unreachable_users(config: &Config, rules: &[NamespaceRule]) -> BTreeMap<u32, 
     found
 }
 
-/// Reads a file of at most `bytes_max` bytes that belongs to this user or root, and whose mode has none of the bits of
-/// `forbidden`.
+/// Reads the file of a setting.
 fn read_checked(
     path: &Path,
     setting: &str,
-    forbidden: u32,
+    readers: Readers,
     bytes_max: u64,
 ) -> Result<Vec<u8>, CommandError> {
-    let shown = path.display();
-    let failed =
-        |error: std::io::Error| CommandError::Config(format!("{setting} {shown}: {error}"));
-    let mut file = File::open(path).map_err(failed)?;
-    let found = file.metadata().map_err(failed)?;
-    let refuse =
-        |problem: String| Err(CommandError::Config(format!("{setting} {shown} {problem}")));
-    if !found.is_file() {
-        return refuse("is no regular file: name a file".to_owned());
-    }
-    if found.uid() != own_uid() && found.uid() != 0 {
-        return refuse(format!(
-            "belongs to uid {}: give it to root, or to uid {}, as which kvferry runs",
-            found.uid(),
-            own_uid()
-        ));
-    }
-    let mode = found.mode() & 0o777;
-    if mode & forbidden != 0 {
-        return refuse(format!(
-            "has mode {mode:04o}, so that others can use it: run chmod {:03o} {shown}",
-            mode & !forbidden
-        ));
-    }
-    let mut bytes = Vec::new();
-    let mut limited = (&mut file).take(bytes_max + 1);
-    limited.read_to_end(&mut bytes).map_err(failed)?;
-    match bytes.len() as u64 > bytes_max {
-        true => refuse(format!("has more than {bytes_max} bytes: give fewer")),
-        false => Ok(bytes),
-    }
+    read_trusted(path, readers, bytes_max).map_err(|FileRefused { problem, remedy }| {
+        let remedy = remedy.as_deref().unwrap_or("name another file");
+        CommandError::Config(format!("{setting} {} {problem}: {remedy}", path.display()))
+    })
 }
 
 /// The text of the file, for errors with lines.
@@ -291,7 +260,12 @@ impl FileReader<'_> {
             let text = format!("secret_file is '{}': give an absolute path", path.display());
             return self.refuse(at, &text);
         }
-        let read = read_checked(path, "secret_file", 0o077, SECRET_BYTES_MAX as u64);
+        let read = read_checked(
+            path,
+            "secret_file",
+            Readers::OwnGroups,
+            SECRET_BYTES_MAX as u64,
+        );
         let bytes = match read {
             Ok(bytes) => bytes,
             Err(error) => return self.refuse(at, &error.to_string()),
@@ -423,7 +397,7 @@ mod tests {
             ),
             (
                 format!("{entry}secret_file = '/none'\n"),
-                "line 4: secret_file /none: No such file",
+                "line 4: secret_file /none cannot be read (No such file",
             ),
             (
                 format!("{entry}\n{entry}"),
@@ -462,9 +436,9 @@ mod tests {
         assert!(error.contains("has 15 bytes: give 16 to 1024"), "{error}");
         fs::write(&secret, [7; 16]).expect("written");
         assert!(loaded(&path, "").is_ok());
-        set_mode(&secret, 0o640);
+        set_mode(&secret, 0o644);
         let error = loaded(&path, "").expect_err("readable by others");
-        assert!(error.contains("chmod 600"), "{error}");
+        assert!(error.contains("chmod 640"), "{error}");
         set_mode(&secret, 0o600);
         fs::write(&secret, [7; 1025]).expect("written");
         let error = loaded(&path, "").expect_err("long");

@@ -559,17 +559,19 @@ fn credentials_that_others_can_read_are_refused() {
         assert!(error.contains(&path.display().to_string()), "{error}");
         error
     };
-    for mode in [0o640, 0o604, 0o660] {
+    for (mode, remedy) in [
+        (0o604, "chmod 600"),
+        (0o444, "chmod 440"),
+        (0o620, "chmod 600"),
+        (0o660, "chmod 640"),
+    ] {
         fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("set");
         let error = refusal(&path);
-        assert!(error.contains("run chmod 600"), "{error}");
+        assert!(error.contains(remedy), "{error}");
     }
     fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("set");
     Credentials::load(&path).expect("loaded");
-    let link = keys.directory().join("link.pem");
-    symlink(&path, &link).expect("linked");
-    assert!(refusal(&link).contains("cannot be read"));
-    assert!(refusal(&keys.directory()).contains("is no file"));
+    assert!(refusal(&keys.directory()).contains("is no regular file"));
     assert!(refusal(&keys.directory().join("none.pem")).contains("cannot be read"));
     let whole = sections(&fs::read_to_string(&path).expect("read"));
     let part = keys.directory().join("part.pem");
@@ -585,6 +587,34 @@ fn credentials_that_others_can_read_are_refused() {
         let error = refusal(&part);
         assert!(error.contains(missing) || parts == [1, 2], "{error}");
     }
+}
+
+/// A kubelet writes the files of a Secret into a directory of their time, and exchanges the link to that directory.
+#[test]
+fn credentials_of_a_volume_with_links_are_read_also_by_the_group_of_a_pod() {
+    let keys = Keys::make();
+    let volume = keys.directory().join("volume");
+    let dated = volume.join("..2026_11_29");
+    fs::create_dir_all(&dated).expect("made");
+    let file = dated.join("leader.pem");
+    fs::copy(keys.file("leader"), &file).expect("copied");
+    symlink("..2026_11_29", volume.join("..data")).expect("linked");
+    let path = volume.join("leader.pem");
+    symlink("..data/leader.pem", &path).expect("linked");
+    for mode in [0o400, 0o440, 0o640] {
+        fs::set_permissions(&file, fs::Permissions::from_mode(mode)).expect("set");
+        Credentials::load(&path).expect("loaded");
+    }
+    if !rustix::process::geteuid().is_root() {
+        return crate::skipped::skipped("it needs root, which gives a file to another group");
+    }
+    std::os::unix::fs::chown(&file, None, Some(54_321)).expect("given");
+    let error = Credentials::load(&path).expect_err("refused").to_string();
+    assert!(error.contains("gid 54321"), "{error}");
+    assert!(error.contains("fsGroup"), "{error}");
+    std::os::unix::fs::chown(&file, Some(54_321), Some(0)).expect("given");
+    let error = Credentials::load(&path).expect_err("refused").to_string();
+    assert!(error.contains("belongs to uid 54321"), "{error}");
 }
 
 #[test]

@@ -6,13 +6,9 @@
 
 mod keygen;
 
-use std::fs::OpenOptions;
-use std::io::{self, Read as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::OFlags;
 use tokio_rustls::rustls::client::Resumption;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
@@ -23,12 +19,14 @@ use tokio_rustls::rustls::{ClientConfig, CommonState, RootCertStore, ServerConfi
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use webpki::{EndEntityCert, KeyUsage};
 
-use super::{CertificateHolder, Claims};
+use super::{CertificateHolder, Claims, FileRefused, Readers, read_trusted};
 
 pub use keygen::{KeygenError, LEAF_DAYS, ROOT_DAYS, Root, Written};
 
 /// Longest file of credentials in bytes.
 const CREDENTIALS_BYTES_MAX: u64 = 64 << 10;
+/// The remedy for a file that has no credentials.
+const NAME_ANOTHER: &str = "name a file that `kvferry keygen` wrote";
 /// Protocol that both sides name in the handshake.
 const ALPN: &[u8] = b"kvferry/1";
 /// Name of the listening side in its certificate, whatever the address of its machine is.
@@ -71,8 +69,11 @@ impl Credentials {
             problem,
             remedy: remedy.to_owned(),
         };
-        let credentials = Self::parse(&read_private(path)?)
-            .map_err(|what| refuse(what, "name a file that `kvferry keygen` wrote"))?;
+        let text = read_trusted(path, Readers::OwnGroups, CREDENTIALS_BYTES_MAX);
+        let text = text.map_err(|FileRefused { problem, remedy }| {
+            refuse(problem, remedy.as_deref().unwrap_or(NAME_ANOTHER))
+        })?;
+        let credentials = Self::parse(&text).map_err(|what| refuse(what, NAME_ANOTHER))?;
         match credentials.verify() {
             Ok(()) => Ok(credentials),
             Err(webpki::Error::CertExpired { .. }) => Err(refuse(
@@ -186,39 +187,6 @@ impl Credentials {
             )),
         }
     }
-}
-
-/// Reads a file that only its owner, the user of this process, can read.
-fn read_private(path: &Path) -> Result<Vec<u8>, CredentialsError> {
-    let refuse = |problem: String, remedy: String| CredentialsError {
-        path: path.to_owned(),
-        problem,
-        remedy,
-    };
-    let again = || "name a file that `kvferry keygen` wrote".to_owned();
-    let unreadable = |error: io::Error| refuse(format!("cannot be read ({error})"), again());
-    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let mut file = OpenOptions::new()
-        .read(true)
-        .custom_flags(flags.bits().cast_signed())
-        .open(path)
-        .map_err(unreadable)?;
-    let found = file.metadata().map_err(unreadable)?;
-    if !found.is_file() || found.len() > CREDENTIALS_BYTES_MAX {
-        return Err(refuse("is no file of credentials".to_owned(), again()));
-    }
-    if found.uid() != rustix::process::geteuid().as_raw() {
-        let remedy = "use a file of the user that runs kvferry".to_owned();
-        return Err(refuse(format!("belongs to uid {}", found.uid()), remedy));
-    }
-    if found.mode() & 0o077 != 0 {
-        let problem = format!("has mode {:04o}", found.mode() & 0o7777);
-        let remedy = format!("run chmod 600 {}", path.display());
-        return Err(refuse(problem, remedy));
-    }
-    let mut text = Vec::new();
-    file.read_to_end(&mut text).map_err(unreadable)?;
-    Ok(text)
 }
 
 /// The only URI of a certificate.
