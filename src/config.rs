@@ -255,7 +255,8 @@ pub struct Flags {
     #[arg(long, value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespaces: Option<PathBuf>,
-    /// Where metrics and health are served over HTTP, for leader and workers together: /metrics, /livez, /readyz.
+    /// Where metrics and health are served over HTTP, for leader and workers together: /metrics, /startupz, /livez,
+    /// /readyz.
     ///
     /// off; a port such as 9464, of the loopback address; or an address such as 0.0.0.0:9464, which other hosts reach.
     /// Port 0: any free one, which the log names.
@@ -304,9 +305,14 @@ impl Config {
         let runtime_dir = environment
             .iter()
             .find(|(name, _)| name == RUNTIME_DIR)
-            .map(|(_, value)| PathBuf::from(value));
+            .map(|(_, value)| PathBuf::from(value))
+            .filter(|path| is_usable(path));
+        let origin = match &runtime_dir {
+            Some(_) => format!("default, from {RUNTIME_DIR}"),
+            None => "default".to_owned(),
+        };
         let mut settings = Figment::new();
-        for setting in sources::defaults(&socket_dir_in(runtime_dir)) {
+        for setting in sources::defaults(&socket_dir_in(runtime_dir), &origin) {
             settings = settings.merge(setting);
         }
         for setting in file.map(sources::file).transpose()?.unwrap_or_default() {
@@ -325,8 +331,8 @@ impl Config {
             settings.get("g2", expected, |_: TierSize| None::<()>)?;
         }
         if config.g3.0 > 0 && config.g3_dir.0.is_empty() {
-            let expected = "a directory, because g3 is above 0: give --g3-dir DIR";
-            settings.get("g3_dir", expected, |_: Directories| None::<()>)?;
+            let expected = "0, or g3_dir beside it, the directory of the blocks: give --g3-dir DIR";
+            settings.get("g3", expected, |_: TierSize| None::<()>)?;
         }
         if config.g3.0 == 0 && !config.g3_dir.0.is_empty() {
             let expected = "no directory, because g3 is 0, and nothing would be kept there: give --g3 SIZE, or leave \
@@ -361,7 +367,15 @@ impl Config {
     }
 
     fn check(settings: &Settings) -> Result<Self, ConfigError> {
-        let directory = format!("an absolute path of at most {SOCKET_DIR_BYTES_MAX} bytes");
+        let directory = settings.path_length("socket_dir").map_or_else(
+            || format!("an absolute path of at most {SOCKET_DIR_BYTES_MAX} bytes"),
+            |bytes| {
+                format!(
+                    "an absolute path of at most {SOCKET_DIR_BYTES_MAX} bytes, and it has {bytes}: name a shorter one \
+                     with --socket-dir"
+                )
+            },
+        );
         let bounds = |start: u64, end: u64| format!("a whole number from {start} to {end}");
         let ranks = settings.get("ranks", &bounds(1, RANKS_MAX.into()), |ranks| {
             (1..=RANKS_MAX).contains(&ranks).then_some(ranks)
@@ -375,7 +389,7 @@ impl Config {
         let ratio = settings.get("ratio", &pages, |ratio| Ratio::new(ratio).ok())?;
         let g3_dir = settings.get(
             "g3_dir",
-            "absolute paths, separated by commas",
+            "absolute paths without commas, such as \"/a,/b\" or [\"/a\", \"/b\"]",
             |paths: Directories| paths.are_absolute().then_some(paths),
         )?;
         Ok(Self {
@@ -482,8 +496,12 @@ fn as_text<S: serde::Serializer>(
 
 const RUNTIME_DIR: &str = "XDG_RUNTIME_DIR";
 
+fn is_usable(runtime_dir: &Path) -> bool {
+    runtime_dir.is_absolute() && runtime_dir.to_str().is_some()
+}
+
 fn socket_dir_in(runtime_dir: Option<PathBuf>) -> PathBuf {
-    match runtime_dir.filter(|path| path.is_absolute() && path.to_str().is_some()) {
+    match runtime_dir.filter(|path| is_usable(path)) {
         Some(path) => path.join("kvferry"),
         None => format!("/tmp/kvferry-{}", rustix::process::getuid().as_raw()).into(),
     }
@@ -493,6 +511,13 @@ fn socket_dir_in(runtime_dir: Option<PathBuf>) -> PathBuf {
 struct Settings(Figment);
 
 impl Settings {
+    /// Bytes of a path, if it is longer than a socket directory may be.
+    fn path_length(&self, key: &str) -> Option<usize> {
+        let path: PathBuf = self.0.extract_inner(key).ok()?;
+        let bytes = path.as_os_str().len();
+        (bytes > SOCKET_DIR_BYTES_MAX).then_some(bytes)
+    }
+
     /// Returns the policy of a tier. An error says what is wrong with its text.
     fn policy(&self, key: &'static str) -> Result<TierPolicy, ConfigError> {
         let text: Option<String> = self.0.extract_inner(key).ok();

@@ -31,7 +31,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use crate::config::{Config, Flags};
 use crate::error::{CommandError, EXIT_CODES};
@@ -213,7 +213,8 @@ pub fn main() -> ExitCode {
 
 /// Runs a command line, which begins with the name of the program.
 pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let arguments = Arguments::parse_from(line);
+    let matches = taking_negative_values(Arguments::command()).get_matches_from(line);
+    let arguments = Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     finish(match arguments.command {
         Command::Up(arguments) => arguments.run(),
         Command::Leader(arguments) => arguments.run(),
@@ -232,6 +233,20 @@ pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Bench(command) => command.run(),
         Command::EngineRank(arguments) => arguments.run(),
     })
+}
+
+/// Lets values begin with `-`, so that the check of a value refuses `--g2 -1` by its name. Clap would refuse an unknown
+/// flag `-1`.
+fn taking_negative_values(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|arg| {
+        let is_size = arg.get_value_names().is_some_and(|names| names == ["SIZE"]);
+        match arg.get_action().takes_values() {
+            true if is_size => arg.allow_hyphen_values(true),
+            true => arg.allow_negative_numbers(true),
+            false => arg,
+        }
+    });
+    command.mut_subcommands(taking_negative_values)
 }
 
 /// Reports the error of a command, if there is one, and returns the exit code of the process.

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use super::sources::{CONFIG_BYTES_MAX, KEYS};
 
-const SHOWN_CHARS_MAX: usize = 120;
+/// Characters of a value or a line that an error shows.
+pub(super) const SHOWN_CHARS_MAX: usize = 120;
 
 /// Why a configuration was rejected.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +78,9 @@ pub(super) fn show(value: &figment::value::Value) -> String {
     if let Some((cut, _)) = text.char_indices().nth(SHOWN_CHARS_MAX) {
         text.truncate(cut);
         text.push_str("...");
+        if value.as_str().is_some() {
+            text.push('"');
+        }
     }
     text
 }

@@ -9,6 +9,7 @@ use figment::providers::{Format, Toml};
 use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
+use super::error::SHOWN_CHARS_MAX;
 use super::service_links::is_service_link;
 use super::{ConfigError, Flags};
 use kvferry_protocol::VERSION;
@@ -118,6 +119,9 @@ pub(super) const KEYS: [Key; 28] = [
     text("log", Fallback::Text("info")),
 ];
 
+/// Keys whose text is a list with commas. A file may give a list of TOML.
+const LISTS: [&str; 3] = ["g2_numa", "g3_dir", "users"];
+
 /// One value of one key, and its origin.
 pub(super) struct Setting {
     origin: String,
@@ -136,10 +140,14 @@ impl Provider for Setting {
     }
 }
 
-pub(super) fn defaults(socket_dir: &Path) -> Vec<Setting> {
+/// The defaults. `from` says where the default of the socket directory comes from.
+pub(super) fn defaults(socket_dir: &Path, from: &str) -> Vec<Setting> {
     KEYS.iter()
         .map(|key| Setting {
-            origin: "default".to_owned(),
+            origin: match key.default {
+                Fallback::SocketDir => from.to_owned(),
+                _ => "default".to_owned(),
+            },
             key: key.name.to_owned(),
             value: match key.default {
                 Fallback::SocketDir => Value::from(socket_dir.to_string_lossy().as_ref()),
@@ -159,11 +167,15 @@ pub(super) fn file(path: &Path) -> Result<Vec<Setting>, ConfigError> {
         .data()
         .map_err(|error| ConfigError::Syntax {
             path: path.to_owned(),
-            reason: one_line(&error.kind.to_string()),
+            reason: syntax_error(&text).unwrap_or_else(|| one_line(&error.kind.to_string())),
         })?;
     let settings = profiles.into_values().flatten().map(|(key, value)| {
         if KEYS.iter().any(|known| known.name == key) {
             let origin = origin.clone();
+            let value = match LISTS.contains(&key.as_str()) {
+                true => joined(&value).unwrap_or(value),
+                false => value,
+            };
             return Ok(Setting { origin, key, value });
         }
         Err(ConfigError::UnknownKey {
@@ -189,6 +201,45 @@ fn read(path: &Path) -> Result<String, ConfigError> {
         });
     }
     Ok(text)
+}
+
+/// The text of a list of TOML, as a variable gives it; `None` for another value, and for items with commas.
+fn joined(value: &Value) -> Option<Value> {
+    let items = value.as_array()?.iter();
+    let items = items.map(|item| match item {
+        Value::String(_, text) if !text.contains(',') => Some(text.clone()),
+        Value::Num(_, number) => Some(number.to_i128()?.to_string()),
+        _ => None,
+    });
+    let items: Option<Vec<String>> = items.collect();
+    Some(items?.join(",").into())
+}
+
+/// Says where a text is not TOML, and how a value without quotes is written.
+fn syntax_error(text: &str) -> Option<String> {
+    let error = toml::from_str::<toml::Table>(text).err()?;
+    let before = text.get(..error.span()?.start)?;
+    let number = before.matches('\n').count();
+    let line = text.lines().nth(number)?.trim();
+    let cause = one_line(error.message());
+    let problem = format!("line {}, `{}`: {cause}", number + 1, shortened(line));
+    let unquoted = line.split_once('=').and_then(|(key, value)| {
+        let (key, value) = (key.trim(), value.split('#').next()?.trim());
+        let known = KEYS.iter().find(|known| known.name == key)?;
+        let quotable = matches!(known.is, Is::Text)
+            && !value.is_empty()
+            && !value.contains(['"', '\'', '[', '{']);
+        quotable.then(|| format!(": write {key} = \"{}\"", shortened(value)))
+    });
+    Some(problem + &unquoted.unwrap_or_default())
+}
+
+/// A text without what follows its first [`SHOWN_CHARS_MAX`] characters.
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(SHOWN_CHARS_MAX) {
+        Some((cut, _)) => format!("{}...", &text[..cut]),
+        None => text.to_owned(),
+    }
 }
 
 /// Joins the first line of the parser's message, which has the position, and the last, which has the cause.

@@ -362,8 +362,15 @@ fn bad_values_name_key_value_source_and_what_is_expected() {
     }
     let long = format!("/{}", "x".repeat(SOCKET_DIR_BYTES_MAX));
     let error = message(Toml::new(&format!("socket_dir = '{long}{long}'")).load());
+    let bytes = 2 * long.len();
+    let expected =
+        format!("xxx...\": expected an absolute path of at most 80 bytes, and it has {bytes}");
+    assert!(error.contains(&expected), "{error}");
+    assert!(error.contains("--socket-dir"), "{error}");
+    let runtime = format!("/{}", "r".repeat(90));
+    let error = message(load_environment(&[("XDG_RUNTIME_DIR", &runtime)]));
     assert!(
-        error.contains("xxx...: expected an absolute path"),
+        error.starts_with("default, from XDG_RUNTIME_DIR: 'socket_dir' is "),
         "{error}"
     );
     let error = message(load_environment(&[("KVFERRY_RATIO", "many")]));
@@ -393,7 +400,7 @@ fn directories_of_the_disk_are_needed_with_g3_rejected_without_it_and_lie_beside
     let cases = [
         (
             "g3 = '1GiB'",
-            "expected a directory, because g3 is above 0: give --g3-dir DIR",
+            "kvferry.toml: 'g3' is \"1GiB\": expected 0, or g3_dir beside it, the directory of the blocks: give --g3-dir DIR",
         ),
         (
             "g3_dir = '/d'",
@@ -427,11 +434,57 @@ fn directories_of_the_disk_are_needed_with_g3_rejected_without_it_and_lie_beside
 }
 
 #[test]
+fn a_value_without_quotes_is_refused_with_the_quotes() {
+    for (text, remedy) in [
+        (
+            "ranks = 2\n  g2 = 8GiB # much",
+            "line 2, `g2 = 8GiB # much`: ",
+        ),
+        ("g2 = 8GiB", ": write g2 = \"8GiB\""),
+        ("socket_dir = /run/kvf", ": write socket_dir = \"/run/kvf\""),
+    ] {
+        let error = message(Toml::new(text).load());
+        assert!(error.contains(remedy), "{error}");
+    }
+    for text in ["ranks = two", "g2 = \"8GiB", "g9 = x"] {
+        let error = message(Toml::new(text).load());
+        assert!(!error.contains("write"), "{error}");
+    }
+}
+
+#[test]
+fn lists_of_a_file_are_lists_of_toml_or_texts() {
+    let toml =
+        Toml::new("users = [1002, 1001]\ng3 = '1GiB'\ng3_dir = ['/d', '/e']\ng2_numa = [1, 0]");
+    let config = toml.load().expect("good");
+    let directories = Directories(vec!["/d".into(), "/e".into()]);
+    assert_eq!(config.users.to_string(), "1001,1002");
+    assert_eq!(config.g3_dir, directories);
+    assert_eq!(config.g2_numa, "1,0".parse().expect("nodes"));
+    assert!(Toml::new("users = []\ng3_dir = []").load().is_ok());
+    for (text, words) in [
+        (
+            "users = ['alice']",
+            "'users' is \"alice\": expected at most 16 user ids",
+        ),
+        ("users = [1.5]", "'users' is [1.5]: expected"),
+        (
+            "g3 = '1GiB'\ng3_dir = ['/x/a,b']",
+            "'g3_dir' is [\"/x/a,b\"]: expected absolute paths without commas",
+        ),
+        ("ranks = [1]", "'ranks' is [1]: expected"),
+    ] {
+        let error = message(Toml::new(text).load());
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+#[test]
 fn a_file_that_is_missing_broken_or_huge_is_refused() {
     let toml = Toml::new("ratio = \nranks = 1");
     let error = message(toml.load());
     assert!(
-        error.contains("kvferry.toml: not TOML: TOML parse error at line 1"),
+        error.contains("kvferry.toml: not TOML: line 1, `ratio =`: "),
         "{error}"
     );
     let error = message(Toml::new(&"#".repeat(CONFIG_BYTES_MAX as usize + 1)).load());

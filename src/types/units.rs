@@ -5,26 +5,28 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-const UNITS: [(&str, u64); 9] = [
+/// The units in which sizes are printed, from the smallest one on.
+const SHOWN: [(&str, u64); 5] = [
+    ("B", 1),
     ("KiB", 1 << 10),
     ("MiB", 1 << 20),
     ("GiB", 1 << 30),
     ("TiB", 1 << 40),
-    ("KB", 1_000),
-    ("MB", 1_000_000),
-    ("GB", 1_000_000_000),
-    ("TB", 1_000_000_000_000),
-    ("B", 1),
 ];
+/// The letters of units. With `i` they are powers of 1,024, without it of 1,000; a `B` may follow.
+const LETTERS: [char; 4] = ['K', 'M', 'G', 'T'];
 
 /// A number of bytes, written `8GiB`, `1.5 GB` or `4096`. Binary units (KiB, MiB, GiB, TiB) are powers of 1,024,
-/// decimal ones (KB, MB, GB, TB) powers of 1,000. Case does not matter.
+/// decimal ones (KB, MB, GB, TB) powers of 1,000; the B may be left out, as in quantities of Kubernetes. Case does not
+/// matter.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(pub u64);
 
 /// A size that cannot be parsed; names the text and the expected form.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is not a size: write a number and a unit, such as 8GiB, 512MiB or 4096 (bytes)")]
+#[error(
+    "'{0}' is not a size: write a number and a unit, such as 8GiB, 512Mi, 64GB or 4096 (bytes)"
+)]
 pub struct ParseByteSizeError(String);
 
 impl FromStr for ByteSize {
@@ -38,17 +40,25 @@ impl FromStr for ByteSize {
             .take_while(|b| b.is_ascii_digit() || *b == b'.')
             .count();
         let (number, unit) = trimmed.split_at(digits);
-        let unit = unit.trim();
-        let factor = match unit {
-            "" => 1,
-            _ => UNITS
-                .iter()
-                .find(|(name, _)| name.eq_ignore_ascii_case(unit))
-                .map(|(_, factor)| *factor)
-                .ok_or_else(refuse)?,
-        };
+        let factor = factor_of(unit.trim()).ok_or_else(refuse)?;
         parse_scaled(number, factor).map(Self).ok_or_else(refuse)
     }
+}
+
+/// Bytes of a unit; `None` for an unknown one.
+fn factor_of(unit: &str) -> Option<u64> {
+    let unit = unit.to_ascii_uppercase();
+    let prefix = unit.strip_suffix('B').unwrap_or(&unit);
+    if prefix.is_empty() {
+        return Some(1);
+    }
+    let (letter, base) = match prefix.strip_suffix('I') {
+        Some(letter) => (letter, 1_024_u64),
+        None => (prefix, 1_000),
+    };
+    let power = (1..).zip(LETTERS);
+    let power = power.filter(|(_, known)| letter.strip_prefix(*known) == Some(""));
+    power.map(|(power, _)| base.pow(power)).next()
 }
 
 /// `number` x `factor` in whole bytes, without floating point: `1.5` x 1,024 is 1,536; a rest below one byte is cut.
@@ -68,12 +78,9 @@ fn parse_scaled(number: &str, factor: u64) -> Option<u64> {
 
 impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, factor) = UNITS[..4]
-            .iter()
-            .rev()
-            .find(|(_, factor)| self.0 >= *factor)
-            .copied()
-            .unwrap_or(("B", 1));
+        let mut units = SHOWN.iter().rev();
+        let unit = units.find(|(_, factor)| self.0 >= *factor);
+        let (name, factor) = unit.copied().unwrap_or(("B", 1));
         let (whole, rest) = (self.0 / factor, self.0 % factor);
         let tenths = u128::from(rest) * 10 / u128::from(factor);
         match tenths {
@@ -130,6 +137,14 @@ mod tests {
             ("0", 0),
             ("2MB", 2_000_000),
             (" 7 B ", 7),
+            ("64Gi", 64 << 30),
+            ("1Ki", 1 << 10),
+            ("3 mi", 3 << 20),
+            ("2Ti", 2 << 40),
+            ("64G", 64_000_000_000),
+            ("1K", 1_000),
+            ("5m", 5_000_000),
+            ("2t", 2_000_000_000_000),
         ];
         for (text, bytes) in cases {
             assert_eq!(text.parse(), Ok(ByteSize(bytes)), "{text}");
@@ -145,6 +160,11 @@ mod tests {
             ".",
             "-1",
             "8 GiBs",
+            "8 i",
+            "8 iB",
+            "8 GB B",
+            "8 KMi",
+            "8 Pi",
             "1e3",
             "99999999999TiB",
         ] {

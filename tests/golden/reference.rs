@@ -62,8 +62,10 @@ fn the_page_of_settings_is_made_of_flags_and_defaults() {
         "Settings",
         "Settings of `kvferry up`, `leader` and `worker`; `status` and `reset` use `socket_dir` and `log` alone. They come from a \
          file (`--config FILE`, at most 1 MiB of TOML), from variables, which override the file, and from flags, which \
-         override both. An unknown key is refused in every source. Sizes are written `8GiB`, `1.5 GB` or `4096`: KiB, \
-         MiB, GiB and TiB are powers of 1,024, KB, MB, GB and TB powers of 1,000.",
+         override both. An unknown key is refused in every source; variables that Kubernetes sets for a Service named \
+         `kvferry` are no keys. Sizes are written `8GiB`, `1.5 GB` or `4096`: KiB, MiB, GiB and TiB are powers of 1,024, KB, \
+         MB, GB and TB powers of 1,000, all with or without the B. A list is a text with commas; a file may also have a list \
+         of TOML.",
     );
     let rows = settings();
     assert!(
