@@ -44,7 +44,9 @@ impl Arguments {
             }
             loop {
                 if runs.drained {
-                    print_line("drained");
+                    print_line(
+                        "drained: lookups, loads and stores are refused until kvferry drain --resume",
+                    );
                     return Ok(());
                 }
                 let now = what(runs);

@@ -53,16 +53,17 @@ pub(super) struct Arguments {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let scope = scope(self.namespace, &self.hashes)?;
+        let nothing = nothing_of(&scope);
         let (_, place) = self.client.load()?;
         let tier = self.tier.map(TierId::from);
         let removed = block_on(1, async move { request(&place, scope, tier).await })?;
-        print_line(&forgotten(&removed));
+        print_line(&forgotten(&removed, &nothing));
         Ok(())
     }
 }
 
 /// Says how many pages each tier has lost: a page that two tiers had is no two pages.
-fn forgotten(removed: &ResetAnswer) -> String {
+fn forgotten(removed: &ResetAnswer, nothing: &str) -> String {
     let PagesBelow { disk, remote } = removed.below_pages;
     let host = removed.pages.saturating_sub(disk).saturating_sub(remote);
     let of_tiers = [
@@ -75,8 +76,23 @@ fn forgotten(removed: &ResetAnswer) -> String {
         .map(|(pages, tier)| format!("{pages} in {tier}"))
         .collect();
     match found.is_empty() {
-        true => "no page was found".to_owned(),
+        true => format!("no page was found{nothing}"),
         false => format!("pages forgotten: {}", found.join(", ")),
+    }
+}
+
+/// Where a reset found no page: a name without pages may be a typing error.
+fn nothing_of(scope: &ResetScope) -> String {
+    match scope {
+        ResetScope::Everything => String::new(),
+        ResetScope::Namespace(namespace) => {
+            let namespace = namespace.escape_ascii();
+            format!(" in namespace \"{namespace}\"; names are compared byte for byte")
+        }
+        ResetScope::Pages(namespace, _) => {
+            let namespace = namespace.escape_ascii();
+            format!(" of these in namespace \"{namespace}\"")
+        }
     }
 }
 
@@ -163,10 +179,17 @@ mod tests {
             pages,
             below_pages: PagesBelow::disk(disk),
         };
-        assert_eq!(forgotten(&removed(0, 0)), "no page was found");
-        assert_eq!(forgotten(&removed(3, 3)), "pages forgotten: 3 in g3");
+        assert_eq!(forgotten(&removed(0, 0), ""), "no page was found");
+        assert_eq!(forgotten(&removed(3, 3), ""), "pages forgotten: 3 in g3");
         let both = "pages forgotten: 4 in g2, 3 in g3";
-        assert_eq!(forgotten(&removed(7, 3)), both);
+        assert_eq!(forgotten(&removed(7, 3), ""), both);
+    }
+
+    #[test]
+    fn a_reset_that_finds_nothing_names_the_namespace() {
+        let namespace = ResetScope::Namespace(b"foo\n".to_vec());
+        assert!(nothing_of(&namespace).contains("\"foo\\n\""));
+        assert_eq!(nothing_of(&ResetScope::Everything), "");
     }
 
     #[test]

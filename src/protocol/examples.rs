@@ -648,6 +648,7 @@ fn status_answer() -> StatusAnswer {
         version: "0.1.0".to_owned(),
         epoch: 3,
         ready: true,
+        draining: false,
         ratio: 32,
         hash_tokens: 16,
         ranks: vec![RankStatus {
@@ -661,6 +662,7 @@ fn status_answer() -> StatusAnswer {
             host_bytes: 8 << 30,
             host_pinned_bytes: None,
             problem: String::new(),
+            connected: None,
             disk: Some(Box::new(disk_status())),
         }],
         slots: 1,

@@ -261,7 +261,7 @@ fn a_drained_leader_refuses_lookups_and_is_not_ready_until_it_resumes() {
         }
         world.end_store(store).await;
         let (good, text, errors) = drain(&world, &[]).await;
-        assert_eq!((good, text.as_str()), (true, "drained\n"), "{errors}");
+        assert!(good && text.starts_with("drained"), "{text}{errors}");
 
         assert_eq!(world.refused(0).await, ErrorCode::Draining);
         until(port, "/readyz", |status, text| {

@@ -187,11 +187,23 @@ pub(super) fn stage(rank: &RankStatus) -> String {
     if rank.pid == 0 && rank.host_bytes == 0 {
         return "no worker yet".to_owned();
     }
-    if rank.pid == 0 {
-        // The leader sees no process of another machine.
-        return "its worker has ended, or is on another machine and waits for its engine"
-            .to_owned();
+    match (rank.pid, rank.connected) {
+        (0, Some(false)) => "its worker has ended".to_owned(),
+        // The leader sees no process of another machine, and its connection.
+        (0, Some(true)) => format!(
+            "{}; its worker is on another machine, or in another PID namespace",
+            preparation(rank)
+        ),
+        // A leader of an earlier version does not tell whether it is connected.
+        (0, None) => {
+            "its worker has ended, or is on another machine and waits for its engine".to_owned()
+        }
+        _ => preparation(rank),
     }
+}
+
+/// What a worker without its engine's memory does.
+fn preparation(rank: &RankStatus) -> String {
     let (ready, bytes) = (ByteSize(rank.host_ready_bytes), ByteSize(rank.host_bytes));
     if rank.host_bytes == 0 || ready < bytes {
         return format!("{ready} of {bytes} host memory are ready");
@@ -316,7 +328,13 @@ mod tests {
         assert_eq!(stage(&rank), "ready");
         rank.attached = false;
         rank.pid = 0;
-        assert!(stage(&rank).starts_with("its worker has ended"));
+        assert!(stage(&rank).starts_with("its worker has ended, or is on another machine"));
+        rank.connected = Some(false);
+        assert_eq!(stage(&rank), "its worker has ended");
+        rank.connected = Some(true);
+        let text = stage(&rank);
+        assert!(text.contains("waits for its engine"), "{text}");
+        assert!(text.contains("another machine"), "{text}");
         rank.problem = "no memory".to_owned();
         let status = StatusAnswer {
             ranks: vec![rank],

@@ -44,6 +44,10 @@ pub(super) fn table(status: &StatusAnswer) -> String {
         ),
     ));
     rows.extend(problems(status).map(|text| ("problems", text)));
+    if status.contradiction.as_deref() == Some("") {
+        let text = "the second count of pages, pins and blocks agrees";
+        rows.push(("check", text.to_owned()));
+    }
     let lines = rows.iter().map(|(name, text)| match name.is_empty() {
         true => format!("{:NAME_WIDTH$}{text}", ""),
         false => format!("{name:NAME_WIDTH$}{text}"),
@@ -97,6 +101,10 @@ fn percent(part: u64, all: u64) -> Option<String> {
 fn state(status: &StatusAnswer) -> String {
     let all = status.ranks.len();
     let attached = status.ranks.iter().filter(|rank| rank.attached).count();
+    if status.draining {
+        let resume = "lookups, loads and stores are refused until kvferry drain --resume";
+        return format!("drains: {resume}");
+    }
     match (status.ready, attached) {
         (true, _) if attached == all => "serves".to_owned(),
         (true, _) => format!("serves, with {attached} of {all} ranks"),
@@ -339,6 +347,20 @@ copied       3.0 GiB stored at 8.1 GB/s a copy, 0 B loaded
 now          1 running request, 0 holds, 2 copies
 problems     12 late copies, 1 page without room";
         assert_eq!(table(&status()), expected);
+    }
+
+    #[test]
+    fn a_leader_that_drains_says_so_and_a_second_count_that_agrees_is_stated() {
+        let mut status = status();
+        assert!(!table(&status).contains("check"));
+        status.draining = true;
+        status.contradiction = Some(String::new());
+        let text = table(&status);
+        assert!(text.contains("\nstate        drains"), "{text}");
+        assert!(text.contains("drain --resume"), "{text}");
+        assert!(text.contains("\ncheck        "), "{text}");
+        status.contradiction = Some("one page more".to_owned());
+        assert!(!table(&status).contains("agrees"));
     }
 
     #[test]

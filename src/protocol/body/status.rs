@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::handshake::cut;
+use super::is_false;
 use crate::bounded::at_most;
 use crate::limits::TIERS_MAX;
 
@@ -136,6 +137,9 @@ pub struct RankStatus {
     /// Reason why the worker gave up, was refused, or refused the engine's rank; empty without a problem.
     #[serde(default)]
     pub problem: String,
+    /// A worker of the rank is connected; absent from leaders of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connected: Option<bool>,
     /// The worker's disk; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<Box<DiskStatus>>,
@@ -214,6 +218,9 @@ pub struct StatusAnswer {
     pub epoch: u64,
     /// True when lookups are served for at least one engine.
     pub ready: bool,
+    /// The leader refuses lookups, loads and stores, as an operator has ordered.
+    #[serde(skip_serializing_if = "is_false")]
+    pub draining: bool,
     /// Pages of the largest block.
     pub ratio: u32,
     /// Tokens of one hash, in which hits are counted: the page of a model with one group. 0 before a rank has attached.

@@ -75,8 +75,14 @@ impl<P: fmt::Debug> LeaderShell<P> {
             host_bytes: readiness.bytes,
             host_pinned_bytes: readiness.pinned_bytes,
             problem: readiness.problem,
+            connected: Some(self.is_connected(worker)),
             disk: readiness.disk,
         }
+    }
+
+    fn is_connected(&self, worker: WorkerId) -> bool {
+        let known = self.workers.get(&worker);
+        known.is_some_and(|known| self.roles.contains_key(&known.holder.peer))
     }
 
     fn tiers(&self) -> Vec<TierStatus> {
@@ -188,6 +194,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             epoch: self.settings.epoch.0,
             ready: self.core.is_ready(),
+            draining: self.core.is_draining(),
             ratio: self.settings.ratio.pages(),
             hash_tokens: self.core.engine_page_tokens(),
             ranks: self.seats().map(|worker| self.rank(worker)).collect(),

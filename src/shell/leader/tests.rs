@@ -658,6 +658,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         host_bytes: 8192,
         host_pinned_bytes: Some(16),
         problem: "too small".to_owned(),
+        connected: Some(true),
         disk: None,
     };
     assert_eq!(answer.ranks, [rank]);
@@ -708,6 +709,7 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
     world.close(WORKER.0);
     let answer = world.status();
     assert!(!answer.ranks[0].attached && !answer.ready);
+    assert_eq!(answer.ranks[0].connected, Some(false));
     assert_eq!(answer.ranks[0].host_bytes, 8192, "the last report is kept");
 }
 
