@@ -230,6 +230,19 @@ fn health_fails_for_a_worker_without_its_engine_and_recovers_after_kills() {
         })
         .await;
         until(port, "/livez", |status, _| status == 200).await;
+        // What an engine may wait for before it starts.
+        until(port, "/startupz", |status, text| {
+            status == 200 && text.contains("worker-0-0: ok, ")
+        })
+        .await;
+        let worker = child_named(world.up(), "worker");
+        stop(worker);
+        until(port, "/startupz", |status, text| {
+            status == 503 && text.contains("worker-0-0: failed: ") && text.contains("leader: ok")
+        })
+        .await;
+        signal(worker, Signal::CONT);
+        until(port, "/startupz", |status, _| status == 200).await;
     });
 }
 

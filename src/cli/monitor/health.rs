@@ -1,11 +1,12 @@
-//! `/livez` and `/readyz`: whether requests are handled, and whether an engine is served.
+//! `/startupz`, `/livez` and `/readyz`: whether engines can start, whether requests are handled, and whether an engine is
+//! served.
 
 use std::fmt;
 
 use super::reading::{Deployment, process_name};
 use crate::cli::status::stage;
-use kvferry_protocol::{ProbeAnswer, StatusAnswer};
-use kvferry_types::{Rank, Replica, WorkerId};
+use kvferry_protocol::{ProbeAnswer, RankStatus, StatusAnswer};
+use kvferry_types::{ByteSize, Rank, Replica, WorkerId};
 
 /// The checks of a request for health.
 #[derive(Debug, Default)]
@@ -34,6 +35,43 @@ impl fmt::Display for Health {
             }
         }
         Ok(())
+    }
+}
+
+/// Whether engines can start: the leader handles requests, and every worker does and has its host memory. An engine that
+/// waits for this waits for nothing that waits for the engine.
+pub(super) async fn started(deployment: &Deployment) -> Health {
+    let reading = deployment.read().await;
+    let mut health = Health::default();
+    let leader = reading.leader.as_ref();
+    health.add(
+        "leader",
+        leader
+            .map(|_| "it listens".to_owned())
+            .map_err(Clone::clone),
+    );
+    for (worker, measured) in &reading.workers {
+        let status = leader.ok().map(|leader| &leader.status);
+        let result = match (measured, status) {
+            (Err(why), _) => Err(why.clone()),
+            (Ok(_), None) => Err("its leader does not answer".to_owned()),
+            (Ok(_), Some(status)) => host_memory(status, *worker),
+        };
+        health.add(process_name(*worker), result);
+    }
+    health
+}
+
+/// The host memory of a worker, if all of it is ready; else the state of the worker. An attached worker has its memory.
+fn host_memory(status: &StatusAnswer, worker: WorkerId) -> Result<String, String> {
+    let rank = rank_of(status, worker).ok_or_else(no_such_rank)?;
+    let ready = rank.host_bytes > 0 && rank.host_ready_bytes >= rank.host_bytes;
+    match rank.attached || ready {
+        true => Ok(format!(
+            "{} host memory are ready",
+            ByteSize(rank.host_bytes)
+        )),
+        false => Err(stage(rank)),
     }
 }
 
@@ -92,25 +130,27 @@ fn looked_up(probed: ProbeAnswer) -> String {
 
 /// Why a worker is not attached with its engine's memory; `None` if it is.
 fn unattached(status: &StatusAnswer, worker: WorkerId) -> Option<String> {
-    let mut ranks = status.ranks.iter();
-    let rank = ranks.find(|rank| {
-        let (replica, rank) = (Replica(rank.replica), Rank(rank.rank));
-        WorkerId { replica, rank } == worker
-    });
-    match rank {
+    match rank_of(status, worker) {
         Some(rank) if rank.attached => None,
         Some(rank) => Some(stage(rank)),
-        None => Some(
-            "the leader has no such rank: start all processes with the same ranks and replicas"
-                .to_owned(),
-        ),
+        None => Some(no_such_rank()),
     }
+}
+
+fn rank_of(status: &StatusAnswer, worker: WorkerId) -> Option<&RankStatus> {
+    status.ranks.iter().find(|rank| {
+        let (replica, rank) = (Replica(rank.replica), Rank(rank.rank));
+        WorkerId { replica, rank } == worker
+    })
+}
+
+fn no_such_rank() -> String {
+    "the leader has no such rank: start all processes with the same ranks and replicas".to_owned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_protocol::RankStatus;
 
     #[test]
     fn a_failed_check_fails_the_whole_and_is_named() {
@@ -126,6 +166,37 @@ mod tests {
             (health.is_good(), health.to_string().as_str()),
             (false, text)
         );
+    }
+
+    /// Neither the registration of an engine nor what follows it, such as pinned memory, may be awaited: the engine may wait
+    /// for this.
+    #[test]
+    fn a_worker_has_started_once_its_host_memory_is_ready_without_an_engine() {
+        let mut rank = RankStatus {
+            pid: 7,
+            host_bytes: 2 << 30,
+            host_ready_bytes: 1 << 30,
+            ..RankStatus::default()
+        };
+        let memory = |rank: &RankStatus| {
+            let (replica, number) = (Replica(0), Rank(0));
+            let status = StatusAnswer {
+                ranks: vec![rank.clone()],
+                ..StatusAnswer::default()
+            };
+            let worker = WorkerId {
+                replica,
+                rank: number,
+            };
+            host_memory(&status, worker)
+        };
+        let text = "1 GiB of 2 GiB host memory are ready".to_owned();
+        assert_eq!(memory(&rank), Err(text));
+        rank.host_ready_bytes = 2 << 30;
+        rank.host_pinned_bytes = Some(0);
+        rank.problem = "the engine's page size differs".to_owned();
+        assert_eq!(memory(&rank), Ok("2 GiB host memory are ready".to_owned()));
+        assert!(memory(&RankStatus::default()).is_err(), "no worker yet");
     }
 
     #[test]

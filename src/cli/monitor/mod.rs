@@ -62,6 +62,7 @@ impl Arguments {
             let pages = Arc::new(Pages {
                 deployment: Deployment::connect(&config),
                 metrics: OnceASecond::new(),
+                started: OnceASecond::new(),
                 live: OnceASecond::new(),
                 ready: OnceASecond::new(),
             });
@@ -102,12 +103,13 @@ fn inherited() -> std::io::Result<std::net::TcpListener> {
     Ok(listener)
 }
 
-const PAGES: &str = "kvferry: /metrics, /livez and /readyz\n";
+const PAGES: &str = "kvferry: /metrics, /startupz, /livez and /readyz\n";
 
 /// The pages that are served, each made at most once a second.
 struct Pages {
     deployment: Deployment,
     metrics: OnceASecond<String>,
+    started: OnceASecond<health::Health>,
     live: OnceASecond<health::Health>,
     ready: OnceASecond<health::Health>,
 }
@@ -128,6 +130,7 @@ impl Pages {
                     text: text.as_ref().clone(),
                 }
             }
+            "/startupz" => of_health(self.started.get(health::started(&self.deployment)).await),
             "/livez" => of_health(self.live.get(health::live(&self.deployment)).await),
             "/readyz" => of_health(self.ready.get(health::ready(&self.deployment)).await),
             _ => Page::plain(StatusCode::NOT_FOUND, PAGES),
