@@ -167,6 +167,13 @@ impl MemoryGeometry {
         bytes.max().unwrap_or(0)
     }
 
+    /// The group whose pages leave most of their places in the lower tiers empty, if they fill less than one part in `parts`.
+    pub fn sparse_group(&self, parts: u64) -> Option<&GroupGeometry> {
+        let smallest = self.groups.iter().min_by_key(|group| group.page_bytes)?;
+        let fills = smallest.page_bytes.saturating_mul(parts);
+        (fills < self.page_bytes()).then_some(smallest)
+    }
+
     /// Pages of the engine's memory of a group; 0 if there is no such group.
     pub fn device_pages(&self, group: GroupId) -> u32 {
         let found = self.groups.get(usize::from(group.0));
@@ -188,6 +195,32 @@ impl From<GroupGeometry> for MemoryGeometry {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_group_that_leaves_most_of_its_places_empty_is_found() {
+        let groups = |bytes: &[u64]| MemoryGeometry {
+            hash_tokens: 1,
+            hit_tokens: 1,
+            groups: (0..)
+                .zip(bytes)
+                .map(|(group, bytes)| GroupGeometry {
+                    group: GroupId(group),
+                    page_bytes: *bytes,
+                    ..GroupGeometry::default()
+                })
+                .collect(),
+        };
+        for (bytes, found) in [
+            (&[100][..], None),
+            (&[100, 25], None),
+            (&[100, 24], Some(1)),
+            (&[3, 100, 2, 50], Some(2)),
+        ] {
+            let geometry = groups(bytes);
+            let sparse = geometry.sparse_group(4).map(|group| group.group.0);
+            assert_eq!(sparse, found, "{bytes:?}");
+        }
+    }
 
     #[test]
     fn a_ratio_lies_between_1_and_256() {

@@ -12,9 +12,12 @@ use kvferry_protocol::{
     Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Role, Written,
 };
 use kvferry_types::{
-    Allocation, AllocationHandle, Attention, Caller, EngineId, GroupId, PeerId, Rank, Registration,
-    RequestId, TierId, User,
+    Allocation, AllocationHandle, Attention, ByteSize, Caller, EngineId, GroupId, PeerId, Rank,
+    Registration, RequestId, TierId, User,
 };
+
+/// A page that fills less than one part in this many of its place in host memory is named in the log.
+const SPARSE_PARTS: u64 = 4;
 
 /// A connected rank.
 #[derive(Debug)]
@@ -675,6 +678,15 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let arena_pages = host.arena_pages(TierId::Host, page_bytes);
         if let Some(left_out) = self.rank_lines.line(host.now()) {
             tracing::info!(worker = %self.worker, arena_pages, page_bytes, left_out, "engine memory registered");
+            if let Some(sparse) = geometry.sparse_group(SPARSE_PARTS) {
+                let (kv, place) = (ByteSize(sparse.page_bytes), ByteSize(page_bytes));
+                tracing::warn!(
+                    worker = %self.worker,
+                    "a page of group {} has {kv} and takes {place} of g2 and g3, the size of the largest group's pages: \
+                     larger pages of this group waste less",
+                    sparse.group.0
+                );
+            }
         }
         if arena_pages > 0 && arena_pages < device_pages {
             tracing::warn!(
