@@ -21,6 +21,7 @@ mod shutdown;
 mod signals;
 mod socket_paths;
 mod status;
+mod temporary;
 mod up;
 mod worker;
 mod worker_gone;

@@ -56,10 +56,11 @@ fn kinds(report: &Value) -> Vec<&str> {
 fn a_tier_is_refused_while_it_is_in_use_and_checked_afterwards() {
     let folder = socket_dir();
     let (directories, set, tier) = tier(folder.path());
+    let pid = format!("process {}", std::process::id());
     refused(
         &["fsck", &directories],
         1,
-        &["shard 0 is in use", "stop kvferry first"],
+        &["shard 0 is in use", "stop kvferry first", &pid],
     );
     tier.close().expect("closed");
     drop(tier);

@@ -1,7 +1,5 @@
 //! Fixtures of the measurements: page hashes, and processes with clients.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -10,6 +8,7 @@ use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
 
+use crate::cli::temporary;
 use crate::error::CommandError;
 use kvferry_protocol::{Hello, Role};
 use kvferry_transport::{Address, Client, ClientSettings, Incoming, Limits, ZmqTransport};
@@ -28,12 +27,7 @@ pub fn hashes(prompt: u64, pages: u32) -> Vec<u8> {
 
 /// Creates a folder for sockets, removed when the returned value is dropped.
 pub fn folder() -> Result<TempDir, CommandError> {
-    let owner_only = Permissions::from_mode(0o700);
-    let folder = tempfile::Builder::new()
-        .prefix("kvferry-bench-")
-        .permissions(owner_only)
-        .tempdir();
-    folder.map_err(CommandError::failed)
+    temporary::socket_dir("kvferry-bench-")
 }
 
 /// Starts this program as a process that ends with this one.

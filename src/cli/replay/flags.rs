@@ -115,6 +115,15 @@ impl Arguments {
                           before it: leave one of the two out";
             refuse(&pace, remedy)?;
         }
+        if let Some(directories) = self.g3_dir.as_ref().filter(|all| all.0.len() > 1)
+            && let Some(relative) = directories.0.iter().find(|path| path.is_relative())
+        {
+            return Err(CommandError::Config(format!(
+                "--g3-dir is {directories}, and {} is not absolute: give absolute paths, separated by commas, without \
+                 commas in them",
+                relative.display()
+            )));
+        }
         if self.mode == Mode::Live {
             let disk = [("--g3-pages", self.g3_pages.is_some())];
             refuse(&disk, "simulates a disk, use --mode offline")?;

@@ -1,7 +1,5 @@
 //! The processes of a live replay: `kvferry up`, and the ranks of its engines.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
@@ -13,6 +11,7 @@ use tokio::time::Instant;
 
 use crate::cli::engine_rank;
 use crate::cli::socket_paths::SocketPaths;
+use crate::cli::temporary;
 use crate::error::CommandError;
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_types::{EngineId, Rank, Ratio, Replica, WorkerId};
@@ -45,12 +44,7 @@ impl Up {
         if let Some(directory) = &settings.arguments.socket_dir {
             return Ok(Self::Attached(SocketPaths::new(directory)));
         }
-        let owner_only = Permissions::from_mode(0o700);
-        let directory = tempfile::Builder::new()
-            .prefix("kvferry-replay-")
-            .permissions(owner_only)
-            .tempdir();
-        let directory = directory.map_err(CommandError::failed)?;
+        let directory = temporary::socket_dir("kvferry-replay-")?;
         let mut child = start_up(settings, directory.path())?;
         let _input = child.stdin.take();
         Ok(Self::Started {

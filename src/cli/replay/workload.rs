@@ -81,6 +81,16 @@ impl Workload {
                 trace
             }
         };
+        let found = trace.requests.len();
+        if let Some(asked) = arguments.requests.filter(|asked| *asked > found) {
+            let of = match &arguments.trace {
+                Some(path) => path.display().to_string(),
+                None => "the built-in workload".to_owned(),
+            };
+            tracing::warn!(
+                "--requests is {asked}, and {of} has {found} requests: all of them are replayed"
+            );
+        }
         if let Some(most) = arguments.max_prompt_tokens {
             let cut = |request: &mut TraceRequest| cut(request, most, block_tokens);
             trace.requests.iter_mut().for_each(cut);
