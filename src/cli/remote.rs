@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::cli::socket_paths::SocketPaths;
 use crate::error::CommandError;
@@ -10,6 +11,9 @@ use kvferry_transport::{
     Address, CertificateHolder, Credentials, Limits, Listener, TlsTransport, Transport,
     TransportError, ZmqTransport,
 };
+
+/// Longest wait for a connection before the first request, which waits on its own.
+const TRUST_LIMIT: Duration = Duration::from_millis(250);
 
 /// The address at which a leader listens for other machines.
 #[derive(Debug, Clone, clap::Args)]
@@ -121,6 +125,21 @@ pub(super) struct LeaderPlace {
 }
 
 impl LeaderPlace {
+    /// Fails if the certificates of both sides do not fit: no later attempt would succeed either.
+    pub(super) async fn check_trust(&self) -> Result<(), CommandError> {
+        if !matches!(self.address, Address::Tcp(_)) {
+            return Ok(());
+        }
+        let connecting = self
+            .transport
+            .connect(&self.address, Limits::default(), TRUST_LIMIT);
+        match connecting.await {
+            Err(error @ TransportError::Untrusted { .. }) => Err(CommandError::failed(error)),
+            // Whether it answers shows when it is asked.
+            _ => Ok(()),
+        }
+    }
+
     /// The leader of this machine.
     pub(super) fn below(socket_paths: &SocketPaths) -> Self {
         Self {

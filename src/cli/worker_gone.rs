@@ -58,6 +58,7 @@ impl Arguments {
             false => Some(lock(&socket_paths, worker)?),
         };
         block_on(1, async move {
+            place.check_trust().await?;
             let gone = state(&place, worker, limit).await;
             match gone.map_err(CommandError::failed)? {
                 true => print_line(&format!(

@@ -13,7 +13,9 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::clock::{Timer, within};
-use crate::{Address, Clock, Connection, Frame, Limits, SendError, Transport, TransportError};
+use crate::{
+    Address, Clock, Connection, Frame, Limits, SendError, SharedLogLimit, Transport, TransportError,
+};
 use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
     CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure, answer_of,
@@ -28,6 +30,8 @@ pub const CLIENT_QUEUE: usize = 1024;
 const EXPIRED_AFTER: Duration = Duration::from_millis(200);
 /// First id of the requests that a client numbers itself; callers number theirs below.
 const CLIENT_ID_BASE: u64 = 1 << 63;
+
+static REFUSALS: SharedLogLimit = SharedLogLimit::new();
 
 /// An event of a client's connection.
 #[derive(Debug)]
@@ -454,7 +458,10 @@ impl ClientTask {
                             self.connection = Some(connection);
                             self.session.connected(now);
                         }
-                        Err(error) => self.session.not_connected(now, &error.to_string()),
+                        Err(error) => {
+                            log_refusal(&self.address, &error);
+                            self.session.not_connected(now, &error.to_string());
+                        }
                     }
                 }
                 frame = received(&mut self.connection) => {
@@ -529,6 +536,19 @@ impl ClientTask {
             ClientEvent::Request { link, envelope } => Incoming::Request { link, envelope },
         };
         self.incoming.send(incoming).await.map_err(|_| Dropped)
+    }
+}
+
+/// Logs why there is no connection to another machine. On this machine, commands name the reason.
+fn log_refusal(address: &Address, error: &TransportError) {
+    let (TransportError::Refused { detail, .. } | TransportError::Untrusted { detail, .. }) = error
+    else {
+        return;
+    };
+    if let Address::Tcp(at) = address
+        && let Some(left_out) = REFUSALS.line()
+    {
+        tracing::warn!(at, detail, left_out, "no connection: refused");
     }
 }
 

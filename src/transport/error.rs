@@ -54,6 +54,14 @@ pub enum TransportError {
         /// The error of the attempt, as text.
         detail: String,
     },
+    /// A certificate is not accepted, so that no later attempt succeeds either.
+    #[error("{address} is not trusted: {detail}")]
+    Untrusted {
+        /// The requested address.
+        address: Address,
+        /// What is wrong with the certificate.
+        detail: String,
+    },
     /// TLS cannot be set up; holds the reason.
     #[error("TLS: {0}")]
     Tls(String),

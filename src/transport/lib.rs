@@ -29,6 +29,7 @@ mod fds;
 mod gate;
 mod handshake_permits;
 mod listener;
+mod listening;
 mod log_limit;
 mod memory;
 mod own_directory;
@@ -73,6 +74,7 @@ pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
 };
 pub use listener::{FrameSender, Listener};
+pub use listening::{Listening, listening_in};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
 pub use own_directory::{OwnDirectory, prepare_for};

@@ -18,15 +18,13 @@ use super::stream::{self, FrameReader, FrameWriter, Ping, StreamEnd};
 use super::zmq;
 use super::{
     Address, BoxFuture, CertificateHolder, Closed, Connection, Credentials, Limits, Listener,
-    SharedLogLimit, Transport, TransportError,
+    Transport, TransportError,
 };
 
 /// First and longest pause between two attempts to connect.
 const RETRY_PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 /// Frames that a client had queued when it closed are written within this time.
 const LAST_WRITES: Duration = Duration::from_secs(5);
-
-static REFUSALS: SharedLogLimit = SharedLogLimit::new();
 
 /// The transport between processes that have certificates of one deployment.
 #[derive(Debug, Clone)]
@@ -117,13 +115,12 @@ impl TlsTransport {
             match timeout_at(attempt, self.try_connect(at, &limits)).await {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(Attempt::Refused(detail))) => {
-                    if let Some(left_out) = REFUSALS.line() {
-                        tracing::warn!(at, detail, left_out, "no connection: refused");
-                    }
-                    return Err(TransportError::Refused {
-                        address: address.clone(),
-                        detail,
-                    });
+                    let address = address.clone();
+                    return Err(TransportError::Refused { address, detail });
+                }
+                Ok(Err(Attempt::Untrusted(detail))) => {
+                    let address = address.clone();
+                    return Err(TransportError::Untrusted { address, detail });
                 }
                 Ok(Err(Attempt::Unreachable(error))) => {
                     tracing::debug!(%error, at, "cannot connect yet");
@@ -143,12 +140,14 @@ impl TlsTransport {
         let stream = TcpStream::connect(at).await.map_err(Attempt::Unreachable)?;
         gate::set_up(&stream).map_err(Attempt::Unreachable)?;
         let (connector, name) = self.credentials.connector().map_err(Attempt::Refused)?;
-        let refused = |error: io::Error| Attempt::Refused(handshake_failure(&error));
-        let stream = connector.connect(name, stream).await.map_err(refused)?;
+        let stream = connector
+            .connect(name, stream)
+            .await
+            .map_err(handshake_failure)?;
         let claims = self.credentials.claims_of_peer(stream.get_ref().1);
-        let claims = claims.map_err(Attempt::Refused)?;
+        let claims = claims.map_err(Attempt::Untrusted)?;
         if claims.holder != CertificateHolder::Leader {
-            return Err(Attempt::Refused(format!("{claims} is no leader")));
+            return Err(Attempt::Untrusted(format!("{claims} is no leader")));
         }
         let (read, write) = split(stream);
         let joined = stream::join(read, write, limits).await;
@@ -160,16 +159,16 @@ impl TlsTransport {
 }
 
 /// Why a handshake failed, with the remedy where the certificate of the other side is of another root.
-fn handshake_failure(error: &io::Error) -> String {
+fn handshake_failure(error: io::Error) -> Attempt {
     use tokio_rustls::rustls::CertificateError::{BadSignature, UnknownIssuer};
+    use tokio_rustls::rustls::Error::InvalidCertificate;
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
     match inner {
-        Some(tokio_rustls::rustls::Error::InvalidCertificate(BadSignature | UnknownIssuer)) => {
-            format!(
-                "{error}: the other side's file is of another directory of kvferry keygen; use files of one directory"
-            )
-        }
-        _ => error.to_string(),
+        Some(InvalidCertificate(BadSignature | UnknownIssuer)) => Attempt::Untrusted(format!(
+            "{error}: the other side's file is of another directory of kvferry keygen; use files of one directory"
+        )),
+        Some(InvalidCertificate(_)) => Attempt::Untrusted(error.to_string()),
+        _ => Attempt::Refused(error.to_string()),
     }
 }
 
@@ -179,6 +178,8 @@ enum Attempt {
     Unreachable(io::Error),
     /// The other side, or this one, refuses.
     Refused(String),
+    /// The certificate of the other side is not accepted.
+    Untrusted(String),
 }
 
 impl Transport for TlsTransport {

@@ -1,9 +1,8 @@
 //! `kvferry status`
 
+mod absent;
 mod table;
 
-use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +15,7 @@ use crate::cli::{
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
 use kvferry_protocol::{DiskHealth, ErrorCode, RankStatus, StatusAnswer};
-use kvferry_transport::{Address, own_uid};
+use kvferry_transport::Address;
 use kvferry_types::{ByteSize, Rank, Replica, WorkerId};
 
 /// Time limit of a leader's answer.
@@ -115,6 +114,7 @@ async fn wait_until(
     is_true: fn(&StatusAnswer) -> bool,
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), CommandError> {
+    place.check_trust().await?;
     let until = Instant::now() + limit;
     let client = admin_at(place, "status");
     loop {
@@ -232,6 +232,7 @@ pub(super) async fn request_at(
     place: &LeaderPlace,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
+    place.check_trust().await?;
     let client = admin_at(place, "status");
     status_by(&client, Instant::now() + STATUS_LIMIT, place, check).await
 }
@@ -275,29 +276,20 @@ async fn status_by(
     place: &LeaderPlace,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    let answer = request_status(client, until, check).await;
-    answer.map_err(|failure| {
-        CommandError::Failed(match &place.address {
-            Address::Directory(leader) if let Some(owner) = other_owner(leader) => format!(
-                "no leader answers uid {} in {}, which belongs to uid {owner}: run the command as that user",
-                own_uid(),
-                leader.display()
-            ),
-            Address::Directory(leader) => format!(
-                "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",
-                leader.parent().unwrap_or(leader).display()
-            ),
-            address => format!(
-                "no leader answers at {address}: {failure}; is `kvferry leader` running with this --listen, and are both files of one directory of `kvferry keygen`?"
-            ),
-        })
-    })
-}
-
-/// The owner of a directory, if that is another user than this one.
-fn other_owner(directory: &Path) -> Option<u32> {
-    let owner = std::fs::metadata(directory).ok()?.uid();
-    (owner != own_uid()).then_some(owner)
+    let failure = tokio::select! {
+        biased;
+        answer = request_status(client, until, check) => match answer {
+            Ok(answer) => return Ok(answer),
+            Err(failure) => failure,
+        },
+        why = absent::hopeless(place) => return Err(CommandError::Failed(why)),
+    };
+    Err(CommandError::Failed(match &place.address {
+        Address::Directory(leader) => absent::silent(leader, &failure).await,
+        address => format!(
+            "no leader answers at {address}: {failure}; is `kvferry leader` running with this --listen, and are both files of one directory of `kvferry keygen`?"
+        ),
+    }))
 }
 
 #[cfg(test)]

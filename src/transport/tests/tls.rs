@@ -128,7 +128,9 @@ async fn refuses(keys: &Keys, text: &str) -> String {
     let transport = TlsTransport::new(Credentials::parse(text.as_bytes()).expect("parsed"));
     let connecting = transport.connect(&address, Limits::default(), TEST_TIMEOUT);
     let error = connecting.await.err();
-    let Some(TransportError::Refused { detail, .. }) = error else {
+    let Some(TransportError::Refused { detail, .. } | TransportError::Untrusted { detail, .. }) =
+        error
+    else {
         panic!("{error:?}");
     };
     refused(&gate, 1).await;
@@ -235,7 +237,7 @@ async fn a_leaders_certificate_is_no_clients_and_no_others_is_a_leaders() {
     let connecting = transport.connect(&address, Limits::default(), TEST_TIMEOUT);
     let error = connecting.await.err();
     assert!(
-        matches!(error, Some(TransportError::Refused { .. })),
+        matches!(error, Some(TransportError::Untrusted { .. })),
         "{error:?}"
     );
 }
