@@ -8,7 +8,9 @@
 )]
 
 mod cli {
+    mod containers;
     mod fsck;
+    mod messages;
     mod operators;
     mod signals;
 }

@@ -1,6 +1,7 @@
 //! A leader and workers that are connected over TLS, as on different machines.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -202,6 +203,46 @@ fn what_does_not_fit_together_is_refused_with_the_setting() {
         .concat(),
         &["leader is \"10.0.0.1\": give HOST:PORT"],
     );
+}
+
+/// Certificates that do not fit never will: nothing is tried again, and one line says it.
+#[test]
+fn credentials_of_another_root_are_refused_at_once_in_one_line() {
+    let (deployment, other) = (Deployment::make(), Deployment::make());
+    let _leader = deployment.leader();
+    let begun = std::time::Instant::now();
+    while deployment.command(&["status"], "monitor").is_err() {
+        assert!(
+            begun.elapsed() < super::disturbed::LIMIT,
+            "the leader starts"
+        );
+    }
+    for command in [
+        &["status"][..],
+        &["status", "--wait-s", "600"],
+        &["worker-gone", "--host-is-off"],
+    ] {
+        let name = match command[0] {
+            "worker-gone" => "worker-0-0",
+            _ => "monitor",
+        };
+        let credentials = other.credentials(name);
+        let place = [
+            "--leader",
+            &deployment.at,
+            "--credentials",
+            text(&credentials),
+        ];
+        let begun = std::time::Instant::now();
+        let output = kvferry(&[command, &place].concat());
+        let took = begun.elapsed();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{errors}");
+        assert_eq!(errors.lines().count(), 1, "{errors}");
+        assert!(errors.contains("is not trusted"), "{errors}");
+        assert!(errors.contains("use files of one directory"), "{errors}");
+        assert!(took < Duration::from_secs(60), "it waits for its own limit");
+    }
 }
 
 #[test]
