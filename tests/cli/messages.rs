@@ -139,3 +139,22 @@ fn a_socket_directory_that_is_too_long_is_named_with_its_length_and_where_it_com
         "its quotes are closed: {errors}"
     );
 }
+
+#[test]
+fn a_group_whose_pages_leave_most_of_their_places_empty_is_named_with_both_sizes() {
+    let warned = |model: &str| {
+        let replay = ["replay", "--model", model, "--ranks", "1", "--quiet"];
+        let load = ["--requests", "4", "--concurrency", "2"];
+        let output = kvferry(&[&replay[..], &load].concat());
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{errors}");
+        errors
+    };
+    let errors = warned("two-sizes");
+    assert!(
+        errors.contains("a page of group 0 has 8 KiB and takes 64 KiB of g2 and g3"),
+        "{errors}"
+    );
+    let errors = warned("tiny");
+    assert!(!errors.contains("a page of group"), "{errors}");
+}

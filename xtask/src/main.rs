@@ -8,6 +8,7 @@
 
 mod chaos;
 mod compare;
+mod containers;
 mod fuzz;
 mod gpu;
 mod licences;
@@ -31,6 +32,8 @@ const HELP: &str = "cargo xtask TASK
              tests/planted the tests find, each built in a copy of the tree: [PART OF A NAME] of these
   chaos      kill and stop real processes at random under a replay that compares every byte:
              [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
+  containers the pod of docs/deploy.md in two containers, and an operator's first hour, as root with podman, buildah and
+             runc (apt-get install them): [--program FILE], one that was built before
   disk       the tests that need disks with faults of their own, as root on a machine with loop devices and
              the block controller of cgroups (version 1)
   fuzz       run the fuzzers of fuzz/, 10 minutes or 10 million runs each, and print their figures: [TARGET...]
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         "disk" => disk(),
         "fuzz" => fuzz::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "gpu" => gpu::run(&std::env::args().skip(2).collect::<Vec<String>>()),
+        "containers" => containers::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "engines" => vllm::engines(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
