@@ -47,6 +47,8 @@ pub const SOCKET_DIR_BYTES_MAX: usize = 80;
 /// Lowest limit of stored bytes a second: with less, no store of a large block would end in time.
 pub const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 
+/// Characters of a value or a line that an error shows.
+const SHOWN_CHARS_MAX: usize = 120;
 /// The default of `socket_dir`, for readers.
 const SOCKET_DIR_DEFAULT: &str =
     "$XDG_RUNTIME_DIR/kvferry, or /tmp/kvferry-UID without that variable";

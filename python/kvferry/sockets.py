@@ -38,7 +38,7 @@ class Connection:
         Raises:
             OSError: naming the path, what is wrong with it, and the remedy.
         """
-        # Held open until the end, because libzmq connects in a thread of its own.
+        # Held open until the end: libzmq connects in another thread.
         self._directory = open_directory(directory)
         try:
             path = _socket_in(self._directory, directory)

@@ -2,10 +2,8 @@
 
 use std::path::PathBuf;
 
+use super::SHOWN_CHARS_MAX;
 use super::sources::{CONFIG_BYTES_MAX, KEYS};
-
-/// Characters of a value or a line that an error shows.
-pub(super) const SHOWN_CHARS_MAX: usize = 120;
 
 /// Why a configuration was rejected.
 #[derive(Debug, thiserror::Error)]

@@ -1,6 +1,6 @@
 //! The variables that Kubernetes sets in each container for each Service of its namespace.
 //!
-//! They begin with the Service's name in capitals, so those of a Service `kvferry` or `kvferry-metrics` begin like settings:
+//! They begin with the Service's name in capitals. Where that is `kvferry` or `kvferry-metrics`, they look like settings:
 //!
 //! ```text
 //! KVFERRY_SERVICE_HOST=10.0.0.1            KVFERRY_PORT=tcp://10.0.0.1:9464

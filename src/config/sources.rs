@@ -9,9 +9,8 @@ use figment::providers::{Format, Toml};
 use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
-use super::error::SHOWN_CHARS_MAX;
 use super::service_links::is_service_link;
-use super::{ConfigError, Flags};
+use super::{ConfigError, Flags, SHOWN_CHARS_MAX};
 use kvferry_protocol::VERSION;
 
 /// Prefix of kvferry's environment variables: `ratio` is `KVFERRY_RATIO`.

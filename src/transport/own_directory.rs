@@ -79,11 +79,10 @@ impl OwnDirectory {
             let problem = "must be open to its owner alone";
             return Err(refuse(path, found.st_mode, problem, remedy));
         }
-        // Where /proc is missing, this is the error that names it.
-        let through = self.through("");
-        rustix::fs::stat(&through).map_err(|errno| {
-            TransportError::io("cannot use the directory through", &through)(errno.into())
-        })?;
+        if rustix::fs::stat(self.through("")).is_err() {
+            let problem = "is reached through /proc, which is missing";
+            return Err(refuse(path, found.st_mode, problem, "mount it".to_owned()));
+        }
         Ok(())
     }
 

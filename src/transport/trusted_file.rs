@@ -38,8 +38,7 @@ impl FileRefused {
 
 /// Reads a file that belongs to this user or to root, that nobody else can write, and that nobody but `readers` can read.
 ///
-/// Links are followed, as those of a volume in which Kubernetes exchanges all files at once: what is checked is the file that
-/// was opened.
+/// Follows links, because Kubernetes exchanges all files of a volume at once by a link. The file that was opened is checked.
 ///
 /// # Errors
 /// [`FileRefused`], also for more than `bytes_max` bytes.

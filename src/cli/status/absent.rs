@@ -37,15 +37,15 @@ pub(super) async fn hopeless(place: &LeaderPlace) -> String {
 /// Says that no answer came in time, and which process did not answer.
 pub(super) async fn silent(directory: &Path, failure: &impl std::fmt::Display) -> String {
     let root = directory.parent().unwrap_or(directory).display();
-    let pid = match listening_in(directory).await {
-        Ok(Listening::Process(pid)) => pid,
-        _ => None,
+    let process = match listening_in(directory).await {
+        Ok(Listening::Process(Some(pid))) => {
+            let state = state_of(pid).map(|state| format!(", state {state}"));
+            format!(" (process {pid}{})", state.unwrap_or_default())
+        }
+        Ok(Listening::Process(None)) => " (a process of another PID namespace)".to_owned(),
+        Ok(Listening::Nobody) | Err(_) => String::new(),
     };
-    let process = match pid.and_then(|pid| Some((pid, state_of(pid)?))) {
-        Some((pid, state)) => format!("process {pid}, state {state}"),
-        None => "a process of another PID namespace".to_owned(),
-    };
-    format!("the leader in {root} ({process}) does not answer: {failure}; read its log, and retry")
+    format!("the leader in {root}{process} does not answer: {failure}; read its log, and retry")
 }
 
 /// What a look at a leader's directory shows.

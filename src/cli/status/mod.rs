@@ -25,6 +25,8 @@ const STATUS_LIMIT: Duration = Duration::from_secs(5);
 const READY_PAUSE: Duration = Duration::from_millis(5);
 /// The pause where the waiting time is not measured.
 const WAIT_PAUSE: Duration = Duration::from_millis(200);
+/// Time between two lines of progress.
+const PROGRESS_EVERY: Duration = Duration::from_secs(1);
 /// Time after which a replay says what it waits for.
 const QUIET: Duration = Duration::from_secs(5);
 
@@ -49,11 +51,14 @@ impl Arguments {
         let (check, wait) = (self.check, self.wait_s.map(Duration::from_secs));
         let answer = block_on(1, async move {
             if let Some(limit) = wait {
-                let mut said = String::new();
+                let mut said: Option<(Instant, String)> = None;
                 let mut progress = |now: &str| {
-                    if said != now {
+                    let due = said
+                        .as_ref()
+                        .is_none_or(|(at, text)| text != now && at.elapsed() >= PROGRESS_EVERY);
+                    if due {
                         say_progress(now);
-                        now.clone_into(&mut said);
+                        said = Some((Instant::now(), now.to_owned()));
                     }
                 };
                 wait_until(&place, limit, WAIT_PAUSE, all_ready, &mut progress).await?;
@@ -285,6 +290,7 @@ async fn status_by(
         why = absent::hopeless(place) => return Err(CommandError::Failed(why)),
     };
     Err(CommandError::Failed(match &place.address {
+        Address::Directory(_) if failure.code != ErrorCode::Deadline => failure.to_string(),
         Address::Directory(leader) => absent::silent(leader, &failure).await,
         address => format!(
             "no leader answers at {address}: {failure}; is `kvferry leader` running with this --listen, and are both files of one directory of `kvferry keygen`?"
