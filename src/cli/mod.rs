@@ -12,7 +12,6 @@ mod leader;
 mod log;
 pub mod monitor;
 mod namespaces;
-mod preflight;
 mod remote;
 mod remote_workers;
 mod replay;
