@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use tokio::process::Command;
 
-use crate::cli::block_on;
+use crate::cli::{block_on, program};
 use crate::error::CommandError;
 use kvferry_engine::rank::run;
 use kvferry_engine::rank_pipe::RankPipe;
@@ -84,10 +83,9 @@ impl Arguments {
 
     /// Starts the rank as a process, which registers by itself and ends with this one.
     pub(super) fn start(&self) -> Result<RankPipe, CommandError> {
-        let program = std::env::current_exe().map_err(CommandError::failed)?;
         let layout = self.layout.to_possible_value();
         let device = self.device.to_possible_value();
-        let mut child = Command::new(program)
+        let mut child = program::command()
             .arg("engine-rank")
             .arg("--worker-dir")
             .arg(&self.worker_dir)

@@ -12,6 +12,7 @@ mod leader;
 mod log;
 pub mod monitor;
 mod namespaces;
+mod program;
 mod remote;
 mod remote_workers;
 mod replay;
@@ -213,6 +214,7 @@ pub fn main() -> ExitCode {
 
 /// Runs a command line, which begins with the name of the program.
 pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
+    program::name_process();
     let matches = taking_negative_values(Arguments::command()).get_matches_from(line);
     let arguments = Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     finish(match arguments.command {

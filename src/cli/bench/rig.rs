@@ -5,10 +5,10 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use tempfile::TempDir;
-use tokio::process::{Child, Command};
+use tokio::process::Child;
 use tokio::sync::mpsc;
 
-use crate::cli::temporary;
+use crate::cli::{program, temporary};
 use crate::error::CommandError;
 use kvferry_protocol::{Hello, Role};
 use kvferry_transport::{Address, Client, ClientSettings, Incoming, Limits, ZmqTransport};
@@ -41,8 +41,7 @@ pub fn process_with_errors(
     folder: &Path,
     errors: Stdio,
 ) -> Result<Child, CommandError> {
-    let program = std::env::current_exe().map_err(CommandError::failed)?;
-    let child = Command::new(program)
+    let child = program::command()
         .args(arguments)
         .arg(folder)
         .stdin(Stdio::piped())

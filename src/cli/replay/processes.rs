@@ -6,12 +6,11 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
-use tokio::process::{Child, ChildStdin, Command};
+use tokio::process::{Child, ChildStdin};
 use tokio::time::Instant;
 
-use crate::cli::engine_rank;
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::temporary;
+use crate::cli::{engine_rank, program, temporary};
 use crate::error::CommandError;
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_types::{EngineId, Rank, Ratio, Replica, WorkerId};
@@ -142,8 +141,7 @@ pub(super) struct UpSettings<'a> {
 
 fn start_up(settings: &UpSettings<'_>, directory: &Path) -> Result<Child, CommandError> {
     let arguments = settings.arguments;
-    let program = std::env::current_exe().map_err(CommandError::failed)?;
-    let mut command = Command::new(program);
+    let mut command = program::command();
     command
         .args(["up", "--supervised"])
         .args(["--ranks", &settings.ranks.to_string()])

@@ -4,11 +4,11 @@ use std::os::fd::OwnedFd;
 use std::process::Stdio;
 
 use command_fds::{CommandFdExt as _, FdMapping};
-use tokio::process::Command;
 use tokio::time::Instant;
 
 use super::requests::listen;
 use super::supervisor::{ChildKind, Supervisor};
+use crate::cli::program;
 use crate::error::CommandError;
 use kvferry_types::WorkerId;
 
@@ -18,8 +18,7 @@ const DEPOT_FD: i32 = 3;
 impl Supervisor {
     pub(super) fn start(&mut self, index: usize) -> Result<(), CommandError> {
         let part = self.parts[index].part;
-        let program = std::env::current_exe().map_err(CommandError::failed)?;
-        let mut command = Command::new(program);
+        let mut command = program::command();
         match part {
             ChildKind::Leader => command.arg("leader"),
             ChildKind::Worker(_) => command.arg("worker"),
