@@ -1,5 +1,7 @@
 //! Logs: one line per event on standard error, so that standard output remains free for results.
 
+mod lossy;
+
 use std::io::IsTerminal;
 use std::sync::OnceLock;
 
@@ -36,7 +38,8 @@ pub fn start(filter: &str) -> Result<(), CommandError> {
     let filter = parse(filter).map_err(CommandError::Config)?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| lossy::Line)
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
         .compact()

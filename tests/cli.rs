@@ -13,6 +13,7 @@ mod cli {
     mod messages;
     mod operators;
     mod signals;
+    mod stays_up;
 }
 mod support;
 

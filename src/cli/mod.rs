@@ -288,9 +288,10 @@ pub fn print_line(text: &str) {
     }
 }
 
-#[expect(clippy::print_stderr, reason = "progress, which is no result")]
+/// Prints progress, which is no result, on standard error. A failure changes nothing.
 fn say_progress(text: &str) {
-    eprintln!("{text}");
+    let line = format!("{text}\n");
+    std::io::stderr().write_all(line.as_bytes()).ok();
 }
 
 /// Runs an async command on a runtime of its own.
