@@ -5,8 +5,22 @@ use std::fs;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 
-/// Mount point of cgroup v2.
-const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+use super::cgroup::{Cgroup, CgroupVersion};
+
+/// The files of a memory cgroup: its limit, its use, and the name of the page cache that can be dropped in
+/// `memory.stat`.
+type Files = [&'static str; 3];
+
+const fn files(version: CgroupVersion) -> Files {
+    match version {
+        CgroupVersion::One => [
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file ",
+        ],
+        CgroupVersion::Two => ["memory.max", "memory.current", "inactive_file "],
+    }
+}
 
 /// The limit of the memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,9 +78,8 @@ impl MemoryAvailable {
             bytes: host_bytes(&meminfo, in_use).unwrap_or(u64::MAX),
             limit: MemoryLimit::Host,
         };
-        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        let group = group_path(&groups);
-        let group = group.and_then(|path| cgroup(Path::new(CGROUP_ROOT), path, in_use));
+        let group = Cgroup::of_this_process("memory");
+        let group = group.and_then(|group| tightest(&group, in_use));
         let others = [system, group].into_iter().flatten();
         others.fold(host, |least, other| {
             if other.bytes < least.bytes {
@@ -104,38 +117,29 @@ fn file_system_bytes(fd: BorrowedFd<'_>) -> Option<u64> {
     system.f_bavail.checked_mul(system.f_frsize)
 }
 
-/// The path of this process's cgroup v2, the line `0::/path` of `/proc/self/cgroup`.
-fn group_path(groups: &str) -> Option<&str> {
-    groups.lines().find_map(|line| line.strip_prefix("0::/"))
-}
-
-/// The tightest limit between a cgroup and the root.
-fn cgroup(root: &Path, group: &str, in_use: Use) -> Option<MemoryAvailable> {
-    let leaf = root.join(group);
-    let levels = leaf.ancestors().take_while(|level| level.starts_with(root));
-    levels
-        .filter_map(|level| {
-            Some(MemoryAvailable {
-                bytes: level_bytes(level, in_use)?,
-                limit: MemoryLimit::Cgroup(level.to_owned()),
-            })
+/// The tightest limit of a group and those around it.
+fn tightest(group: &Cgroup, in_use: Use) -> Option<MemoryAvailable> {
+    let files = files(group.version);
+    let limits = group.levels().filter_map(|level| {
+        Some(MemoryAvailable {
+            bytes: level_bytes(level, files, in_use)?,
+            limit: MemoryLimit::Cgroup(level.to_owned()),
         })
-        .min_by_key(|available| available.bytes)
+    });
+    limits.min_by_key(|available| available.bytes)
 }
 
 /// Bytes that one cgroup may still take: its limit minus its use, where page cache that can be dropped does not count
-/// as use.
-fn level_bytes(level: &Path, in_use: Use) -> Option<u64> {
+/// as use. Version 1 has a number near 2^63 in place of no limit.
+fn level_bytes(level: &Path, [limit, usage, cache]: Files, in_use: Use) -> Option<u64> {
     let read = |name: &str| fs::read_to_string(level.join(name)).ok();
-    let max: u64 = read("memory.max")?.trim().parse().ok()?;
+    let max: u64 = read(limit)?.trim().parse().ok()?;
     if in_use == Use::Ignored {
         return Some(max);
     }
-    let current: u64 = read("memory.current")?.trim().parse().ok()?;
+    let current: u64 = read(usage)?.trim().parse().ok()?;
     let stat = read("memory.stat").unwrap_or_default();
-    let cache = stat
-        .lines()
-        .find_map(|line| line.strip_prefix("inactive_file "));
+    let cache = stat.lines().find_map(|line| line.strip_prefix(cache));
     let cache: u64 = cache
         .and_then(|bytes| bytes.trim().parse().ok())
         .unwrap_or(0);
@@ -155,27 +159,39 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_limit_of_all_parent_groups_applies() {
-        let root = tempfile::tempdir().expect("a directory");
-        let leaf = root.path().join("pod/engine");
-        fs::create_dir_all(&leaf).expect("made");
-        let write = |dir: &Path, name: &str, text: &str| {
-            fs::write(dir.join(name), text).expect("written");
-        };
-        write(&leaf, "memory.max", "max\n");
-        write(&leaf, "memory.current", "10\n");
-        let pod = root.path().join("pod");
-        write(&pod, "memory.max", "1000\n");
-        write(&pod, "memory.current", "700\n");
-        write(&pod, "memory.stat", "anon 5\ninactive_file 100\n");
-        for (in_use, bytes) in [(Use::Counts, 400), (Use::Ignored, 1000)] {
-            let found = cgroup(root.path(), "pod/engine", in_use);
-            let limit = MemoryLimit::Cgroup(pod.clone());
-            assert_eq!(found, Some(MemoryAvailable { bytes, limit }));
+    fn the_tightest_limit_of_all_parent_groups_applies_in_both_versions() {
+        let stat = "inactive_file 30\ntotal_inactive_file 100\n";
+        let one = ["memory.limit_in_bytes", "memory.usage_in_bytes", stat];
+        let stat = "anon 5\ninactive_file 100\n";
+        let two = ["memory.max", "memory.current", stat];
+        for (kind, unlimited, [max, current, stat]) in [
+            ("cgroup - memory", "9223372036854771712\n", one),
+            ("cgroup2 - rw", "max\n", two),
+        ] {
+            let root = tempfile::tempdir().expect("a directory");
+            let (root, options) = (root.path(), kind.replace(" - ", " cgroup "));
+            let leaf = root.join("pod/engine");
+            fs::create_dir_all(&leaf).expect("made");
+            let write = |dir: &Path, name: &str, text: &str| {
+                fs::write(dir.join(name), text).expect("written");
+            };
+            write(&leaf, max, unlimited);
+            write(&leaf, current, "10\n");
+            let pod = root.join("pod");
+            write(&pod, max, "1000\n");
+            write(&pod, current, "700\n");
+            write(&pod, "memory.stat", stat);
+            let groups = match kind.starts_with("cgroup2") {
+                true => "0::/pod/engine\n",
+                false => "4:memory:/pod/engine\n0::/\n",
+            };
+            let mounts = format!("35 31 0:32 / {} rw - {options}", root.display());
+            let group = Cgroup::find("memory", groups, &mounts).expect("a group");
+            for (in_use, bytes) in [(Use::Counts, 400), (Use::Ignored, 1000)] {
+                let limit = MemoryLimit::Cgroup(pod.clone());
+                let expected = Some(MemoryAvailable { bytes, limit });
+                assert_eq!(tightest(&group, in_use), expected, "{kind}");
+            }
         }
-        assert_eq!(
-            group_path("1:name=x:/y\n0::/pod/engine\n"),
-            Some("pod/engine")
-        );
     }
 }

@@ -9,6 +9,7 @@
 
 mod available;
 mod buffer;
+mod cgroup;
 mod copy;
 mod depot;
 mod drop_signal;
@@ -23,6 +24,7 @@ mod registration;
 
 pub use available::{MemoryAvailable, MemoryLimit};
 pub use buffer::{BufferError, SharedBuffer};
+pub use cgroup::{Cgroup, PidsLimit};
 pub use copy::{
     COPY_PART_BYTES, CUT_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, CopyMode, CopyPlan,
     CopyRange, CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, STORE_YIELD_BYTES,
