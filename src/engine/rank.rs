@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 use crate::error::EngineError;
 use crate::layout::{Fragment, NONCE_ROOM_BYTES, pages_bytes};
@@ -20,6 +21,8 @@ use kvferry_workload::scheduler::WorkKind;
 
 /// Capacity of the queue of reports, and of the queue of messages to the worker.
 const QUEUE: usize = 1024;
+/// Orders that are read ahead. A scheduler sends none before the first registration.
+const ORDERS_READ: usize = 16;
 
 /// The rank's memory, and the state of its work.
 struct RankProcess<'a> {
@@ -29,12 +32,12 @@ struct RankProcess<'a> {
     scratch: Vec<u8>,
 }
 
-/// Runs a rank until `orders` ends. Reports its first registration on `reports` as ticket 0, then the end of each
-/// order. Registers again by itself when its connection breaks.
+/// Runs a rank until `orders` ends, also before its first registration. Reports that on `reports` as ticket 0, then the
+/// end of each order. Registers again by itself when its connection breaks.
 pub async fn run(
     transport: Arc<dyn Transport>,
     settings: RankSettings,
-    orders: impl AsyncRead + Unpin,
+    orders: impl AsyncRead + Unpin + Send + 'static,
     reports: impl AsyncWrite + Unpin + Send + 'static,
 ) -> Result<(), EngineError> {
     let (report, queue) = mpsc::channel(QUEUE);
@@ -60,9 +63,10 @@ pub async fn run(
 async fn serve(
     transport: Arc<dyn Transport>,
     settings: RankSettings,
-    orders: impl AsyncRead + Unpin,
+    orders: impl AsyncRead + Unpin + Send + 'static,
     report: &mpsc::Sender<RankReport>,
 ) -> Result<(), EngineError> {
+    let orders = ReadOrders::start(orders);
     let bytes = pages_bytes(&settings) + NONCE_ROOM_BYTES;
     let memory = RankMemory::create(settings.device, settings.rank, bytes);
     let memory = Arc::new(memory?);
@@ -91,6 +95,34 @@ async fn serve(
     }
 }
 
+/// The orders, read from the start of the process on. A scheduler that was killed closes its end of the pipe, which must
+/// end the rank also while no worker accepts its memory.
+struct ReadOrders {
+    queue: mpsc::Receiver<std::io::Result<RankOrder>>,
+    reading: JoinHandle<()>,
+}
+
+impl ReadOrders {
+    fn start(mut orders: impl AsyncRead + Unpin + Send + 'static) -> Self {
+        let (sender, queue) = mpsc::channel(ORDERS_READ);
+        let reading = tokio::spawn(async move {
+            while let Some(order) = pipe::read(&mut orders).await.transpose() {
+                let failed = order.is_err();
+                if sender.send(order).await.is_err() || failed {
+                    return;
+                }
+            }
+        });
+        Self { queue, reading }
+    }
+
+    /// The next order; `None` after the last one.
+    async fn next(&mut self) -> Result<Option<RankOrder>, EngineError> {
+        let order = self.queue.recv().await.transpose();
+        order.map_err(EngineError::Pipe)
+    }
+}
+
 async fn send_report(
     reports: &mpsc::Sender<RankReport>,
     report: RankReport,
@@ -113,15 +145,19 @@ async fn write_reports(
 impl RankProcess<'_> {
     async fn work(
         mut self,
-        mut orders: impl AsyncRead + Unpin,
+        mut orders: ReadOrders,
         reports: &mpsc::Sender<RankReport>,
     ) -> Result<(), EngineError> {
-        self.session.registered().await?;
+        tokio::select! {
+            registered = self.session.registered() => registered?,
+            _ = &mut orders.reading => {
+                // Orders without memory are dropped, and an error of the pipe is reported.
+                while orders.next().await?.is_some() {}
+                return Ok(());
+            }
+        }
         send_report(reports, RankReport::default()).await?;
-        loop {
-            let order: Option<RankOrder> =
-                pipe::read(&mut orders).await.map_err(EngineError::Pipe)?;
-            let Some(order) = order else { return Ok(()) };
+        while let Some(order) = orders.next().await? {
             let task = order.task();
             let kind = match task.ok_or(EngineError::Protocol("an order of an unknown kind"))? {
                 OrderTask::Work(kind) => kind,
@@ -150,6 +186,7 @@ impl RankProcess<'_> {
             // The device may still write: readers and later writers of these pages wait for the announced number.
             send_report(reports, report).await?;
         }
+        Ok(())
     }
 
     fn carry_out(&mut self, kind: WorkKind, order: &RankOrder) -> Result<RankReport, EngineError> {

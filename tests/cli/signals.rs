@@ -159,3 +159,36 @@ fn a_replay_whose_terminal_is_closed_leaves_nothing_behind() {
         0
     );
 }
+
+/// A replay that is killed closes the pipes to its ranks, and can do no more.
+#[test]
+fn a_rank_ends_with_its_replay_before_a_worker_has_accepted_its_memory() {
+    let folder = socket_dir();
+    let worker = folder.path().join("worker-0-0");
+    let mut command = support::command();
+    command.args(["engine-rank", "--engine", "1", "--model", "tiny"]);
+    command.args(["--replica", "0", "--rank", "0", "--ranks", "1"]);
+    command.args(["--engine-page-tokens", "16", "--device-pages", "8"]);
+    command.args(["--layout", "contiguous", "--start-limit-s", "600"]);
+    command.arg("--worker-dir").arg(worker);
+    let mut rank = Running::spawn(&mut command);
+    let process = rank.0.id();
+    // Its memory is made, and it waits for its worker.
+    let begun = Instant::now();
+    let memory = || {
+        let files = std::fs::read_dir(format!("/proc/{process}/fd"))?;
+        let files = files.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok());
+        std::io::Result::Ok(
+            files
+                .filter(|file| file.to_string_lossy().starts_with("/memfd:"))
+                .count(),
+        )
+    };
+    while memory().is_ok_and(|files| files == 0) {
+        assert!(begun.elapsed() < LIMIT, "it makes no memory");
+        std::thread::yield_now();
+    }
+    drop(rank.0.stdin.take());
+    let (code, errors) = rank.end(LIMIT);
+    assert_eq!(code, Some(0), "{errors}");
+}
