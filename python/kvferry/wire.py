@@ -483,6 +483,13 @@ class MovesStatus(msgspec.Struct, kw_only=True):
     bad_sources: int = 0
 
 
+class RestartedProcess(msgspec.Struct, kw_only=True):
+    """How often ``kvferry up`` has started a process again, by cause: see ``docs/reference/status.md``."""
+
+    process: str = ""
+    causes: dict[str, int] = {}
+
+
 class StatusAnswer(msgspec.Struct, kw_only=True):
     """The state of a leader: see ``docs/reference/status.md``."""
 
@@ -501,6 +508,7 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     moves: MovesStatus | None = None
     decisions_digest: str | None = None
     contradiction: str | None = None
+    restarts: list[RestartedProcess] = []
 
 
 class Empty(msgspec.Struct):

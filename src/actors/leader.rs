@@ -12,7 +12,7 @@ use crate::SetLog;
 use crate::mailbox::{Credited, MailboxPump};
 use crate::processes::{self, Process};
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent, LeaderSettings};
-use kvferry_protocol::{Connections, Message};
+use kvferry_protocol::{Connections, Message, RestartedProcess};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_transport::Clock;
 use kvferry_transport::{Replier, Server, ServerEvent, ServerEvents};
@@ -24,6 +24,9 @@ pub type EndWorker = Box<dyn FnMut(WorkerId, Option<i32>) + Send>;
 
 /// Records that an epoch was used, so that the next leader takes a later one. An error is the reason of the failure.
 pub type RaiseEpoch = Box<dyn Fn(Epoch) -> Result<(), HostError> + Send>;
+
+/// Reads which processes a supervisor has started again.
+pub type ReadRestarts = Box<dyn Fn() -> Vec<RestartedProcess> + Send>;
 
 /// Arguments of a leader.
 pub struct LeaderArguments {
@@ -37,6 +40,8 @@ pub struct LeaderArguments {
     pub raise_epoch: Option<RaiseEpoch>,
     /// Changes the filter of the log; `None` where operators may not.
     pub set_log: Option<SetLog>,
+    /// Reads the restarts of processes, for the status; `None` without a supervisor that counts them.
+    pub restarts: Option<ReadRestarts>,
 }
 
 /// A message to the leader's actor.
@@ -97,6 +102,7 @@ impl Actor for LeaderActor {
             supervisor,
             raise_epoch,
             set_log,
+            restarts,
         } = arguments;
         let host = Host {
             clock: Clock::start(),
@@ -104,6 +110,7 @@ impl Actor for LeaderActor {
             supervisor,
             raise_epoch,
             set_log,
+            restarts,
             watched: HashMap::new(),
             actor: myself.clone(),
             lookup_begun: None,
@@ -217,6 +224,7 @@ struct Host {
     supervisor: Option<EndWorker>,
     raise_epoch: Option<RaiseEpoch>,
     set_log: Option<SetLog>,
+    restarts: Option<ReadRestarts>,
     /// Watched processes, by id.
     watched: HashMap<i32, Process>,
     actor: ActorRef<LeaderMessage>,
@@ -319,6 +327,10 @@ impl LeaderHost for Host {
 
     fn lookup_time(&self) -> Duration {
         self.lookup_time
+    }
+
+    fn restarts(&self) -> Vec<RestartedProcess> {
+        self.restarts.as_ref().map_or_else(Vec::new, |read| read())
     }
 
     fn before_step(&mut self, _: &Leader, event: &LeaderEvent) {

@@ -28,7 +28,7 @@ mod worker;
 pub use depot::DepotSettings;
 pub use disk::DiskSettings;
 pub use gpu::EngineSide;
-pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
+pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch, ReadRestarts};
 pub use supervision::{ProcessHandle, run_leader, run_worker};
 pub use transfer::{TransferActor, TransferArguments, TransferMessage};
 pub use worker::WorkerArguments;

@@ -120,6 +120,7 @@ impl Arguments {
                 server,
                 supervisor,
                 set_log: Some(crate::telemetry::change),
+                restarts: None,
                 raise_epoch: Some(Box::new(move |seen| Ok(raise_epoch(&directory, seen)?))),
             })
             .await;

@@ -699,5 +699,6 @@ fn status_answer() -> StatusAnswer {
         })),
         decisions_digest: Some("blake3:00".to_owned()),
         contradiction: Some(String::new()),
+        restarts: Vec::new(),
     }
 }

@@ -34,10 +34,10 @@ pub use body::{
     GroupHits, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
     Memory, MemoryAnswer, MovesStatus, NamespaceMeasure, NumberedStore, PartBody, Probe,
     ProbeAnswer, RankStatus, ReadEvents, ReadInventory, Readiness, RecordBody, Register,
-    Registered, RequestsStatus, Reset, ResetPages, SetLog, SetLogAnswer, StatedMemory, Status,
-    StatusAnswer, Store, StoreResult, StoredPages, Stores, StoresAnswer, TierFlushed, TierPages,
-    TierStatus, TransferBody, TransferOrder, Unregister, Welcome, WorkerGone, WorkerGoneAnswer,
-    Written,
+    Registered, RequestsStatus, Reset, ResetPages, RestartedProcess, SetLog, SetLogAnswer,
+    StatedMemory, Status, StatusAnswer, Store, StoreResult, StoredPages, Stores, StoresAnswer,
+    TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister, Welcome,
+    WorkerGone, WorkerGoneAnswer, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -29,6 +29,8 @@ pub const ABANDONED_MAX: usize = 4096;
 pub const TEXT_BYTES_MAX: usize = 4096;
 /// Bytes of a namespace.
 pub const NAMESPACE_BYTES_MAX: usize = 1024;
+/// Processes of one supervisor: a worker for each of 64 ranks of 64 replicas, a leader and a monitor.
+pub const PROCESSES_MAX: usize = 4098;
 /// Bytes of one page record.
 pub const PAGE_RECORD_BYTES: usize = 76;
 /// Page records in one part of an inventory.

@@ -18,6 +18,7 @@ async fn a_leader_whose_epoch_a_depot_has_seen_notes_that_and_ends() {
     let settings = LeaderSettings::new(Epoch(1), RANKS, ratio, AnchorKey::new([7; 32]));
     let started = run_leader(LeaderArguments {
         set_log: None,
+        restarts: None,
         settings,
         server: server(&transport, 1, Limits::default()).await,
         supervisor: None,

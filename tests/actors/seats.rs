@@ -216,6 +216,7 @@ async fn a_supervisor_receives_the_process_to_end_and_an_unsupervised_one_is_end
     let fence = settings.fence;
     let started = run_leader(LeaderArguments {
         set_log: None,
+        restarts: None,
         settings,
         server: server(&transport, 1, Limits::default()).await,
         supervisor: Some(Box::new(move |worker, pid| {

@@ -61,6 +61,7 @@ pub async fn leader_within(
     let server = server(transport, epoch, limits).await;
     let started = run_leader(LeaderArguments {
         set_log: None,
+        restarts: None,
         settings,
         server,
         supervisor: None,

@@ -27,8 +27,8 @@ pub use operator::{
 };
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{
-    DiskHealth, DiskStatus, MovesStatus, RankStatus, RequestsStatus, Status, StatusAnswer,
-    TierStatus,
+    DiskHealth, DiskStatus, MovesStatus, RankStatus, RequestsStatus, RestartedProcess, Status,
+    StatusAnswer, TierStatus,
 };
 pub(crate) use tier::tier_of;
 pub use worker::{

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::handshake::cut;
 use super::is_false;
 use crate::bounded::at_most;
-use crate::limits::TIERS_MAX;
+use crate::limits::{PROCESSES_MAX, TIERS_MAX};
 
 /// Requests the state of a leader.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -208,6 +208,17 @@ pub struct RequestsStatus {
     pub parked_requests: u64,
 }
 
+/// How often a supervisor has started a process again since the supervisor's own start, in [`StatusAnswer`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct RestartedProcess {
+    /// The process: `leader`, `monitor`, or `worker-R-N` for rank N of replica R.
+    pub process: String,
+    /// Number of restarts by the cause of the end before: `exit`, `signal`, `out_of_memory`, `fenced`, `not_started`,
+    /// `unknown`.
+    pub causes: std::collections::BTreeMap<String, u64>,
+}
+
 /// Answer to [`Status`]. Counters run since the leader's start; readers skip unknown ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
@@ -252,6 +263,12 @@ pub struct StatusAnswer {
     /// First contradiction of the second count, empty without one; absent if no second count was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub contradiction: Option<String>,
+    /// Processes that were started again; empty without any, and from a leader that `kvferry up` has not started.
+    #[serde(
+        skip_serializing_if = "Vec::is_empty",
+        deserialize_with = "at_most::<_, _, PROCESSES_MAX>"
+    )]
+    pub restarts: Vec<RestartedProcess>,
 }
 
 impl StatusAnswer {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::HolderPeers;
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent};
-use kvferry_protocol::Message;
+use kvferry_protocol::{Message, RestartedProcess};
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
 /// The cause of a host's failure, of whatever kind the host has.
@@ -51,6 +51,11 @@ pub trait LeaderHost: HolderPeers {
 
     /// Time spent in the core's steps of lookups, for the status.
     fn lookup_time(&self) -> Duration;
+
+    /// Processes that a supervisor has started again, for the status. A host without a supervisor knows of none.
+    fn restarts(&self) -> Vec<RestartedProcess> {
+        Vec::new()
+    }
 
     /// Called before each step of the core.
     fn before_step(&mut self, core: &Leader, event: &LeaderEvent);

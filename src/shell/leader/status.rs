@@ -219,6 +219,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             contradiction,
             tiers: self.tiers(),
             moves: self.moves().map(Box::new),
+            restarts: host.restarts(),
         };
         let lookup_ns = u64::try_from(host.lookup_time().as_nanos()).unwrap_or(u64::MAX);
         answer.counters.insert(LOOKUP_NS.to_owned(), lookup_ns);
