@@ -58,6 +58,9 @@ pub enum PrefaultError {
         /// Bytes of the depot.
         total_bytes: u64,
     },
+    /// No thread could be started.
+    #[error("cannot start a thread that touches the depot's memory: {0}")]
+    Threads(io::Error),
     /// A system call failed.
     #[error("cannot take the depot's memory: {0}")]
     Io(io::Error),
@@ -144,15 +147,17 @@ impl Walk<'_> {
     fn run(&self, threads: usize, report: &dyn Fn(u64)) -> Result<u64, PrefaultError> {
         let (sender, receiver) = sync_channel(threads);
         std::thread::scope(|scope| {
-            for _ in 0..threads {
+            for started in 0..threads {
                 let sender = sender.clone();
-                std::thread::Builder::new()
-                    .name("kvferry-prefault".to_owned())
-                    .spawn_scoped(scope, move || self.chunks(&sender))
-                    .map_err(|error| {
-                        self.failed.store(true, Ordering::Relaxed);
-                        PrefaultError::Io(error)
-                    })?;
+                let thread = std::thread::Builder::new().name("kvferry-prefault".to_owned());
+                match thread.spawn_scoped(scope, move || self.chunks(&sender)) {
+                    Ok(_) => {}
+                    Err(error) if started == 0 => return Err(PrefaultError::Threads(error)),
+                    Err(error) => {
+                        tracing::warn!(%error, started, "host memory is touched by fewer threads");
+                        break;
+                    }
+                }
             }
             drop(sender);
             let mut done_bytes = 0;
