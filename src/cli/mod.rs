@@ -33,6 +33,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::{Config, Flags};
 use crate::error::{CommandError, EXIT_CODES};
@@ -294,6 +295,15 @@ fn say_progress(text: &str) {
     std::io::stderr().write_all(line.as_bytes()).ok();
 }
 
+/// Makes the write to a file of the largest size (`ulimit -f`) fail, which each part handles as it handles a full disk.
+/// Without a handler, the kernel ends the process.
+fn fail_at_the_largest_file() {
+    let kind = SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw());
+    if let Err(error) = signal(kind) {
+        tracing::warn!(%error, "a file that reaches `ulimit -f` ends this process");
+    }
+}
+
 /// Runs an async command on a runtime of its own.
 pub fn block_on<T>(
     threads: usize,
@@ -304,7 +314,10 @@ pub fn block_on<T>(
         .enable_all()
         .build()
         .map_err(CommandError::failed)?;
-    let result = runtime.block_on(command);
+    let result = runtime.block_on(async {
+        fail_at_the_largest_file();
+        command.await
+    });
     // A thread may still wait for standard input. The process ends without waiting for it.
     runtime.shutdown_background();
     result
