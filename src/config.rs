@@ -49,6 +49,9 @@ pub const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 
 /// Characters of a value or a line that an error shows.
 const SHOWN_CHARS_MAX: usize = 120;
+/// Longest flush at the end of `up`, in seconds.
+pub const FLUSH_LIMIT_S_MAX: u32 = 86_400;
+
 /// The default of `socket_dir`, for readers.
 const SOCKET_DIR_DEFAULT: &str =
     "$XDG_RUNTIME_DIR/kvferry, or /tmp/kvferry-UID without that variable";
@@ -90,6 +93,7 @@ pub struct Config {
     pub monitor: MonitorAddress,
     pub page_index: bool,
     pub record_decisions: bool,
+    pub flush_limit_s: u32,
     pub log: String,
 }
 
@@ -279,6 +283,13 @@ pub struct Flags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub record_decisions: Option<bool>,
+    /// Most seconds that `up` takes to make stored pages durable on the disk before its processes end.
+    ///
+    /// 0 to 86400; 0: pages that are not on the disk by then are computed again. A second signal ends it at once. Give the
+    /// service manager or the kubelet at least 15 s more.
+    #[arg(long, value_name = "SECONDS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub flush_limit_s: Option<u32>,
     /// Filter of the log, by targets and levels.
     ///
     /// Such as info,kvferry=debug.
@@ -483,6 +494,11 @@ impl Config {
             )?,
             page_index: settings.get("page_index", "true or false", Some)?,
             record_decisions: settings.get("record_decisions", "true or false", Some)?,
+            flush_limit_s: settings.get(
+                "flush_limit_s",
+                &bounds(0, FLUSH_LIMIT_S_MAX.into()),
+                |seconds| (seconds <= FLUSH_LIMIT_S_MAX).then_some(seconds),
+            )?,
             log: settings.get("log", "a filter such as \"info,kvferry=debug\"", Some)?,
         })
     }

@@ -4,6 +4,10 @@ use crate::config::ConfigError;
 
 /// Exit code of [`CommandError::NoMemory`].
 pub const NO_MEMORY: u8 = 69;
+/// Exit code of [`CommandError::Unstable`].
+pub const UNSTABLE: u8 = 70;
+/// Exit code of [`CommandError::Config`].
+pub const MISCONFIGURED: u8 = 78;
 
 /// Every exit code of the program with its meaning: those of [`CommandError::exit_code`], 0, and 2, with which the
 /// parser of the command line ends.
@@ -17,10 +21,14 @@ pub const EXIT_CODES: &[(u8, &str)] = &[
     (65, "a named file cannot be used, such as a trace"),
     (
         NO_MEMORY,
-        "the host memory of a worker is not available (g2)",
+        "the host memory of a worker is not available (g2), or the kernel ends a process for lack of memory",
     ),
     (
-        78,
+        UNSTABLE,
+        "a process of `up` ended 8 times in a row, before it was ready or within 10 s of its start",
+    ),
+    (
+        MISCONFIGURED,
         "a setting is out of bounds, or settings contradict each other",
     ),
 ];
@@ -40,6 +48,9 @@ pub enum CommandError {
     /// The configured host memory is not available. Exit code 69, as `EX_UNAVAILABLE`.
     #[error("{0}")]
     NoMemory(String),
+    /// A process ends again and again. Exit code 70, as `EX_SOFTWARE`.
+    #[error("{0}")]
+    Unstable(String),
     /// Values contradict each other or lie out of bounds. Exit code 78, as `EX_CONFIG`.
     #[error("{0}")]
     Config(String),
@@ -60,7 +71,8 @@ impl CommandError {
             Self::Found(_) | Self::Failed(_) | Self::Cause(_) => 1,
             Self::Data(_) => 65,
             Self::NoMemory(_) => NO_MEMORY,
-            Self::Config(_) => 78,
+            Self::Unstable(_) => UNSTABLE,
+            Self::Config(_) => MISCONFIGURED,
         }
     }
 }

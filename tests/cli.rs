@@ -10,6 +10,7 @@
 mod cli {
     mod containers;
     mod fsck;
+    mod limits;
     mod messages;
     mod operators;
     mod signals;

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
+use tokio::sync::watch;
 use tokio::task::{JoinError, JoinHandle};
 
 use crate::gpu::likely_node;
@@ -38,8 +39,8 @@ pub struct DepotSettings {
     pub gpu: usize,
     /// Lock the memory, so that it is never swapped out.
     pub lock: bool,
-    /// Set once all of the memory is ready.
-    pub ready: Arc<AtomicBool>,
+    /// Becomes true once all of the memory is ready.
+    pub ready: watch::Sender<bool>,
 }
 
 /// The reason that a depot's memory cannot be used.
@@ -194,7 +195,7 @@ fn prepare(
         depot.lock()?;
         progress.done.store(depot.bytes(), Ordering::Relaxed);
     }
-    ready.store(true, Ordering::Relaxed);
+    ready.send_replace(true);
     Ok(())
 }
 
@@ -284,9 +285,9 @@ mod tests {
             node: None,
             gpu: 3,
             lock: false,
-            ready: Arc::default(),
+            ready: watch::Sender::default(),
         };
-        let ready = Arc::clone(&settings.ready);
+        let ready = settings.ready.subscribe();
         let (open, opened) = std::sync::mpsc::channel();
         let (answer, answered) = std::sync::mpsc::channel::<()>();
         let prefaulting = std::thread::spawn(move || {
@@ -306,11 +307,11 @@ mod tests {
         let timeout = Duration::from_secs(600);
         let bytes = opened.recv_timeout(timeout);
         assert_eq!(bytes, Ok(1 << 20), "opened while the driver starts");
-        assert!(!ready.load(Ordering::Relaxed), "nothing is touched yet");
+        assert!(!*ready.borrow(), "nothing is touched yet");
         answer.send(()).expect("it waits");
         let prepared = prefaulting.join().expect("no panic");
         prepared.expect("a depot");
-        assert!(ready.load(Ordering::Relaxed));
+        assert!(*ready.borrow());
     }
 
     #[test]
@@ -322,7 +323,7 @@ mod tests {
             node: None,
             gpu: 0,
             lock: false,
-            ready: Arc::default(),
+            ready: watch::Sender::default(),
         };
         assert_eq!(settings(0).ready_limit(), READY_LIMIT_MIN);
         let day = Duration::from_secs(24 * 3600);

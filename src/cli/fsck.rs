@@ -3,13 +3,13 @@
 use std::cell::Cell;
 use std::fmt::Write as _;
 use std::io::{IsTerminal as _, Write as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::cli::print_line;
+use crate::cli::{lock_holder::lock_holder, print_line};
 use crate::config::Directories;
 use crate::error::CommandError;
 use kvferry_tiers::disk::fsck::{Finding, FsckError, FsckReport, fsck};
@@ -166,10 +166,7 @@ impl Arguments {
         if shown.get().is_some() {
             std::io::stderr().write_all(b"\n").ok();
         }
-        let found = checked.map_err(|error| match holder(&error) {
-            Some(pid) => CommandError::Failed(format!("{error} (process {pid})")),
-            None => CommandError::failed(error),
-        })?;
+        let found = checked.map_err(|error| with_holder(error, &self.directories.0))?;
         let (total, repaired) = (found.findings_total, found.repaired);
         let text = match self.json {
             true => {
@@ -191,32 +188,20 @@ impl Arguments {
     }
 }
 
-/// The process that uses the tier, if this one can see it.
-fn holder(error: &FsckError) -> Option<u32> {
-    let locked = match error {
-        FsckError::Leader(directory) => directory.clone(),
-        FsckError::InUse { directory, shard } => directory.join(format!("shard-{shard}")),
-        FsckError::Disk(_) | FsckError::NoTier(_) => return None,
+/// Names the process that uses the tier.
+fn with_holder(error: FsckError, paths: &[PathBuf]) -> CommandError {
+    let locked = match &error {
+        FsckError::Leader(directory) => Some(directory.join("leader")),
+        FsckError::InUse { shard, .. } => paths
+            .iter()
+            .map(|path| path.join(format!("shard-{shard}")))
+            .find(|path| path.is_dir()),
+        _ => None,
     };
-    let found = std::fs::metadata(locked).ok()?;
-    let locks = std::fs::read_to_string("/proc/locks").ok()?;
-    locks
-        .lines()
-        .find_map(|line| lock_holder(line, found.dev(), found.ino()))
-}
-
-/// The process of a line of `/proc/locks`, if the line is of the lock of a whole file with this device and number:
-/// `1: FLOCK  ADVISORY  WRITE 4711 08:01:1234 0 EOF`.
-fn lock_holder(line: &str, device: u64, number: u64) -> Option<u32> {
-    let mut words = line.split_whitespace().skip(1);
-    (words.next()? == "FLOCK").then_some(())?;
-    let pid = words.nth(2)?.parse().ok().filter(|pid| *pid > 0)?;
-    let mut place = words.next()?.split(':');
-    let major = u32::from_str_radix(place.next()?, 16).ok()?;
-    let minor = u32::from_str_radix(place.next()?, 16).ok()?;
-    let is_it =
-        rustix::fs::makedev(major, minor) == device && place.next()?.parse::<u64>().ok()? == number;
-    is_it.then_some(pid)
+    match locked.and_then(|path| lock_holder(&path)) {
+        Some(pid) => CommandError::Failed(format!("{error} (process {pid})")),
+        None => CommandError::failed(error),
+    }
 }
 
 /// The report for people.

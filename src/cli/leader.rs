@@ -11,11 +11,16 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
 use crate::cli::remote::{ListenArguments, listen};
-use crate::cli::shutdown::{DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor};
-use crate::cli::{ConfigArguments, block_on, namespaces, socket_paths::SocketPaths};
+use crate::cli::shutdown::{
+    ChildReport, DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor,
+};
+use crate::cli::{
+    ConfigArguments, block_on, lock_holder::lock_holder, namespaces, restarts,
+    socket_paths::SocketPaths,
+};
 use crate::config::Config;
 use crate::error::CommandError;
-use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
+use kvferry_actors::{EndWorker, LeaderArguments, ReadRestarts, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
 use kvferry_protocol::{FEATURE_TAILS, Role};
 use kvferry_transport::{Limits, OtherUsers, OwnDirectory, Server, ServerSettings, prepare_for};
@@ -120,7 +125,7 @@ impl Arguments {
                 server,
                 supervisor,
                 set_log: Some(crate::telemetry::change),
-                restarts: None,
+                restarts: self.supervised.then(|| read_restarts(&socket_paths)),
                 raise_epoch: Some(Box::new(move |seen| Ok(raise_epoch(&directory, seen)?))),
             })
             .await;
@@ -132,6 +137,9 @@ impl Arguments {
                 ratio = config.ratio.pages(),
                 "leader ready"
             );
+            if self.supervised {
+                ChildReport::Ready.send();
+            }
             tokio::select! {
                 () = ending.requested() => {}
                 why = process.failed() => return Err(CommandError::Failed(why)),
@@ -153,13 +161,24 @@ fn features(config: &Config) -> u64 {
     if tails { FEATURE_TAILS } else { 0 }
 }
 
+/// Reads what the supervisor counts, for the status.
+fn read_restarts(socket_paths: &SocketPaths) -> ReadRestarts {
+    let path = socket_paths.restarts();
+    Box::new(move || restarts::read(&path))
+}
+
 /// Requests the supervisor, over standard output, to end a worker. The leader repeats the request while the worker
 /// stays silent.
 fn request_fence(worker: WorkerId, pid: Option<i32>) {
-    let mut output = std::io::stdout();
-    let line = FenceWorker { worker, pid };
-    if let Err(error) = writeln!(output, "{line}").and_then(|()| output.flush()) {
-        tracing::error!(%error, %worker, "the supervisor does not read");
+    ChildReport::Fence(FenceWorker { worker, pid }).send();
+}
+
+/// Waits until no leader and no `fsck` uses a disk tier. A leader whose supervisor was killed may still be ending.
+pub(super) async fn until_free(tier: &Path) -> Result<(), CommandError> {
+    let directory = tier.join("leader");
+    match directory.is_dir() {
+        true => take(&directory, tier).await.map(drop),
+        false => Ok(()),
     }
 }
 
@@ -174,8 +193,10 @@ async fn take(directory: &Path, tier: &Path) -> Result<fs::File, CommandError> {
             Ok(()) => return Ok(opened),
             Err(Errno::AGAIN) if Instant::now() < until => tokio::time::sleep(LOCK_PAUSE).await,
             Err(Errno::AGAIN) => {
+                let process = lock_holder(directory)
+                    .map_or_else(String::new, |pid| format!(", process {pid}"));
                 return Err(CommandError::Config(format!(
-                    "g3_dir {} is in use by another leader or by fsck: end it, or name another g3_dir",
+                    "g3_dir {} is in use by another leader or by fsck{process}: end it, or name another g3_dir",
                     tier.display()
                 )));
             }

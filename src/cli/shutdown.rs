@@ -1,5 +1,6 @@
 //! Shutdown logic that leader and worker processes share.
 
+use std::io::Write as _;
 use std::time::Duration;
 
 use rustix::process::{Signal, set_parent_process_death_signal};
@@ -12,8 +13,46 @@ use kvferry_types::{Rank, Replica, WorkerId};
 /// Longest wait for running copies when a process ends in order.
 pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// A leader's request to its supervisor, on one line: end the process of this worker. `pid` is set if the worker has
-/// connected to the leader.
+/// A report of a child to its supervisor, on one line of standard output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ChildReport {
+    /// The child serves: a leader listens, a worker's host memory is ready.
+    Ready,
+    /// A leader requests the end of a worker.
+    Fence(FenceWorker),
+}
+
+impl std::fmt::Display for ChildReport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Ready => f.write_str("ready"),
+            Self::Fence(fence) => fence.fmt(f),
+        }
+    }
+}
+
+impl std::str::FromStr for ChildReport {
+    type Err = ();
+
+    fn from_str(line: &str) -> Result<Self, ()> {
+        match line {
+            "ready" => Ok(Self::Ready),
+            line => line.parse().map(Self::Fence),
+        }
+    }
+}
+
+impl ChildReport {
+    /// Writes the report to the supervisor.
+    pub(super) fn send(self) {
+        let mut output = std::io::stdout();
+        if let Err(error) = writeln!(output, "{self}").and_then(|()| output.flush()) {
+            tracing::error!(%error, report = %self, "the supervisor does not read");
+        }
+    }
+}
+
+/// A leader's request to end the process of a worker. `pid` is set if the worker has connected to the leader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct FenceWorker {
     pub(super) worker: WorkerId,
@@ -128,15 +167,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_supervisor_reads_what_a_leader_writes_and_nothing_else() {
+    fn a_supervisor_reads_what_a_child_writes_and_nothing_else() {
         let worker = WorkerId {
             replica: Replica(3),
             rank: Rank(17),
         };
         for pid in [None, Some(4711)] {
             let fence = FenceWorker { worker, pid };
-            assert_eq!(fence.to_string().parse(), Ok(fence));
+            let report = ChildReport::Fence(fence);
+            assert_eq!(report.to_string().parse(), Ok(report));
         }
+        let ready = ChildReport::Ready;
+        assert_eq!(ready.to_string().parse(), Ok(ready));
         for wrong in [
             "",
             "fence",
@@ -146,8 +188,9 @@ mod tests {
             "fence 1 x",
             "fence 70000 1",
             " fence 1 2",
+            "ready ",
         ] {
-            assert_eq!(wrong.parse::<FenceWorker>(), Err(()), "{wrong}");
+            assert_eq!(wrong.parse::<ChildReport>(), Err(()), "{wrong}");
         }
     }
 }

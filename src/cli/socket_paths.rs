@@ -26,6 +26,11 @@ impl SocketPaths {
         Address::Directory(self.leader())
     }
 
+    /// The file with the restarts of processes.
+    pub(super) fn restarts(&self) -> PathBuf {
+        self.0.join("restarts")
+    }
+
     pub(super) fn worker(&self, worker: WorkerId) -> PathBuf {
         let WorkerId { replica, rank } = worker;
         self.0.join(format!("worker-{}-{}", replica.0, rank.0))

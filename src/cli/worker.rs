@@ -3,14 +3,13 @@
 use std::fs::OpenOptions;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
+use tokio::sync::watch;
 
 use crate::cli::remote::LeaderArguments;
-use crate::cli::shutdown::{EndedBy, Ending, end_with_supervisor};
+use crate::cli::shutdown::{ChildReport, EndedBy, Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::config::Config;
 use crate::error::CommandError;
@@ -118,7 +117,7 @@ impl Arguments {
             };
             let (leader, incoming) = Client::start(place.transport, settings);
             let threads = usize::from(config.copy_threads);
-            let ready = Arc::new(AtomicBool::new(false));
+            let (ready, is_ready) = watch::channel(false);
             let bytes = config.host_memory().0 / u64::from(config.kv_shards.shards());
             let arguments = WorkerArguments {
                 worker,
@@ -135,7 +134,7 @@ impl Arguments {
                     gpu: usize::from(self.replica) * usize::from(config.ranks)
                         + usize::from(self.rank),
                     lock: config.g2_lock,
-                    ready: Arc::clone(&ready),
+                    ready,
                 },
                 disk: disk(&config, worker)?,
                 copy_threads: threads,
@@ -148,16 +147,25 @@ impl Arguments {
             tracing::info!(%worker, "worker ready");
             tokio::select! {
                 () = ending.requested() => {}
-                why = process.failed() => return Err(match ready.load(Ordering::Relaxed) {
+                why = process.failed() => return Err(match *is_ready.borrow() {
                     true => CommandError::Failed(why),
                     false => CommandError::NoMemory(why),
                 }),
+                () = report_ready(self.supervised, is_ready.clone()) => {}
             }
             process.stop().await;
             tracing::info!(%worker, "worker ended");
             Ok(())
         })
     }
+}
+
+/// Reports to the supervisor once the host memory is ready. Never returns.
+async fn report_ready(supervised: bool, mut is_ready: watch::Receiver<bool>) {
+    if is_ready.wait_for(|ready| *ready).await.is_ok() && supervised {
+        ChildReport::Ready.send();
+    }
+    std::future::pending().await
 }
 
 /// The directories of the disk tier, with the setting. Creates those that do not exist.

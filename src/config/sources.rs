@@ -87,7 +87,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of [`super::Config`].
-pub(super) const KEYS: [Key; 28] = [
+pub(super) const KEYS: [Key; 29] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -115,6 +115,7 @@ pub(super) const KEYS: [Key; 28] = [
     text("monitor", Fallback::Text("off")),
     switch("page_index", false),
     switch("record_decisions", false),
+    number("flush_limit_s", 10),
     text("log", Fallback::Text("info")),
 ];
 

@@ -67,6 +67,7 @@ fn defaults_are_those_of_the_docs() {
         monitor: MonitorAddress(None),
         page_index: false,
         record_decisions: false,
+        flush_limit_s: 10,
         log: "info".to_owned(),
     };
     assert_eq!(config, expected);
@@ -152,6 +153,7 @@ fn every_key_can_be_given_by_every_source() {
         monitor: "0.0.0.0:9464".parse().expect("an address"),
         page_index: true,
         record_decisions: true,
+        flush_limit_s: 60,
         log: "1".to_owned(),
     };
     let toml = Toml::new(
@@ -159,7 +161,7 @@ fn every_key_can_be_given_by_every_source() {
          g2_numa = '1,0'\ng2_policy = 'pieces=0'\ng3 = '1GiB'\ng3_dir = '/d,/e'\n\
          g3_policy = 'pieces=2'\ng3_depth = 4\ng3_io = 'threads'\ng3_scrub_bytes_per_s = '0'\ng3_discard = true\nprefill_tokens_per_s = 9000\ncopy_threads = 3\nstore_bytes_per_s = '2GiB'\n\
          gpu_copy = 'async'\n\
-         heartbeat_ms = 50\nwire_max = 1\nusers = '1001,1002'\nnamespaces = '/n'\nmonitor = '0.0.0.0:9464'\npage_index = true\nrecord_decisions = true\nlog = '1'",
+         heartbeat_ms = 50\nwire_max = 1\nusers = '1001,1002'\nnamespaces = '/n'\nmonitor = '0.0.0.0:9464'\npage_index = true\nrecord_decisions = true\nflush_limit_s = 60\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
     let variables = [
@@ -190,6 +192,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_MONITOR", "0.0.0.0:9464"),
         ("KVFERRY_PAGE_INDEX", "true"),
         ("KVFERRY_RECORD_DECISIONS", "true"),
+        ("KVFERRY_FLUSH_LIMIT_S", "60"),
         ("KVFERRY_LOG", "1"),
     ];
     assert_eq!(load_environment(&variables).expect("environment"), expected);
@@ -221,6 +224,7 @@ fn every_key_can_be_given_by_every_source() {
         monitor: Some("0.0.0.0:9464".to_owned()),
         page_index: Some(true),
         record_decisions: Some(true),
+        flush_limit_s: Some(60),
         log: Some("1".to_owned()),
     };
     assert_eq!(
@@ -249,7 +253,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
         g2_lock, g2_numa, g2_policy, g3, g3_dir, g3_policy, g3_depth, g3_io, g3_scrub_bytes_per_s, g3_discard, \
         prefill_tokens_per_s, copy_threads, store_bytes_per_s, gpu_copy, heartbeat_ms, wire_max, users, namespaces, monitor, \
-        page_index, record_decisions, log"
+        page_index, record_decisions, flush_limit_s, log"
         ),
         "{error}"
     );

@@ -201,6 +201,11 @@ impl SharedBuffer {
         self.map.as_mut_ptr().expose_provenance()
     }
 
+    /// The descriptor of the memory.
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
     /// Another descriptor of the same memory, to be passed to another process.
     pub fn try_clone_fd(&self) -> Result<OwnedFd, BufferError> {
         self.fd.try_clone().map_err(|source| BufferError::Io {

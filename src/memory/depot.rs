@@ -17,7 +17,7 @@
 //!
 //! A page starts at a multiple of [`PAGE_ALIGN_BYTES`], so that aligned streaming stores reach all of it.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::buffer::{BufferError, SharedBuffer};
 use kvferry_types::{DepotId, Epoch, INVENTORY_ENTRY_BYTES};
@@ -281,10 +281,12 @@ impl Depot {
     pub fn buffer(&self) -> &SharedBuffer {
         &self.buffer
     }
+}
 
-    /// Another descriptor of the same memory, to be passed to a worker.
-    pub fn try_clone_fd(&self) -> Result<OwnedFd, DepotError> {
-        Ok(self.buffer.try_clone_fd()?)
+impl AsFd for Depot {
+    /// The descriptor of the memory. Workers get duplicates of it.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.buffer.as_fd()
     }
 }
 
@@ -297,7 +299,8 @@ mod tests {
         let depot = Depot::create(1 << 20).expect("memory");
         assert_eq!(depot.page_bytes().expect("readable"), None);
         depot.hold_pages_of(1000).expect("writable");
-        let again = Depot::from_fd(depot.try_clone_fd().expect("descriptor")).expect("a depot");
+        let again = Depot::from_fd(depot.as_fd().try_clone_to_owned().expect("descriptor"))
+            .expect("a depot");
         assert_eq!(again.bytes(), 1 << 20);
         assert_eq!(again.page_bytes().expect("readable"), Some(1000));
         assert_eq!(again.id(), depot.id());
@@ -316,7 +319,8 @@ mod tests {
             set.expect("writable");
         }
         depot.set_batch_mark(1, BatchMark::Avoid).expect("writable");
-        let again = Depot::from_fd(depot.try_clone_fd().expect("descriptor")).expect("a depot");
+        let again = Depot::from_fd(depot.as_fd().try_clone_to_owned().expect("descriptor"))
+            .expect("a depot");
         let marks = [0, 1, 2, last, last + 1].map(|worker| again.batch_mark(worker));
         let marks = marks.map(|mark| mark.expect("readable"));
         use BatchMark::{Avoid, None, UnderWay};
@@ -352,9 +356,10 @@ mod tests {
             Depot::create(4096),
             Err(DepotError::TooSmall { bytes: 4096 })
         ));
-        let reopened = |depot: &Depot| Depot::from_fd(depot.try_clone_fd().expect("descriptor"));
+        let reopened =
+            |depot: &Depot| Depot::from_fd(depot.as_fd().try_clone_to_owned().expect("descriptor"));
         let plain = SharedBuffer::create("kvferry-test", 8192).expect("memory");
-        let found = Depot::from_fd(plain.try_clone_fd().expect("descriptor"));
+        let found = Depot::from_fd(plain.as_fd().try_clone_to_owned().expect("descriptor"));
         assert!(matches!(
             found,
             Err(DepotError::NotADepot { found: [0, ..] })

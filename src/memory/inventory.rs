@@ -226,6 +226,8 @@ impl Depot {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
+
     use super::*;
     use kvferry_types::NamespaceId;
 
@@ -270,7 +272,8 @@ mod tests {
         depot.list(PAGE_BYTES, &short).expect("listed");
         depot.list(PAGE_BYTES, &long).expect("listed");
         let expected: Vec<PageRecord> = long.pages().chain(short.pages()).collect();
-        let again = Depot::from_fd(depot.try_clone_fd().expect("descriptor")).expect("a depot");
+        let again = Depot::from_fd(depot.as_fd().try_clone_to_owned().expect("descriptor"))
+            .expect("a depot");
         assert_eq!(listed(&again), expected);
         let part = again.read_inventory(PAGE_BYTES, 4, 57).expect("readable");
         assert_eq!(part, expected[2..6]);

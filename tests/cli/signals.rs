@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use tokio::signal::unix::SignalKind;
 
-use crate::support::{self, Running, signals, socket_dir};
+use crate::support::{self, Running, kvferry, signals, socket_dir};
 use crate::{LIMIT, status_once};
 
 /// Starts `up` for a test, and waits until it answers.
@@ -191,4 +191,61 @@ fn a_rank_ends_with_its_replay_before_a_worker_has_accepted_its_memory() {
     drop(rank.0.stdin.take());
     let (code, errors) = rank.end(LIMIT);
     assert_eq!(code, Some(0), "{errors}");
+}
+
+#[test]
+fn a_flush_that_takes_too_long_ends_by_the_setting_and_says_what_is_durable() {
+    let folder = socket_dir();
+    let sockets = folder.path().to_str().expect("UTF-8");
+    let directory = folder.path().join("disk");
+    let directory = directory.to_str().expect("UTF-8");
+    let disk = [
+        "--g3",
+        "64MiB",
+        "--g3-dir",
+        directory,
+        "--flush-limit-s",
+        "1",
+    ];
+    let up = [
+        "up",
+        "--ranks",
+        "2",
+        "--g2",
+        "32MiB",
+        "--socket-dir",
+        sockets,
+    ];
+    let up = Running::start(&[&up[..], &disk].concat());
+    status_once(sockets, |_| true);
+    let replay = [
+        "replay",
+        "--quiet",
+        "--concurrency",
+        "8",
+        "--requests",
+        "50",
+    ];
+    let replay = kvferry(&[&replay[..], &["--socket-dir", sockets]].concat());
+    assert!(replay.status.success(), "{replay:?}");
+    let status = status_once(sockets, |_| true);
+    let worker = status["ranks"][0]["pid"].as_u64().expect("a number");
+    let worker = Pid::from_raw(i32::try_from(worker).expect("a pid")).expect("above 0");
+    kill_process(worker, Signal::STOP).expect("it runs");
+    let begun = Instant::now();
+    up.terminate();
+    let (code, errors) = up.end(LIMIT);
+    assert_eq!(code, Some(0), "{errors}");
+    // The flush, the end of the processes, and the time that a busy machine takes.
+    let most = Duration::from_secs(1 + 10 + 2 + 5);
+    assert!(begun.elapsed() < most, "{:?}", begun.elapsed());
+    for word in [
+        "after 1s not all stored pages are on the disk",
+        "pages are durable there",
+        "are in host memory",
+        "flush_limit_s",
+        "kvferry flush --timeout",
+    ] {
+        assert!(errors.contains(word), "{word}: {errors}");
+    }
 }

@@ -105,6 +105,7 @@ fn the_page_of_exit_codes_is_made_of_the_programs() {
         CommandError::Failed(text()),
         CommandError::failed("text"),
         CommandError::NoMemory(text()),
+        CommandError::Unstable(text()),
         CommandError::Config(text()),
         CommandError::Data(text()),
     ];

@@ -6,9 +6,9 @@ use kvferry_types::LATENCY_BOUNDS_US;
 use super::metric::{LABELS, Metric, Source};
 use super::reading::process_name;
 use super::sources::{
-    EDGE, NS, US, connections, count, counted, counter, disks, edges, gauge, histogram, namespaces,
-    of_clients, of_disks, of_edges, of_leader, of_ranks, of_tiers, ranks, refused_orders,
-    stored_pages, tier, tiers,
+    EDGE, NS, RESTARTS, US, connections, count, counted, counter, disks, edges, gauge, histogram,
+    namespaces, of_clients, of_disks, of_edges, of_leader, of_ranks, of_tiers, ranks,
+    refused_orders, stored_pages, tier, tiers,
 };
 
 /// Every metric. Those of the leader are absent while it does not answer, and those of a worker while that one does not.
@@ -26,6 +26,7 @@ pub const METRICS: &[Metric] = &[
             }
         }),
     ),
+    RESTARTS,
     gauge(
         "kvferry_build_info",
         "",

@@ -58,7 +58,7 @@ pub struct Label {
 pub const LABELS: &[Label] = &[
     Label {
         name: "process",
-        values: "`leader`, and `worker-R-N` for rank N of replica R",
+        values: "`leader`, and `worker-R-N` for rank N of replica R; of restarts also `monitor`",
         most: None,
     },
     Label {
@@ -105,6 +105,11 @@ pub const LABELS: &[Label] = &[
         name: "reason",
         values: "of a refusal: a name of an [error code](error-codes.md)",
         most: Some(20),
+    },
+    Label {
+        name: "cause",
+        values: "of a restart: `exit` (with a code), `signal`, `out_of_memory` (the kernel ended the process), `fenced` (on request of the leader), `not_started`, `unknown`",
+        most: Some(6),
     },
     Label {
         name: "code",

@@ -51,7 +51,7 @@ impl Arguments {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let listener = match (self.inherits_socket, config.monitor.0) {
                 (true, _) => inherited().map_err(CommandError::failed)?,
-                (false, Some(address)) => listen(address)?,
+                (false, Some(address)) => listen(address, std::net::TcpListener::bind)?,
                 (false, None) => {
                     let text = "monitor is off: give --monitor ADDRESS, such as --monitor 9464";
                     return Err(CommandError::Config(text.to_owned()));
@@ -60,7 +60,7 @@ impl Arguments {
             let listener = TcpListener::from_std(listener).map_err(CommandError::failed)?;
             let address = listener.local_addr().map_err(CommandError::failed)?;
             let pages = Arc::new(Pages {
-                deployment: Deployment::connect(&config),
+                deployment: Deployment::connect(&config, self.supervised),
                 metrics: OnceASecond::new(),
                 started: OnceASecond::new(),
                 live: OnceASecond::new(),
@@ -80,8 +80,11 @@ impl Arguments {
     }
 }
 
-/// Listens on an address of the settings.
-pub(super) fn listen(address: SocketAddr) -> Result<std::net::TcpListener, CommandError> {
+/// Listens on an address of the settings, with a socket that `bind` makes.
+pub(super) fn listen(
+    address: SocketAddr,
+    bind: impl FnOnce(SocketAddr) -> std::io::Result<std::net::TcpListener>,
+) -> Result<std::net::TcpListener, CommandError> {
     let failed = |error: std::io::Error| {
         CommandError::Config(format!(
             "monitor is {address}: {error}; name an address of this host and a port that no other process uses"
@@ -90,7 +93,7 @@ pub(super) fn listen(address: SocketAddr) -> Result<std::net::TcpListener, Comma
     if !address.ip().is_loopback() {
         tracing::warn!(%address, "metrics and health can be read from other hosts, without authentication");
     }
-    let listener = std::net::TcpListener::bind(address).map_err(failed)?;
+    let listener = bind(address).map_err(failed)?;
     listener.set_nonblocking(true).map_err(failed)?;
     Ok(listener)
 }

@@ -1,12 +1,13 @@
 //! The numbers of a deployment at one time, read over its sockets.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cli::socket_paths::SocketPaths;
+use crate::cli::{restarts, socket_paths::SocketPaths};
 use crate::config::Config;
 use kvferry_client::AdminClient;
-use kvferry_protocol::{MeasureAnswer, ProbeAnswer, StatusAnswer};
+use kvferry_protocol::{MeasureAnswer, ProbeAnswer, RestartedProcess, StatusAnswer};
 use kvferry_transport::{Address, ZmqTransport};
 use kvferry_types::{Rank, Replica, WorkerId};
 
@@ -23,6 +24,8 @@ pub(super) fn process_name(worker: WorkerId) -> String {
 pub(super) struct Deployment {
     leader: AdminClient,
     workers: Vec<(WorkerId, AdminClient)>,
+    /// The file with the restarts of processes, where a supervisor writes it.
+    restarts: Option<PathBuf>,
 }
 
 /// The numbers of a leader.
@@ -37,11 +40,14 @@ pub(super) struct Leader {
 pub(super) struct Reading {
     pub(super) leader: Result<Leader, String>,
     pub(super) workers: Vec<(WorkerId, Result<MeasureAnswer, String>)>,
+    /// Processes that the supervisor has started again, also while no leader answers.
+    pub(super) restarts: Vec<RestartedProcess>,
 }
 
 impl Deployment {
-    /// Connects in the background, and again whenever a process has started again.
-    pub(super) fn connect(config: &Config) -> Self {
+    /// Connects in the background, and again whenever a process has started again. `supervised` by `up`, which counts
+    /// restarts.
+    pub(super) fn connect(config: &Config, supervised: bool) -> Self {
         let socket_paths = SocketPaths::new(&config.socket_dir);
         let transport = Arc::new(ZmqTransport);
         let connect = |address| AdminClient::start(transport.clone(), address, "monitor");
@@ -57,6 +63,7 @@ impl Deployment {
         Self {
             leader: connect(socket_paths.leader_address()),
             workers: workers.collect(),
+            restarts: supervised.then(|| socket_paths.restarts()),
         }
     }
 
@@ -91,7 +98,12 @@ impl Deployment {
             measured.map_err(|failure| failure.to_string())
         });
         let (leader, workers) = tokio::join!(leader, workers);
-        Reading { leader, workers }
+        let restarts = self.restarts.as_deref();
+        Reading {
+            leader,
+            workers,
+            restarts: restarts.map_or_else(Vec::new, restarts::read),
+        }
     }
 
     pub(super) async fn status(&self) -> Result<StatusAnswer, String> {

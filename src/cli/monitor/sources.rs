@@ -33,6 +33,21 @@ pub(super) fn refused_orders(reading: &Reading, mut add: impl FnMut(&str, &str, 
     }
 }
 
+/// Restarts, which are known without any answer of a process.
+pub(super) const RESTARTS: Metric = counter(
+    "kvferry_restarts_total",
+    "",
+    &["process", "cause"],
+    "Starts of a process by `kvferry up` after an earlier one had ended, by the cause of that end. Present in the monitor that `up` has started",
+    Source::All(|reading, samples| {
+        for restarted in &reading.restarts {
+            for (cause, count) in &restarted.causes {
+                samples.add([restarted.process.as_str(), cause], *count);
+            }
+        }
+    }),
+);
+
 /// Adds a value for each edge of each worker that answers.
 pub(super) fn edges(reading: &Reading, mut add: impl FnMut([&str; 3], &EdgeMeasure)) {
     for (worker, measured) in &reading.workers {

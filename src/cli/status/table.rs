@@ -9,6 +9,8 @@ use super::{name, printable, stage};
 
 /// Number of the tier in host memory.
 const HOST: u8 = TierId::Host.number();
+/// Processes whose restarts are shown.
+const RESTARTED_SHOWN: usize = 4;
 /// Width of the names of the rows.
 const NAME_WIDTH: usize = 13;
 
@@ -23,6 +25,7 @@ pub(super) fn table(status: &StatusAnswer) -> String {
     ];
     let unready = status.ranks.iter().filter(|rank| !rank.attached);
     rows.extend(unready.map(|rank| ("", format!("{}: {}", name(rank), stage(rank)))));
+    rows.extend(restarts(status).map(|text| ("restarts", text)));
     rows.push(("host memory", memory(status)));
     rows.extend(blocks(status).map(|text| ("", text)));
     rows.extend(status.tiers.iter().skip(1).map(|tier| ("disk", disk(tier))));
@@ -267,6 +270,30 @@ fn copied(status: &StatusAnswer) -> String {
     )
 }
 
+/// The processes that `up` has started again, if there are any. Of many, the first ones.
+fn restarts(status: &StatusAnswer) -> Option<String> {
+    let mut texts: Vec<String> = Vec::new();
+    for restarted in status.restarts.iter().take(RESTARTED_SHOWN) {
+        let causes = restarted.causes.iter().map(|(cause, number)| {
+            let cause = match cause.as_str() {
+                "exit" => "an exit code",
+                "signal" => "a signal",
+                "out_of_memory" => "lack of memory",
+                "fenced" => "a request of the leader",
+                "not_started" => "failed starts",
+                other => other,
+            };
+            format!("{} after {}", grouped(*number), printable(cause))
+        });
+        let causes: Vec<String> = causes.collect();
+        let process = printable(&restarted.process);
+        texts.push(format!("{process}: {}", causes.join(", ")));
+    }
+    let more = status.restarts.len().saturating_sub(RESTARTED_SHOWN);
+    texts.extend((more > 0).then(|| format!("{} more processes", grouped(more as u64))));
+    (!texts.is_empty()).then(|| texts.join("; "))
+}
+
 /// Failures since the start of the leader, if there were any.
 fn problems(status: &StatusAnswer) -> Option<String> {
     let kinds = [
@@ -284,7 +311,7 @@ fn problems(status: &StatusAnswer) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use kvferry_protocol::{DiskHealth, RankStatus};
+    use kvferry_protocol::{DiskHealth, RankStatus, RestartedProcess};
 
     use super::*;
 
@@ -462,6 +489,35 @@ now          0 running requests, 0 holds, 1 copy";
         status.ranks.push(RankStatus::default());
         let text = table(&status);
         assert!(text.contains("serves, with 1 of 2 ranks"), "{text}");
+    }
+
+    #[test]
+    fn restarts_are_shown_with_their_causes() {
+        let restarted = |process: &str, causes: &[(&str, u64)]| RestartedProcess {
+            process: process.to_owned(),
+            causes: causes
+                .iter()
+                .map(|(cause, count)| ((*cause).to_owned(), *count))
+                .collect(),
+        };
+        let mut status = StatusAnswer {
+            restarts: vec![
+                restarted("leader", &[("exit", 1)]),
+                restarted("worker-0-0", &[("out_of_memory", 1234), ("signal", 2)]),
+            ],
+            ..status()
+        };
+        let expected = "leader: 1 after an exit code; worker-0-0: 1,234 after lack of memory, 2 after a signal";
+        assert_eq!(restarts(&status).as_deref(), Some(expected));
+        assert!(table(&status).contains(&format!("\nrestarts     {expected}\n")));
+        status.restarts = vec![restarted("worker-0-1", &[("new", 1)]); 6];
+        let text = restarts(&status).expect("restarts");
+        assert!(
+            text.ends_with("worker-0-1: 1 after new; 2 more processes"),
+            "{text}"
+        );
+        status.restarts.clear();
+        assert_eq!(restarts(&status), None);
     }
 
     #[test]

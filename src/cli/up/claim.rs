@@ -1,34 +1,67 @@
 //! What `up` claims before it starts anything, and what it warns of.
 
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 
+use super::system::System;
 use crate::cli::socket_paths::SocketPaths;
 use crate::config::Config;
 use crate::error::CommandError;
 use kvferry_transport::{DirectoryLock, TransportError, prepare_for};
 
-/// Lock file, held while an `up` uses the socket directory.
+/// Lock file, held while an `up` uses a directory.
 const LOCK_NAME: &str = "up.lock";
 
 /// Creates the socket directory and locks it. Refuses a directory in which another `up` runs, because its children
 /// would never become ready.
-pub(super) fn claim(config: &Config) -> Result<DirectoryLock, CommandError> {
+pub(super) fn claim_sockets(
+    system: &impl System,
+    config: &Config,
+) -> Result<DirectoryLock, CommandError> {
     let socket_paths = SocketPaths::new(&config.socket_dir);
     let root = socket_paths.root();
     prepare_for(root, &config.users.others()).map_err(CommandError::failed)?;
-    DirectoryLock::take(root, LOCK_NAME).map_err(|error| match error {
-        TransportError::InUse { pid, .. } => CommandError::Failed(format!(
-            "{} is in use by {}: end it, or name another --socket-dir",
-            root.display(),
-            pid.map_or_else(
-                || "another process".to_owned(),
-                |pid| format!("process {pid}")
-            )
-        )),
-        error => CommandError::failed(error),
+    lock(system, root, |by| {
+        CommandError::Failed(format!(
+            "{} is in use by {by}: end it, or name another --socket-dir",
+            root.display()
+        ))
     })
 }
 
+/// Locks the disk tier, whose directories exist. A second `up` is refused here, and not by its leader and its workers after
+/// they have started.
+pub(super) fn claim_disks(
+    system: &impl System,
+    config: &Config,
+) -> Result<Option<DirectoryLock>, CommandError> {
+    let Some(first) = config.g3_dir.0.first() else {
+        return Ok(None);
+    };
+    let in_use = |by: String| {
+        CommandError::Config(format!(
+            "g3_dir {} is in use by {by}: end it, or name another g3_dir",
+            first.display()
+        ))
+    };
+    lock(system, first, in_use).map(Some)
+}
+
+fn lock(
+    system: &impl System,
+    directory: &Path,
+    in_use: impl FnOnce(String) -> CommandError,
+) -> Result<DirectoryLock, CommandError> {
+    system
+        .lock(directory, LOCK_NAME)
+        .map_err(|error| match error {
+            TransportError::InUse { pid, .. } => in_use(pid.map_or_else(
+                || "another process".to_owned(),
+                |pid| format!("process {pid}"),
+            )),
+            error => CommandError::failed(error),
+        })
+}
 /// Says which folders keep the users of the setting from the sockets. An access list may let them pass all the same.
 pub(super) fn warn_of_closed_folders(config: &Config) {
     if config.users.others().is_empty() {

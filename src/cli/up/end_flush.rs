@@ -7,30 +7,53 @@ use tokio::time::Instant;
 
 use crate::cli::{socket_paths::SocketPaths, status};
 use kvferry_protocol::StatusAnswer;
+use kvferry_types::TierId;
 
-/// Time in which stored pages must be on the disk before the children end. A second signal ends it at once.
-const FLUSH_LIMIT: Duration = Duration::from_secs(10);
-
-/// Moves what is stored to the disk before the processes end, so that the next start serves it.
-pub(super) async fn flush(socket_dir: &Path) {
+/// Moves what is stored to the disk before the processes end, so that the next start serves it. Takes at most `limit`.
+pub(super) async fn flush(socket_dir: &Path, limit: Duration) {
     let begun = Instant::now();
     let socket_paths = SocketPaths::new(socket_dir);
-    if let Ok(status) = status::request(&socket_paths, false).await
-        && holds_nothing(&status)
-    {
-        tracing::info!("no engine has registered: no pages are moved to the disk");
-        return;
-    }
-    let leader = status::admin(&socket_paths, "up");
-    let left = FLUSH_LIMIT.saturating_sub(begun.elapsed());
+    let found = async {
+        match status::request(&socket_paths, false).await {
+            Ok(status) if holds_nothing(&status) => None,
+            _ => Some(status::admin(&socket_paths, "up")),
+        }
+    };
+    let leader = match tokio::time::timeout(limit, found).await {
+        Ok(Some(leader)) => leader,
+        Ok(None) => {
+            tracing::info!("no engine has registered: no pages are moved to the disk");
+            return;
+        }
+        Err(_) => status::admin(&socket_paths, "up"),
+    };
+    let left = limit.saturating_sub(begun.elapsed());
     match leader.flush(left).await {
         Ok(pages) => {
-            tracing::info!(pages, took = ?begun.elapsed(), "the pages on the disk are durable")
+            tracing::info!(pages, took = ?begun.elapsed(), "the pages on the disk are durable");
         }
         Err(failure) => {
-            tracing::warn!(%failure, "stored pages may not all be on the disk, and are computed again");
+            let found = status::request(&socket_paths, false).await;
+            let missing = found.map_or_else(|error| error.to_string(), |status| durable(&status));
+            tracing::warn!(
+                %failure,
+                "after {limit:?} not all stored pages are on the disk: {missing}; those that are missing are computed again. Give flush_limit_s more, or run `kvferry flush --timeout SECONDS` before the end"
+            );
         }
     }
+}
+
+/// How many pages are durable, of how many.
+fn durable(status: &StatusAnswer) -> String {
+    let disks = status.ranks.iter().filter_map(|rank| rank.disk.as_deref());
+    // A page is found again if every shard has its part.
+    let durable = disks.map(|disk| disk.durable_pages).min().unwrap_or(0);
+    let host = status.tier(TierId::Host.number());
+    let host = host.map_or(0, |tier| tier.used_pages);
+    let waiting = status.moves.as_ref().map_or(0, |moves| moves.waiting);
+    format!(
+        "{durable} pages are durable there, {host} are in host memory, and {waiting} blocks wait to be moved"
+    )
 }
 
 /// True if no engine has registered since the leader started, and nothing was stored.
@@ -39,4 +62,41 @@ fn holds_nothing(status: &StatusAnswer) -> bool {
     !status.ready
         && stored.is_none_or(|blocks| *blocks == 0)
         && status.ranks.iter().all(|rank| !rank.attached)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_protocol::{DiskStatus, MovesStatus, RankStatus, TierStatus};
+
+    #[test]
+    fn the_numbers_of_durable_pages_are_those_of_the_slowest_disk() {
+        let rank = |durable_pages| {
+            let disk = DiskStatus {
+                durable_pages,
+                ..DiskStatus::default()
+            };
+            RankStatus {
+                disk: Some(Box::new(disk)),
+                ..RankStatus::default()
+            }
+        };
+        let status = StatusAnswer {
+            ranks: vec![rank(1_900), rank(1_888)],
+            tiers: vec![TierStatus {
+                tier: 2,
+                used_pages: 4_800,
+                ..TierStatus::default()
+            }],
+            moves: Some(Box::new(MovesStatus {
+                waiting: 91,
+                ..MovesStatus::default()
+            })),
+            ..StatusAnswer::default()
+        };
+        assert_eq!(
+            durable(&status),
+            "1888 pages are durable there, 4800 are in host memory, and 91 blocks wait to be moved"
+        );
+    }
 }

@@ -1,24 +1,31 @@
 //! `kvferry up`: a leader and its workers on one machine, without other software.
 
 mod claim;
+mod deaths;
 mod end_flush;
 mod launch;
+mod limits;
+mod part;
 mod preflight;
-mod requests;
+mod reports;
 mod supervisor;
+mod system;
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use crate::cli::remote_workers::{RemoteWorkers, RemoteWorkersArguments};
 use crate::cli::shutdown::{EndedBy, Ending};
-use crate::cli::{ConfigArguments, block_on, namespaces, worker::disks};
+use crate::cli::{ConfigArguments, block_on, leader, namespaces, worker::disks};
 use crate::config::Config;
 use crate::error::CommandError;
-use claim::{claim, warn_of_closed_folders, warn_of_sizes};
+use claim::{claim_disks, claim_sockets, warn_of_closed_folders, warn_of_sizes};
 use end_flush::flush;
 use kvferry_types::{Rank, Replica, Shard, WorkerId};
+use limits::check_limits;
 use preflight::preflight_memory;
 use supervisor::Supervisor;
+use system::{Linux, System};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -34,60 +41,85 @@ pub(super) struct Arguments {
     no_tiers: bool,
 }
 
+/// The processes that `up` runs.
+struct Plan {
+    config: Config,
+    /// The leader and the workers, where the leader is on another machine.
+    remote: Option<RemoteWorkers>,
+    no_tiers: bool,
+}
+
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let (no_tiers, supervised) = (self.no_tiers, self.supervised);
         let config = self.config.load()?;
         let remote = self.remote.load(&config)?;
+        let plan = Plan {
+            config,
+            remote,
+            no_tiers,
+        };
         block_on(1, async move {
             let mut ending = Ending::listen(match supervised {
                 true => EndedBy::SignalOrInput,
                 false => EndedBy::Signals,
             })?;
-            warn_of_sizes(&config);
-            warn_of_closed_folders(&config);
-            let _alone = claim(&config)?;
-            drop(namespaces::load(&config)?);
-            // A directory that cannot be used is reported here once, and not by each process at each start.
-            drop(disks(&config)?);
-            let workers = workers(&config, remote.as_ref());
-            let shards = workers
-                .iter()
-                .map(|worker| config.kv_shards.of(worker.rank));
-            let shards: BTreeSet<Shard> = shards.collect();
-            if !no_tiers {
-                tokio::select! {
-                    () = ending.requested() => return Ok(()),
-                    found = preflight_memory(&config, &shards) => found?,
-                }
-            }
-            let lasts = config.g3.0 > 0 && !no_tiers && remote.is_none();
-            let socket_dir = config.socket_dir.clone();
-            let mut supervisor = Supervisor::new(config, no_tiers, remote, &workers)?;
-            supervisor.start_all()?;
-            tokio::select! {
-                () = ending.requested() => {
-                    if lasts {
-                        tokio::select! {
-                            () = flush(&socket_dir) => {}
-                            () = ending.requested() => tracing::warn!("requested again to end: pages may not be on the disk"),
-                            failed = supervisor.watch() => {
-                                supervisor_failed(&failed);
-                                return Err(failed);
-                            }
-                        }
-                    }
-                    supervisor.end_all().await;
-                    tracing::info!("all ended");
-                    Ok(())
-                }
-                failed = supervisor.watch() => {
-                    supervisor_failed(&failed);
-                    Err(failed)
-                }
-            }
+            supervise(Linux, plan, async || ending.requested().await).await
         })
     }
+}
+
+/// Runs the processes until their end is requested, or one of them fails permanently. `requested` returns at each request.
+async fn supervise<S: System>(
+    system: S,
+    plan: Plan,
+    mut requested: impl AsyncFnMut(),
+) -> Result<(), CommandError> {
+    let Plan {
+        config,
+        remote,
+        no_tiers,
+    } = plan;
+    warn_of_sizes(&config);
+    warn_of_closed_folders(&config);
+    let _alone = claim_sockets(&system, &config)?;
+    drop(namespaces::load(&config)?);
+    // A directory that cannot be used is reported here once, and not by each process at each start.
+    drop(disks(&config)?);
+    let _disks = claim_disks(&system, &config)?;
+    if let (None, Some(first)) = (&remote, config.g3_dir.0.first()) {
+        leader::until_free(first).await?;
+    }
+    let workers = workers(&config, remote.as_ref());
+    let shards = workers
+        .iter()
+        .map(|worker| config.kv_shards.of(worker.rank));
+    let shards: BTreeSet<Shard> = shards.collect();
+    check_limits(&config, &workers, &shards, no_tiers)?;
+    if !no_tiers {
+        tokio::select! {
+            () = requested() => return Ok(()),
+            found = preflight_memory(&config, &shards) => found?,
+        }
+    }
+    let lasts = config.g3.0 > 0 && !no_tiers && remote.is_none();
+    let socket_dir = config.socket_dir.clone();
+    let flush_limit = Duration::from_secs(config.flush_limit_s.into());
+    let mut supervisor = Supervisor::new(system, config, no_tiers, remote, &workers)?;
+    tokio::select! {
+        () = requested() => {}
+        failed = supervisor.watch() => return Err(gave_up(failed)),
+    }
+    if lasts {
+        tokio::select! {
+            () = flush(&socket_dir, flush_limit) => {}
+            () = requested() => tracing::warn!("requested again to end: pages may not be on the disk"),
+            failed = supervisor.watch() => return Err(gave_up(failed)),
+        }
+    }
+    supervisor.end_all().await;
+    tracing::info!("all ended");
+    Ok(())
 }
 
 /// The workers of this machine.
@@ -103,6 +135,10 @@ fn workers(config: &Config, remote: Option<&RemoteWorkers>) -> Vec<WorkerId> {
     workers.collect()
 }
 
-fn supervisor_failed(error: &CommandError) {
+fn gave_up(error: CommandError) -> CommandError {
     tracing::error!(%error, "giving up");
+    error
 }
+
+#[cfg(test)]
+mod faults;

@@ -2,75 +2,38 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::io;
 use std::net::TcpListener;
 use std::process::ExitStatus;
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::io::AsyncWriteExt as _;
-use tokio::process::{Child, ChildStdin};
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use super::deaths::Deaths;
+use super::part::{ChildKind, Part};
+use super::reports::{Reported, listen};
+use super::system::System;
 use crate::cli::monitor;
 use crate::cli::remote_workers::RemoteWorkers;
-use crate::cli::shutdown::{END_IN_ORDER, FenceWorker};
+use crate::cli::restarts::{Cause, Restarts};
+use crate::cli::shutdown::{ChildReport, FenceWorker};
+use crate::cli::socket_paths::SocketPaths;
 use crate::config::Config;
-use crate::error::{CommandError, NO_MEMORY};
+use crate::error::CommandError;
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
 use kvferry_types::{Shard, WorkerId};
 
 /// Time in which children must end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
-/// Exit code of a child whose configuration is wrong.
-const CONFIGURATION_ERROR: i32 = 78;
-const RESTART_FIRST: Duration = Duration::from_millis(100);
-const RESTART_MAX: Duration = Duration::from_secs(5);
-/// Requests of the leader that may wait to be handled.
-const LINES_MAX: usize = 64;
-/// A child that ran at least this long restarts with the shortest pause again.
-const SETTLED_AFTER: Duration = Duration::from_secs(10);
-/// `up` ends when a child ends this many times in a row without settling.
-const FAILURES_MAX: u32 = 8;
+/// Time in which a child that was killed must end. One that the kernel does not let go is left to it.
+const KILL_LIMIT: Duration = Duration::from_secs(2);
+/// Reports of children that may wait to be handled.
+const REPORTS_MAX: usize = 64;
 
-/// The role of a child process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ChildKind {
-    Leader,
-    Worker(WorkerId),
-    /// Metrics and health.
-    Monitor,
-}
-
-impl std::fmt::Display for ChildKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Leader => f.write_str("leader"),
-            Self::Worker(worker) => write!(f, "worker of {worker}"),
-            Self::Monitor => f.write_str("monitor"),
-        }
-    }
-}
-
-pub(super) struct Supervised {
-    pub(super) part: ChildKind,
-    pub(super) child: Option<Child>,
-    /// Standard input of the child, which ends when it is closed. Taken from `child`, because waiting for a child would
-    /// close it.
-    pub(super) input: Option<ChildStdin>,
-    pub(super) started: Instant,
-    /// Time of the next restart; `None` while the child runs.
-    pub(super) restart: Option<Instant>,
-    pub(super) pause: Duration,
-    pub(super) failures: u32,
-    /// A child of this part ran with its configuration.
-    pub(super) has_run: bool,
-    /// The statement to a leader on another machine that the child has ended.
-    pub(super) stating: Option<JoinHandle<()>>,
-}
-
-pub(super) struct Supervisor {
+pub(super) struct Supervisor<S: System> {
+    pub(super) system: S,
     pub(super) config: Config,
     pub(super) no_tiers: bool,
     /// The leader and the workers, where the leader is on another machine.
@@ -78,20 +41,23 @@ pub(super) struct Supervisor {
     pub(super) depots: BTreeMap<Shard, Depot>,
     /// The socket of the monitor, which stays open while the monitor starts again.
     pub(super) monitored: Option<TcpListener>,
-    pub(super) parts: Vec<Supervised>,
-    /// Requests of leaders to end a worker.
-    pub(super) fence_requests: mpsc::Receiver<FenceWorker>,
-    pub(super) fence_requester: mpsc::Sender<FenceWorker>,
+    pub(super) parts: Vec<Part<S::Child>>,
+    reports: mpsc::Receiver<Reported>,
+    reporter: mpsc::Sender<Reported>,
+    deaths: Deaths,
+    restarts: Restarts,
 }
 
 enum Happened {
-    Ended(usize, Option<ExitStatus>),
+    Ended(usize, io::Result<ExitStatus>),
     Due(usize),
-    FenceWorker(FenceWorker),
+    Reported(Reported),
 }
 
-impl Supervisor {
+impl<S: System> Supervisor<S> {
+    /// Creates the memory of the workers. Starts nothing: [`Self::watch`] does.
     pub(super) fn new(
+        system: S,
         config: Config,
         no_tiers: bool,
         remote: Option<RemoteWorkers>,
@@ -105,47 +71,38 @@ impl Supervisor {
         let mut depots = BTreeMap::new();
         for worker in workers {
             if let Entry::Vacant(depot) = depots.entry(config.kv_shards.of(worker.rank)) {
-                let created = Depot::create(each);
+                let created = system.create_depot(each);
                 depot.insert(created.map_err(|error| {
                     CommandError::Config(format!("g2 is {}: {error}", config.g2))
                 })?);
             }
         }
+        let listen = |address| monitor::listen(address, |address| system.listen(address));
+        let monitored = config.monitor.0.map(listen).transpose()?;
         let workers = workers.iter().copied().map(ChildKind::Worker);
-        let monitored = config.monitor.0.map(monitor::listen).transpose()?;
         let monitor = monitored.iter().map(|_| ChildKind::Monitor);
         let leader = remote.is_none().then_some(ChildKind::Leader);
         let parts = leader.into_iter().chain(workers).chain(monitor);
-        let started = Instant::now();
-        let parts = parts.map(|part| Supervised {
-            part,
-            child: None,
-            input: None,
-            started,
-            restart: None,
-            pause: RESTART_FIRST,
-            failures: 0,
-            has_run: false,
-            stating: None,
-        });
-        let (wants, wanted) = mpsc::channel(LINES_MAX);
-        Ok(Self {
-            fence_requests: wanted,
-            fence_requester: wants,
-            parts: parts.collect(),
-            depots,
-            monitored,
+        let (reporter, reports) = mpsc::channel(REPORTS_MAX);
+        let supervisor = Self {
+            parts: parts.map(Part::new).collect(),
+            restarts: Restarts::default(),
+            deaths: Deaths::watch(),
+            system,
+            config,
             no_tiers,
             remote,
-            config,
-        })
+            depots,
+            monitored,
+            reports,
+            reporter,
+        };
+        supervisor.publish_restarts();
+        Ok(supervisor)
     }
 
-    pub(super) fn start_all(&mut self) -> Result<(), CommandError> {
-        (0..self.parts.len()).try_for_each(|index| self.start(index))
-    }
-
-    /// Restarts children that end, with growing pauses. Returns only when a child fails permanently.
+    /// Starts the children, and starts them again when they end, with growing pauses. Returns only when a child fails
+    /// permanently, after all others have ended.
     pub(super) async fn watch(&mut self) -> CommandError {
         loop {
             let failed = match self.next().await {
@@ -154,8 +111,8 @@ impl Supervisor {
                     self.await_statement(index).await;
                     self.start(index)
                 }
-                Happened::FenceWorker(fence) => {
-                    self.kill(fence);
+                Happened::Reported(reported) => {
+                    self.reported(&reported);
                     Ok(())
                 }
             };
@@ -166,47 +123,56 @@ impl Supervisor {
         }
     }
 
-    fn ended(&mut self, index: usize, status: Option<ExitStatus>) -> Result<(), CommandError> {
-        let supervised = &mut self.parts[index];
-        supervised.child = None;
-        let part = supervised.part;
-        if let (Some(remote), ChildKind::Worker(worker)) = (&self.remote, part) {
-            supervised.stating = Some(remote.state_gone(worker));
-        }
-        let code = status.and_then(|status| status.code());
-        let no_memory = code == Some(i32::from(NO_MEMORY));
-        // A child that finds no memory may run longer than `SETTLED_AFTER` before it fails.
-        if supervised.started.elapsed() >= SETTLED_AFTER && !no_memory {
-            supervised.pause = RESTART_FIRST;
-            supervised.failures = 0;
-        }
-        let misconfigured = code == Some(CONFIGURATION_ERROR);
-        supervised.has_run |= !misconfigured;
-        // A file of the configuration has changed since an earlier child ran: the pages that the others have are kept until
-        // the file is mended.
-        let to_mend = misconfigured && supervised.has_run;
-        if to_mend {
-            tracing::error!(
-                "{part} cannot start with its present configuration, see above: mend it, stored pages are kept"
-            );
-        }
-        // A child that a signal killed has no exit code and does not count as a failure.
-        if code.is_some() && !to_mend {
-            supervised.failures += 1;
-        }
-        // Nothing is served worse without the monitor: it is started again however often it fails.
-        let needed = part != ChildKind::Monitor;
-        let gives_up = misconfigured && !to_mend || supervised.failures >= FAILURES_MAX;
-        if needed && gives_up {
-            return Err(CommandError::Failed(format!(
-                "{part} does not stay up: see its messages above"
-            )));
-        }
-        let how = status.map_or_else(String::new, |status| status.to_string());
-        tracing::warn!(pause = ?supervised.pause, how, "{part} ended: starting it again");
-        supervised.restart = Some(Instant::now() + supervised.pause);
-        supervised.pause = (supervised.pause * 2).min(RESTART_MAX);
+    fn start(&mut self, index: usize) -> Result<(), CommandError> {
+        let kind = self.parts[index].kind;
+        let error = match self.launch(index) {
+            Ok((child, reports)) => {
+                let pid = self.system.pid(&child);
+                tracing::info!(pid, "{kind} started");
+                if let Some(reports) = reports {
+                    tokio::spawn(listen(reports, (index, pid), self.reporter.clone()));
+                }
+                self.parts[index].has_started(child);
+                return Ok(());
+            }
+            Err(error) => error,
+        };
+        let pause = self.parts[index].not_started(&error)?;
+        tracing::error!(%error, ?pause, "{kind} cannot be started: trying again");
+        self.count(kind, Cause::NotStarted);
         Ok(())
+    }
+
+    fn ended(&mut self, index: usize, waited: io::Result<ExitStatus>) -> Result<(), CommandError> {
+        let part = &mut self.parts[index];
+        let kind = part.kind;
+        if let (Err(error), Some(child)) = (&waited, &mut part.child) {
+            tracing::warn!(%error, "whether the {kind} runs cannot be read: it is killed");
+            if let Err(error) = self.system.kill(child) {
+                tracing::debug!(%error, "the {kind} cannot be killed");
+            }
+        }
+        if let (Some(remote), ChildKind::Worker(worker)) = (&self.remote, kind) {
+            part.stating = Some(remote.state_gone(worker));
+        }
+        let end = self.deaths.explain(waited, part.fenced);
+        let pause = part.ended(&end)?;
+        tracing::warn!(?pause, how = end.text, "{kind} ended: starting it again");
+        self.count(kind, end.cause);
+        Ok(())
+    }
+
+    /// Counts that a child is to be started again, where leader, monitor and operators read it.
+    fn count(&mut self, kind: ChildKind, cause: Cause) {
+        self.restarts.count(kind.name(), cause);
+        self.publish_restarts();
+    }
+
+    fn publish_restarts(&self) {
+        let path = SocketPaths::new(&self.config.socket_dir).restarts();
+        if let Err(error) = self.system.replace(&path, &self.restarts.text()) {
+            tracing::warn!(%error, path = %path.display(), "status and metrics have an older number of restarts");
+        }
     }
 
     /// Waits until a leader on another machine knows of the end of a child, or the time for that is over: a process of the
@@ -219,30 +185,43 @@ impl Supervisor {
         }
     }
 
+    fn reported(&mut self, Reported { index, pid, report }: &Reported) {
+        match report {
+            ChildReport::Ready => {
+                let part = &mut self.parts[*index];
+                // A report of a process that has ended is not one of its successor.
+                if let Some(child) = &part.child
+                    && self.system.pid(child) == *pid
+                {
+                    part.is_ready();
+                }
+            }
+            ChildReport::Fence(fence) => self.fence(*fence),
+        }
+    }
+
     /// Kills a worker that is silent or does not end its copies. Its end is handled like any other. A process that took
     /// its seat, and is not a child of this process, is left to the leader.
-    fn kill(&mut self, FenceWorker { worker, pid }: FenceWorker) {
-        let part = ChildKind::Worker(worker);
-        let child = self
-            .parts
-            .iter_mut()
-            .find(|supervised| supervised.part == part)
-            .and_then(|supervised| supervised.child.as_mut());
-        let Some(child) = child else {
-            tracing::info!("{part} is to be ended, and has ended");
+    fn fence(&mut self, FenceWorker { worker, pid }: FenceWorker) {
+        let kind = ChildKind::Worker(worker);
+        let part = self.parts.iter_mut().find(|part| part.kind == kind);
+        let found = part.and_then(|part| Some((part.child.as_mut()?, &mut part.fenced)));
+        let Some((child, fenced)) = found else {
+            tracing::info!("{kind} is to be ended, and has ended");
             return;
         };
-        let own = child.id().and_then(|id| i32::try_from(id).ok());
+        let own = self.system.pid(child).and_then(|id| i32::try_from(id).ok());
         if let Some(pid) = pid.filter(|pid| own != Some(*pid)) {
             tracing::error!(
                 pid,
-                "a process that was not started here has the seat of the {part}: it is not ended here"
+                "a process that was not started here has the seat of the {kind}: it is not ended here"
             );
             return;
         }
-        tracing::warn!("{part} is ended on request of the leader");
-        if let Err(error) = child.start_kill() {
-            tracing::warn!(%error, "{part} cannot be killed");
+        tracing::warn!("{kind} is ended on request of the leader");
+        match self.system.kill(child) {
+            Ok(()) => *fenced = true,
+            Err(error) => tracing::warn!(%error, "{kind} cannot be killed"),
         }
     }
 
@@ -251,9 +230,9 @@ impl Supervisor {
             .parts
             .iter()
             .enumerate()
-            .filter_map(|(index, supervised)| Some((supervised.restart?, index)))
+            .filter_map(|(index, part)| Some((part.due?, index)))
             .min();
-        let restart = async {
+        let start = async {
             match due {
                 Some((at, index)) => {
                     tokio::time::sleep_until(at).await;
@@ -262,35 +241,40 @@ impl Supervisor {
                 None => std::future::pending().await,
             }
         };
-        let ended = next_end(&mut self.parts);
+        let ended = next_end(&self.system, &mut self.parts);
         tokio::select! {
             (index, status) = ended => Happened::Ended(index, status),
-            index = restart => Happened::Due(index),
-            Some(wanted) = self.fence_requests.recv() => Happened::FenceWorker(wanted),
+            index = start => Happened::Due(index),
+            Some(reported) = self.reports.recv() => Happened::Reported(reported),
         }
     }
 
     /// Ends the leader first, so that its copies end while the workers run; then the workers.
     pub(super) async fn end_all(&mut self) {
         let limit = Instant::now() + END_LIMIT;
-        for supervised in &mut self.parts {
-            let Some(mut child) = supervised.child.take() else {
+        for part in &mut self.parts {
+            let kind = part.kind;
+            part.due = None;
+            let Some(mut child) = part.child.take() else {
                 continue;
             };
             // Not by a signal: children leave signals to this process, which may have received the same one.
-            if let Some(mut input) = supervised.input.take()
-                && let Err(error) = input.write_all(&[END_IN_ORDER]).await
-            {
-                tracing::debug!(%error, "{} had ended", supervised.part);
+            if let Err(error) = self.system.end(&mut child).await {
+                tracing::debug!(%error, "{kind} had ended");
             }
-            if tokio::time::timeout_at(limit, child.wait()).await.is_err() {
-                tracing::warn!("{} does not end: killed", supervised.part);
-                if let Err(error) = child.kill().await {
-                    tracing::warn!(%error, "{} cannot be killed", supervised.part);
+            let ended = tokio::time::timeout_at(limit, self.system.wait(&mut child)).await;
+            if !matches!(ended, Ok(Ok(_))) {
+                tracing::warn!("{kind} does not end: killed");
+                if let Err(error) = self.system.kill(&mut child) {
+                    tracing::warn!(%error, "{kind} cannot be killed");
+                }
+                let ended = tokio::time::timeout(KILL_LIMIT, self.system.wait(&mut child)).await;
+                if !matches!(ended, Ok(Ok(_))) {
+                    tracing::warn!("{kind} was killed and may still run");
                 }
             }
-            if let (Some(remote), ChildKind::Worker(worker)) = (&self.remote, supervised.part) {
-                supervised.stating = Some(remote.state_gone(worker));
+            if let (Some(remote), ChildKind::Worker(worker)) = (&self.remote, kind) {
+                part.stating = Some(remote.state_gone(worker));
             }
         }
         for index in 0..self.parts.len() {
@@ -300,10 +284,13 @@ impl Supervisor {
 }
 
 /// Waits for the first child that ends.
-async fn next_end(parts: &mut [Supervised]) -> (usize, Option<ExitStatus>) {
+async fn next_end<S: System>(
+    system: &S,
+    parts: &mut [Part<S::Child>],
+) -> (usize, io::Result<ExitStatus>) {
     let waits = parts.iter_mut().enumerate().filter_map(|(index, part)| {
         let child = part.child.as_mut()?;
-        Some(Box::pin(async move { (index, child.wait().await.ok()) }))
+        Some(Box::pin(async move { (index, system.wait(child).await) }))
     });
     let mut waits: Vec<_> = waits.collect();
     std::future::poll_fn(|context| {

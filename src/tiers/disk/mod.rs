@@ -23,7 +23,7 @@ use std::time::Duration;
 pub use copy::{DISK_DEPTH, DISK_DEPTH_MAX, DiskCopier, DiskCopy, DiskCopyEnd, DiskIo};
 pub use directories::{DISKS_MAX, DiskDirectories, DiskError};
 pub use faults::{is_full, is_read_only};
-pub use format::SetKey;
+pub use format::{SetKey, segment_bytes, segment_files};
 pub use recover::Recovered;
 pub use set::DiskSet;
 pub use table::NotListed;

@@ -4,7 +4,7 @@ use super::*;
 use crate::cli::monitor::metric::{LABELS, LEADER_SERIES_MAX, Source, WORKER_SERIES_MAX, refusal};
 use crate::cli::monitor::reading::Leader;
 use kvferry_core::COUNTERS;
-use kvferry_protocol::{EdgeMeasure, ErrorCode, Message, TierStatus, examples};
+use kvferry_protocol::{EdgeMeasure, ErrorCode, Message, RestartedProcess, TierStatus, examples};
 use kvferry_shell::LOOKUP_NS;
 use kvferry_types::{Rank, Replica, WorkerId};
 
@@ -42,6 +42,10 @@ fn reading() -> Reading {
             (worker(0), Ok(of_worker.expect("an example"))),
             (worker(1), Err("gone".to_owned())),
         ],
+        restarts: vec![RestartedProcess {
+            process: "worker-0-1".to_owned(),
+            causes: [("out_of_memory".to_owned(), 3)].into(),
+        }],
     }
 }
 
@@ -197,6 +201,7 @@ fn without_a_leader_its_metrics_have_no_series_and_it_is_down() {
     let text = text(Reading {
         leader: Err("gone".to_owned()),
         workers: vec![(worker(0), Err("gone".to_owned()))],
+        restarts: Vec::new(),
     });
     let text = text.expect("text");
     let series: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();

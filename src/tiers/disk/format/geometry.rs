@@ -20,6 +20,17 @@ const MARKS_OF_A_CAP: u64 = 256;
 /// Most pages of one set: page numbers are below that in the leader.
 const PAGES_MAX: u64 = 1 << 31;
 
+/// Bytes of a segment, for a share of the cap of `share` bytes on each disk. A segment holds at least one stripe, which
+/// depends on the model.
+pub fn segment_bytes(share: u64) -> u64 {
+    (share / SEGMENTS_OF_A_CAP).min(SEGMENT_BYTES_MAX)
+}
+
+/// Most segments of one disk, for a share of the cap of `share` bytes.
+pub fn segment_files(share: u64) -> u64 {
+    share.checked_div(segment_bytes(share)).unwrap_or(0)
+}
+
 /// What the pages of a set are. Sets whose keys differ in any field have files of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SetKey {
@@ -111,8 +122,7 @@ impl Geometry {
             segment_pages: stripe_pages,
         };
         geometry.check(key.ratio)?;
-        let wanted = (share / SEGMENTS_OF_A_CAP).min(SEGMENT_BYTES_MAX);
-        let stripes = (wanted / geometry.segment_bytes()).max(1);
+        let stripes = (segment_bytes(share) / geometry.segment_bytes()).max(1);
         let most = u64::from(u32::MAX / 2 / stripe_pages);
         geometry.segment_pages = stripe_pages * u32::try_from(stripes.min(most)).unwrap_or(1);
         Ok(geometry)

@@ -62,7 +62,7 @@ mod set_file;
 
 pub use checksum::PageSum;
 pub(super) use checksum::SetKeys;
-pub use geometry::{Extent, Geometry, REGION_PAGES, SetKey};
+pub use geometry::{Extent, Geometry, REGION_PAGES, SetKey, segment_bytes, segment_files};
 pub use identity::{DiskIdentity, IDENTITY_NAME};
 pub use index::INDEX_NAME;
 pub(super) use index::{Index, check_index, read_index, write_index};

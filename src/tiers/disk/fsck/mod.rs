@@ -32,6 +32,8 @@ pub const FINDINGS_MAX: usize = 1000;
 
 /// The leader's directory, on the first disk: its key and its last epoch. A check looks at its permissions alone.
 const LEADER_NAME: &str = "leader";
+/// The lock of `up`, on the first disk.
+const LOCK_NAME: &str = "up.lock";
 
 /// Why a check cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -145,7 +147,7 @@ pub(super) fn check(
             ..Place::default()
         };
         let known = |name: &str| match name {
-            IDENTITY_NAME | "disk.new" => Some(EntryKind::File),
+            IDENTITY_NAME | "disk.new" | LOCK_NAME => Some(EntryKind::File),
             LEADER_NAME => Some(EntryKind::Directory),
             name => shard_number(name).map(|_| EntryKind::Directory),
         };
