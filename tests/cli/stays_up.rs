@@ -214,3 +214,105 @@ fn a_reader_that_takes_one_line_is_no_failure() {
         }
     }
 }
+
+/// `up` with its log in a file.
+struct Logged {
+    up: Running,
+    log: std::path::PathBuf,
+}
+
+impl Logged {
+    fn start(folder: &Path, sockets: &str) -> Self {
+        let log = folder.join("log");
+        let file = fs::File::create(&log).expect("a log");
+        let up = up_into(file, sockets);
+        Self { up, log }
+    }
+
+    /// Waits until the log has a text.
+    fn says(&self, text: &str) {
+        let begun = Instant::now();
+        while !self.text().contains(text) {
+            assert!(begun.elapsed() < LIMIT, "{text}: {}", self.text());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn text(&self) -> String {
+        fs::read_to_string(&self.log).expect("a log")
+    }
+
+    /// Sets the most files that `up` may have open.
+    fn files(&self, soft: &str) {
+        let pid = self.up.0.id().to_string();
+        let set = Command::new("prlimit")
+            .args(["--pid", &pid, &format!("--nofile={soft}:")])
+            .status();
+        assert!(set.expect("prlimit runs").success());
+    }
+}
+
+#[test]
+fn a_start_that_fails_for_lack_of_files_is_tried_until_it_succeeds() {
+    let folder = socket_dir();
+    let sockets = folder.path().to_str().expect("UTF-8");
+    let logged = Logged::start(folder.path(), sockets);
+    let old = worker(&status_once(sockets, |_| true));
+    logged.files("4");
+    kill(old);
+    logged.says("worker of rank 0 cannot be started: trying again");
+    assert!(
+        logged.text().contains("4 open files (ulimit -n)"),
+        "{}",
+        logged.text()
+    );
+    logged.files("1000");
+    let again = |status: &Value| {
+        let restarts = status["restarts"].as_array().into_iter().flatten();
+        let of_worker = restarts.filter(|each| each["process"] == "worker-0-0");
+        let mut causes = of_worker.map(|each| &each["causes"]);
+        let failed = causes.any(|causes| causes["not_started"].as_u64() > Some(0));
+        failed && ![0, old].contains(&worker(status))
+    };
+    status_once(sockets, again);
+    serves_and_ends(logged.up, sockets);
+}
+
+#[test]
+fn a_worker_that_never_settles_ends_up_with_an_exit_code() {
+    let folder = socket_dir();
+    let sockets = folder.path().to_str().expect("UTF-8");
+    let mut logged = Logged::start(folder.path(), sockets);
+    let begun = Instant::now();
+    let status = loop {
+        if let Some(status) = logged.up.0.try_wait().expect("a child") {
+            break status;
+        }
+        assert!(
+            begun.elapsed() < LIMIT,
+            "it does not end: {}",
+            logged.text()
+        );
+        if let Some(worker) = child(logged.up.0.id(), "worker") {
+            let worker = i32::try_from(worker).ok().and_then(Pid::from_raw);
+            // It may have been killed already.
+            kill_process(worker.expect("a process"), Signal::KILL).ok();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let text = logged.text();
+    assert_eq!(status.code(), Some(70), "{text}");
+    for word in [
+        "worker of rank 0 does not stay up",
+        "8 times in a row",
+        "SIGKILL",
+    ] {
+        assert!(text.contains(word), "{word}: {text}");
+    }
+    assert_eq!(
+        text.matches("worker of rank 0 started").count(),
+        8,
+        "{text}"
+    );
+    assert!(text.contains("leader ended"), "{text}");
+}

@@ -46,6 +46,8 @@ pub(super) struct Supervisor<S: System> {
     reporter: mpsc::Sender<Reported>,
     deaths: Deaths,
     restarts: Restarts,
+    /// The counts were not written since they changed.
+    unpublished: bool,
 }
 
 enum Happened {
@@ -84,9 +86,10 @@ impl<S: System> Supervisor<S> {
         let leader = remote.is_none().then_some(ChildKind::Leader);
         let parts = leader.into_iter().chain(workers).chain(monitor);
         let (reporter, reports) = mpsc::channel(REPORTS_MAX);
-        let supervisor = Self {
+        let mut supervisor = Self {
             parts: parts.map(Part::new).collect(),
             restarts: Restarts::default(),
+            unpublished: true,
             deaths: Deaths::watch(),
             system,
             config,
@@ -116,6 +119,7 @@ impl<S: System> Supervisor<S> {
                     Ok(())
                 }
             };
+            self.publish_restarts();
             if let Err(error) = failed {
                 self.end_all().await;
                 return error;
@@ -165,13 +169,20 @@ impl<S: System> Supervisor<S> {
     /// Counts that a child is to be started again, where leader, monitor and operators read it.
     fn count(&mut self, kind: ChildKind, cause: Cause) {
         self.restarts.count(kind.name(), cause);
-        self.publish_restarts();
+        self.unpublished = true;
     }
 
-    fn publish_restarts(&self) {
+    /// Writes the counts, if they have changed. After a failure, they are written with the next event.
+    fn publish_restarts(&mut self) {
+        if !self.unpublished {
+            return;
+        }
         let path = SocketPaths::new(&self.config.socket_dir).restarts();
-        if let Err(error) = self.system.replace(&path, &self.restarts.text()) {
-            tracing::warn!(%error, path = %path.display(), "status and metrics have an older number of restarts");
+        match self.system.replace(&path, &self.restarts.text()) {
+            Ok(()) => self.unpublished = false,
+            Err(error) => {
+                tracing::warn!(%error, path = %path.display(), "status and metrics have older numbers of restarts");
+            }
         }
     }
 
