@@ -1,7 +1,6 @@
 //! `kvferry leader`
 
 use std::fs;
-use std::io::Write;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
