@@ -5,7 +5,6 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use figment::providers::{Format, Toml};
 use figment::value::{Dict, Map, Value};
 use figment::{Metadata, Profile, Provider};
 
@@ -163,15 +162,16 @@ pub(super) fn defaults(socket_dir: &Path, from: &str) -> Vec<Setting> {
 pub(super) fn file(path: &Path) -> Result<Vec<Setting>, ConfigError> {
     let text = read(path)?;
     let origin = path.display().to_string();
-    let profiles = Toml::string(&text)
-        .data()
-        .map_err(|error| ConfigError::Syntax {
-            path: path.to_owned(),
-            reason: syntax_error(&text).unwrap_or_else(|| one_line(&error.kind.to_string())),
-        })?;
-    let settings = profiles.into_values().flatten().map(|(key, value)| {
+    let refuse = |reason| ConfigError::Syntax {
+        path: path.to_owned(),
+        reason,
+    };
+    let table = toml::from_str::<toml::Table>(&text);
+    let table = table.map_err(|error| refuse(syntax_error(&text, &error)))?;
+    let settings = table.into_iter().map(|(key, value)| {
         if KEYS.iter().any(|known| known.name == key) {
             let origin = origin.clone();
+            let value = Value::serialize(value).map_err(|error| refuse(error.to_string()))?;
             let value = match LISTS.contains(&key.as_str()) {
                 true => joined(&value).unwrap_or(value),
                 false => value,
@@ -216,12 +216,13 @@ fn joined(value: &Value) -> Option<Value> {
 }
 
 /// Says where a text is not TOML, and how a value without quotes is written.
-fn syntax_error(text: &str) -> Option<String> {
-    let error = toml::from_str::<toml::Table>(text).err()?;
-    let before = text.get(..error.span()?.start)?;
-    let number = before.matches('\n').count();
-    let line = text.lines().nth(number)?.trim();
+fn syntax_error(text: &str, error: &toml::de::Error) -> String {
     let cause = one_line(error.message());
+    let before = error.span().and_then(|span| text.get(..span.start));
+    let number = before.map_or(0, |before| before.matches('\n').count());
+    let Some(line) = text.lines().nth(number).map(str::trim) else {
+        return cause;
+    };
     let problem = format!("line {}, `{}`: {cause}", number + 1, shortened(line));
     let unquoted = line.split_once('=').and_then(|(key, value)| {
         let (key, value) = (key.trim(), value.split('#').next()?.trim());
@@ -231,7 +232,7 @@ fn syntax_error(text: &str) -> Option<String> {
             && !value.contains(['"', '\'', '[', '{']);
         quotable.then(|| format!(": write {key} = \"{}\"", shortened(value)))
     });
-    Some(problem + &unquoted.unwrap_or_default())
+    problem + &unquoted.unwrap_or_default()
 }
 
 /// A text without what follows its first [`SHOWN_CHARS_MAX`] characters.

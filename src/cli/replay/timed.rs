@@ -5,9 +5,6 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use figment::Figment;
-use figment::providers::{Format, Toml};
-
 use crate::error::CommandError;
 use kvferry_sim::timed::{
     Arrival, DISK_LATENCY, DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S, Formula,
@@ -109,9 +106,7 @@ fn read_formula(path: &Path) -> Result<(Prefill, Duration), CommandError> {
         return Err(refuse(&format!("more than {FORMULA_BYTES_MAX} bytes")));
     }
     let text = std::fs::read_to_string(path).map_err(|error| refuse(&error))?;
-    let formula: Formula = Figment::from(Toml::string(&text))
-        .extract()
-        .map_err(|error| refuse(&error))?;
+    let formula: Formula = toml::from_str(&text).map_err(|error| refuse(&error))?;
     formula.parts().map_err(|name| {
         refuse(&format!(
             "{name} must be a number of milliseconds, 0 or more"
