@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -87,8 +87,6 @@ pub struct DiskSet {
     table: Mutex<Table>,
     /// Checksums of pages that were written and not listed yet.
     written: Mutex<Written>,
-    /// Pages that were listed when the last flush began.
-    durable_pages: AtomicU64,
     region_locks: Vec<Mutex<()>>,
     /// Pages whose place failed.
     pub(super) faulty: FaultyPages,
@@ -120,8 +118,6 @@ impl DiskSet {
             room,
             usable: AtomicU32::new(u32::MAX),
             written: Mutex::default(),
-            // Pages of an unclean end may have to be written again.
-            durable_pages: AtomicU64::new(if table.is_dirty() { 0 } else { table.pages() }),
             table: Mutex::new(table),
             region_locks: (0..REGION_LOCKS).map(|_| Mutex::default()).collect(),
             faulty: FaultyPages::default(),
@@ -339,19 +335,15 @@ impl DiskSet {
     /// Makes durable what was listed and removed before this call. After it, no slot lists a page that was removed by a
     /// reset before the call.
     pub(super) fn flush(&self) -> io::Result<()> {
-        let listed = self.table().pages();
         self.flush_once()?;
-        self.durable_pages.store(listed, Ordering::Relaxed);
         // The second slots of regions with removed pages are written once the first ones are durable.
         let dirty = self.table().is_dirty();
         if dirty { self.flush_once() } else { Ok(()) }
     }
 
-    /// Number of listed pages that are durable: at least as many of them as this are found after a loss of power, less
-    /// those that were removed since the last flush.
+    /// Number of listed pages that are durable: a start finds them after a loss of power.
     pub fn durable_pages(&self) -> u64 {
-        let listed = self.table().pages();
-        self.durable_pages.load(Ordering::Relaxed).min(listed)
+        self.table().durable_pages()
     }
 
     fn flush_once(&self) -> io::Result<()> {

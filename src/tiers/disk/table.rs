@@ -42,10 +42,22 @@ pub(super) struct SlotWrite {
     pub(super) durable: u64,
 }
 
+/// How far a block is durable whose last pages are not.
+#[derive(Debug, Clone, Copy, Default)]
+struct Fresh {
+    /// Pages, from the first on, that are durable.
+    durable: usize,
+    /// Pages that the last write of its region lists, and the sequence number of that write; 0 before the first.
+    written: usize,
+    sequence: u64,
+}
+
 /// The headers of a set. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Table {
     blocks: BTreeMap<u32, BlockHeader>,
+    /// The blocks with pages that are not durable yet, by their first page.
+    fresh: BTreeMap<u32, Fresh>,
     regions: HashMap<u32, Slots>,
     /// Regions whose newest slot lacks a change.
     dirty: BTreeSet<u32>,
@@ -64,6 +76,12 @@ pub(super) struct Table {
     pages: u64,
 }
 
+/// The pages with which the blocks of a region begin.
+fn pages_of(region: u32) -> Range<u32> {
+    let start = region * REGION_PAGES;
+    start..start.saturating_add(REGION_PAGES)
+}
+
 impl Table {
     /// A table of these blocks, which do not overlap. `sequence` is the last one on the disk, and `durable` the last one
     /// that is known to be durable.
@@ -74,7 +92,19 @@ impl Table {
     ) -> Self {
         let blocks: BTreeMap<u32, BlockHeader> = blocks.into_iter().collect();
         let pages = blocks.values().map(|block| block.pages.len() as u64).sum();
+        // What an ended process wrote after its last flush is durable after the first one of this process.
+        let fresh = blocks.iter().filter_map(|(start, block)| {
+            let slots = regions.get(&(start / REGION_PAGES));
+            let sequence = slots.map_or(0, |slots| slots.sequence);
+            let fresh = Fresh {
+                durable: 0,
+                written: block.pages.len(),
+                sequence,
+            };
+            (sequence > durable).then_some((*start, fresh))
+        });
         Self {
+            fresh: fresh.collect(),
             blocks,
             regions,
             sequence,
@@ -124,6 +154,15 @@ impl Table {
     /// Number of listed pages.
     pub(super) fn pages(&self) -> u64 {
         self.pages
+    }
+
+    /// Number of listed pages that a start finds after a loss of power.
+    pub(super) fn durable_pages(&self) -> u64 {
+        let fresh = self.fresh.iter().map(|(start, fresh)| {
+            let listed = self.block(*start).map_or(0, |block| block.pages.len());
+            listed.saturating_sub(fresh.durable) as u64
+        });
+        self.pages.saturating_sub(fresh.sum())
     }
 
     /// Number of listed blocks.
@@ -176,6 +215,14 @@ impl Table {
     /// Notes that all writes up to this sequence number are durable.
     pub(super) fn note_durable(&mut self, sequence: u64) {
         self.durable = self.durable.max(sequence);
+        let blocks = &self.blocks;
+        self.fresh.retain(|start, fresh| {
+            if fresh.sequence <= sequence {
+                fresh.durable = fresh.durable.max(fresh.written);
+            }
+            let listed = blocks.get(start).map_or(0, |block| block.pages.len());
+            fresh.durable < listed
+        });
         let mut removals = std::mem::take(&mut self.removals);
         removals.retain(|_, regions| {
             regions.retain(|region| self.lacks_removals(*region));
@@ -255,6 +302,13 @@ impl Table {
         }
         self.pages -= u64::from(had - keep);
         block.pages.truncate(keep as usize);
+        if let Some(fresh) = self.fresh.get_mut(&start) {
+            fresh.durable = fresh.durable.min(keep as usize);
+            fresh.written = fresh.written.min(keep as usize);
+            if fresh.durable == keep as usize {
+                self.fresh.remove(&start);
+            }
+        }
         if keep == 0 {
             self.blocks.remove(&start);
         }
@@ -298,6 +352,7 @@ impl Table {
                 pages: fresh.collect(),
             };
             self.blocks.insert(start, block);
+            self.fresh.insert(start, Fresh::default());
         } else {
             let block = self.blocks.get_mut(&start);
             let block = block.filter(|block| {
@@ -305,7 +360,12 @@ impl Table {
                 same && block.pages.len() == first as usize
             });
             let block = block.ok_or(NotListed::NoBlock(start))?;
+            let durable = block.pages.len();
             block.pages.extend(fresh);
+            self.fresh.entry(start).or_insert(Fresh {
+                durable,
+                ..Fresh::default()
+            });
         }
         self.pages += u64::from(count);
         self.dirty.insert(start / REGION_PAGES);
@@ -367,9 +427,11 @@ impl Table {
         slots.is_none_or(|slots| slots.synced || slots.sequence <= self.durable)
     }
 
-    /// True if a slot on the disk lacks a change.
+    /// True if a slot on the disk lacks a change, or a listed page is not durable: the write of a slot for a removal lists
+    /// the new pages of its region, too, and makes the bytes of none of them durable.
     pub(super) fn is_dirty(&self) -> bool {
-        !self.dirty.is_empty() || !self.stale.is_empty() || !self.writing.is_empty()
+        let unwritten = !self.dirty.is_empty() || !self.stale.is_empty();
+        unwritten || !self.writing.is_empty() || !self.fresh.is_empty()
     }
 
     /// Begins the write of a region: gives it a slot and a sequence number, and counts the region as clean. `None` if it
@@ -387,6 +449,11 @@ impl Table {
         }
         self.sequence += 1;
         self.writing.insert(region);
+        let (blocks, sequence) = (&self.blocks, self.sequence);
+        for (start, fresh) in self.fresh.range_mut(pages_of(region)) {
+            let listed = blocks.get(start).map_or(0, |block| block.pages.len());
+            (fresh.written, fresh.sequence) = (listed, sequence);
+        }
         let Slots { newest, .. } = *self.regions.entry(region).or_default();
         Some(SlotWrite {
             slot: if durable { 1 - newest.min(1) } else { newest },
@@ -400,8 +467,7 @@ impl Table {
 
     /// The headers of a region.
     pub(super) fn region(&self, region: u32) -> impl Iterator<Item = (u32, &BlockHeader)> {
-        let start = region * REGION_PAGES;
-        let blocks = self.blocks.range(start..start.saturating_add(REGION_PAGES));
+        let blocks = self.blocks.range(pages_of(region));
         blocks.map(|(start, block)| (*start, block))
     }
 
@@ -417,6 +483,9 @@ impl Table {
         let slots = self.regions.entry(region).or_default();
         if !written {
             self.dirty.insert(region);
+            for (_, fresh) in self.fresh.range_mut(pages_of(region)) {
+                fresh.written = fresh.durable;
+            }
             return;
         }
         let other = slots.newest != write.slot;

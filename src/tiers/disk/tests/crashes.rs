@@ -15,6 +15,8 @@ struct Promises {
     durable: BTreeMap<u32, PageRecord>,
     /// Namespaces that were reset, with the last store that the reset covers.
     resets: BTreeMap<u64, Stored>,
+    /// Number of pages that the set counts as durable.
+    counted: u64,
 }
 
 /// The pages that this process lists.
@@ -38,6 +40,7 @@ fn run(
         world.set().discard_free()?;
     }
     for _ in 0..steps {
+        promises.counted = world.set().durable_pages();
         match rng.u32(0..100) {
             0..=69 => {
                 let blocks: Vec<(u32, u64, u32)> = {
@@ -67,6 +70,7 @@ fn run(
                 world.set().table().unlist(run);
                 let left = listed(world);
                 promises.durable.retain(|page, _| left.contains_key(page));
+                promises.counted = world.set().durable_pages();
                 if rng.bool() {
                     world.set().write_dirty(0, 100)?;
                 }
@@ -76,6 +80,7 @@ fn run(
                 let namespace = rng.u64(0..3);
                 let of = |record: &PageRecord| record.domain.namespace().0 == namespace;
                 promises.durable.retain(|_, record| !of(record));
+                promises.counted = 0;
                 let through = world.reset(Some(namespace))?;
                 promises.resets.insert(namespace, through);
             }
@@ -104,6 +109,12 @@ fn check(world: &mut World, promises: &Promises, seed: u64) -> usize {
         served,
         listed(world),
         "seed {seed}: pages are listed that are not there"
+    );
+    let counted = promises.counted;
+    assert!(
+        served.len() as u64 >= counted,
+        "seed {seed}: {} pages are found, and {counted} were counted as durable",
+        served.len()
     );
     for (page, promised) in &promises.durable {
         let record = served.get(page);
@@ -169,6 +180,8 @@ fn world(seed: u64) -> (usize, BTreeSet<u64>) {
         served += check(&mut world, &promises, seed);
         // What is served now is durable; what is not is gone.
         promises.durable = world.served();
+        promises.counted = promises.durable.len() as u64;
+        assert_eq!(world.set().durable_pages(), promises.counted, "{seed}");
     }
     (served, at)
 }

@@ -3,6 +3,7 @@
 mod copies;
 mod crashes;
 mod damage;
+mod durable;
 mod failures;
 mod fence;
 mod fsck;
