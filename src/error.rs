@@ -25,7 +25,7 @@ pub const EXIT_CODES: &[(u8, &str)] = &[
     ),
     (
         UNSTABLE,
-        "a process of `up` ended 8 times in a row, before it was ready or within 10 s of its start",
+        "a process of `up` ended 8 times in a row, before it had been ready for 10 s",
     ),
     (
         MISCONFIGURED,

@@ -15,7 +15,7 @@ use kvferry_types::WorkerId;
 
 const RESTART_FIRST: Duration = Duration::from_millis(100);
 const RESTART_MAX: Duration = Duration::from_secs(5);
-/// A child that is ready and ran at least this long has settled: it is started again after the shortest pause, and if a
+/// A child that has been ready for this long has settled: it is started again after the shortest pause, and if a
 /// signal ends it, that is no failure.
 pub(super) const SETTLED_AFTER: Duration = Duration::from_secs(10);
 /// `up` ends when a child fails this many times in a row without settling.
@@ -96,9 +96,8 @@ pub(super) struct Part<C> {
     pub(super) due: Option<Instant>,
     /// The statement to a leader on another machine that the child has ended.
     pub(super) stating: Option<JoinHandle<()>>,
-    started: Instant,
-    /// The child has reported that it is ready. A monitor reports nothing.
-    ready: bool,
+    /// When the child reported that it is ready. A monitor reports nothing.
+    ready: Option<Instant>,
     /// The child was killed here, on request of the leader.
     pub(super) fenced: bool,
     pause: Duration,
@@ -111,14 +110,12 @@ pub(super) struct Part<C> {
 impl<C> Part<C> {
     /// A child that is to be started now.
     pub(super) fn new(kind: ChildKind) -> Self {
-        let now = Instant::now();
         Self {
             kind,
             child: None,
-            due: Some(now),
+            due: Some(Instant::now()),
             stating: None,
-            started: now,
-            ready: false,
+            ready: None,
             fenced: false,
             pause: RESTART_FIRST,
             failures: 0,
@@ -130,14 +127,13 @@ impl<C> Part<C> {
     pub(super) fn has_started(&mut self, child: C) {
         self.child = Some(child);
         self.due = None;
-        self.started = Instant::now();
-        self.ready = self.kind == ChildKind::Monitor;
+        self.ready = (self.kind == ChildKind::Monitor).then(Instant::now);
         self.fenced = false;
         self.has_started = true;
     }
 
     pub(super) fn is_ready(&mut self) {
-        self.ready = true;
+        self.ready.get_or_insert_with(Instant::now);
     }
 
     /// Sets the time of the next start, and returns the pause before it.
@@ -152,7 +148,8 @@ impl<C> Part<C> {
     pub(super) fn ended(&mut self, end: &End) -> Result<Duration, CommandError> {
         self.child = None;
         let kind = self.kind;
-        let settled = self.ready && self.started.elapsed() >= SETTLED_AFTER;
+        // Not from the start on: much host memory takes longer than that, and a child may then die of it.
+        let settled = (self.ready).is_some_and(|ready| ready.elapsed() >= SETTLED_AFTER);
         if settled {
             self.pause = RESTART_FIRST;
             self.failures = 0;
@@ -184,7 +181,7 @@ impl<C> Part<C> {
         }
         if needed && self.failures >= FAILURES_MAX {
             let text = format!(
-                "{kind} does not stay up: it ended {FAILURES_MAX} times in a row, before it was ready or within {SETTLED_AFTER:?} of its start; at last by {}; see its messages above",
+                "{kind} does not stay up: it ended {FAILURES_MAX} times in a row, before it had been ready for {SETTLED_AFTER:?}; at last by {}; see its messages above",
                 end.text
             );
             return Err(match end.cause == Cause::OutOfMemory || is(NO_MEMORY) {
@@ -285,6 +282,19 @@ mod tests {
         assert_eq!(gives_up(WORKER, false, 1, &exited(78)).await, Some((1, 78)));
         let monitor = gives_up(ChildKind::Monitor, false, 1, &signal).await;
         assert_eq!(monitor, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_child_that_takes_long_to_be_ready_and_dies_then_has_failed() {
+        let mut part = Part::new(WORKER);
+        for number in 1..=FAILURES_MAX {
+            part.has_started(());
+            tokio::time::sleep(2 * SETTLED_AFTER).await;
+            part.is_ready();
+            tokio::time::sleep(SETTLED_AFTER / 2).await;
+            let ended = part.ended(&killed(Cause::OutOfMemory));
+            assert_eq!(ended.is_err(), number == FAILURES_MAX, "{number}");
+        }
     }
 
     #[tokio::test(start_paused = true)]
