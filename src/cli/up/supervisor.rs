@@ -189,10 +189,13 @@ impl<S: System> Supervisor<S> {
     /// Waits until a leader on another machine knows of the end of a child, or the time for that is over: a process of the
     /// worker that had started meanwhile could be taken for the one that has ended.
     async fn await_statement(&mut self, index: usize) {
-        if let Some(stating) = self.parts[index].stating.take()
-            && let Err(error) = stating.await
-        {
-            tracing::warn!(%error, "the statement that a worker has ended");
+        let stating = &mut self.parts[index].stating;
+        // Kept until it has ended: this wait may be given up, and is then repeated at the end of all.
+        if let Some(waited) = stating.as_mut() {
+            if let Err(error) = waited.await {
+                tracing::warn!(%error, "the statement that a worker has ended");
+            }
+            *stating = None;
         }
     }
 
