@@ -14,7 +14,8 @@ use super::own_uid;
 pub enum Readers {
     /// Every user: the file has no secret.
     All,
-    /// Its owner, and a group that this process is in: so Kubernetes gives the files of a Secret to the group of a pod.
+    /// Its owner, and of a file of root a group that this process is in: so Kubernetes gives the files of a Secret to the
+    /// group of a pod.
     OwnGroups,
 }
 
@@ -73,7 +74,8 @@ pub fn read_trusted(path: &Path, readers: Readers, bytes_max: u64) -> Result<Vec
     }
     let forbidden = match readers {
         Readers::All => 0o022,
-        Readers::OwnGroups if is_own_group(found.gid()) => 0o037,
+        // The files of a volume belong to root. A user's own file in a group may be open to other members of that group.
+        Readers::OwnGroups if found.uid() == 0 && is_own_group(found.gid()) => 0o037,
         Readers::OwnGroups => 0o077,
     };
     let mode = found.mode() & 0o777;

@@ -603,12 +603,16 @@ fn credentials_of_a_volume_with_links_are_read_also_by_the_group_of_a_pod() {
     symlink("..2026_11_29", volume.join("..data")).expect("linked");
     let path = volume.join("leader.pem");
     symlink("..data/leader.pem", &path).expect("linked");
-    for mode in [0o400, 0o440, 0o640] {
+    for mode in [0o400, 0o600] {
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).expect("set");
         Credentials::load(&path).expect("loaded");
     }
     if !rustix::process::geteuid().is_root() {
         return crate::skipped::skipped("it needs root, which gives a file to another group");
+    }
+    for mode in [0o440, 0o640] {
+        fs::set_permissions(&file, fs::Permissions::from_mode(mode)).expect("set");
+        Credentials::load(&path).expect("loaded");
     }
     std::os::unix::fs::chown(&file, None, Some(54_321)).expect("given");
     let error = Credentials::load(&path).expect_err("refused").to_string();
