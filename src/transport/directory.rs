@@ -64,7 +64,10 @@ impl DirectoryLock {
             }
             Err(errno) => return Err(TransportError::io("cannot lock", &path)(errno.into())),
         }
-        write_pid(&mut lock).map_err(TransportError::io("cannot write", &path))?;
+        // The number is for messages alone; a full disk has no room for it.
+        if let Err(error) = write_pid(&mut lock) {
+            tracing::debug!(%error, path = %path.display(), "the lock has no process id");
+        }
         Ok(Self(lock))
     }
 }

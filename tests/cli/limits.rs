@@ -209,8 +209,9 @@ fn a_worker_that_the_kernel_kills_for_lack_of_memory_is_explained_and_counted() 
 fn a_second_up_on_one_disk_is_refused_before_it_starts_anything() {
     let folder = socket_dir();
     let name = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
-    let (one, other, disk) = (name("one"), name("other"), name("disk"));
-    let arguments = |sockets| {
+    let (one, other, disk, link) = (name("one"), name("other"), name("disk"), name("link"));
+    std::os::unix::fs::symlink(&disk, &link).expect("linked");
+    let arguments = |sockets, disk| {
         let all = [
             "up",
             "--g2",
@@ -218,22 +219,25 @@ fn a_second_up_on_one_disk_is_refused_before_it_starts_anything() {
             "--g3",
             "64MiB",
             "--g3-dir",
-            &disk,
+            disk,
             "--socket-dir",
             sockets,
         ];
         all.map(str::to_owned)
     };
-    let first = Running::spawn(command().args(arguments(&one)));
+    let first = Running::spawn(command().args(arguments(&one, &disk)));
     status_once(&one, |_| true);
-    let second = command().args(arguments(&other)).output().expect("it runs");
-    let errors = String::from_utf8_lossy(&second.stderr);
-    assert_eq!(second.status.code(), Some(78), "{errors}");
     let pid = format!("process {}", first.0.id());
-    for word in ["g3_dir", &disk, "in use by", &pid, "another g3_dir"] {
-        assert!(errors.contains(word), "{word}: {errors}");
+    for disk in [&disk, &link] {
+        let second = command().args(arguments(&other, disk)).output();
+        let second = second.expect("it runs");
+        let errors = String::from_utf8_lossy(&second.stderr);
+        assert_eq!(second.status.code(), Some(78), "{errors}");
+        for word in ["g3_dir", disk, "in use by", &pid, "another g3_dir"] {
+            assert!(errors.contains(word), "{word}: {errors}");
+        }
+        assert!(!errors.contains("started"), "{errors}");
     }
-    assert!(!errors.contains("started"), "{errors}");
     let checked = kvferry(&["fsck", &disk]);
     let errors = String::from_utf8_lossy(&checked.stderr);
     assert!(errors.contains("stop kvferry first (process "), "{errors}");
@@ -244,4 +248,8 @@ fn a_second_up_on_one_disk_is_refused_before_it_starts_anything() {
     assert_eq!(checked.status.code(), Some(0), "{checked:?}");
     let text = String::from_utf8_lossy(&checked.stdout);
     assert!(!text.contains("up.lock"), "{text}");
+    let linked = Running::spawn(command().args(arguments(&other, &link)));
+    status_once(&other, |_| true);
+    linked.terminate();
+    assert_eq!(linked.end(LIMIT).0, Some(0));
 }

@@ -35,13 +35,16 @@ pub(super) fn claim_disks(
     system: &impl System,
     config: &Config,
 ) -> Result<Option<DirectoryLock>, CommandError> {
-    let Some(first) = config.g3_dir.0.first() else {
+    let Some(named) = config.g3_dir.0.first() else {
         return Ok(None);
     };
+    // A link in the place of the directory is followed, as everywhere below g3_dir.
+    let first = &std::fs::canonicalize(named)
+        .map_err(|error| CommandError::Failed(format!("g3_dir {}: {error}", named.display())))?;
     let in_use = |by: String| {
         CommandError::Config(format!(
             "g3_dir {} is in use by {by}: end it, or name another g3_dir",
-            first.display()
+            named.display()
         ))
     };
     lock(system, first, in_use).map(Some)

@@ -86,7 +86,11 @@ async fn supervise<S: System>(
     drop(namespaces::load(&config)?);
     // A directory that cannot be used is reported here once, and not by each process at each start.
     drop(disks(&config)?);
-    let _disks = claim_disks(&system, &config)?;
+    // Several `up` may share a disk for a leader on another machine: each has shards of its own there.
+    let _disks = match &remote {
+        None => claim_disks(&system, &config)?,
+        Some(_) => None,
+    };
     if let (None, Some(first)) = (&remote, config.g3_dir.0.first()) {
         leader::until_free(first).await?;
     }
