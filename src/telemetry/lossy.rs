@@ -3,10 +3,13 @@
 //! service.
 
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, fstat};
+use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 
 /// Longest wait for standard error to take a part of a line. After a dropped line, further ones do not wait until one
 /// was written.
@@ -50,9 +53,23 @@ impl Sink for StandardError {
                 io::ErrorKind::WouldBlock,
                 "standard error takes nothing",
             )),
-            _ => error.write(bytes),
+            _ => write_at_once(&mut error, bytes),
         }
     }
+}
+
+/// Writes without a wait for a reader: other processes share the pipe, and may have filled it since it was ready. A kernel
+/// that cannot do so waits.
+fn write_at_once<T: Write + AsFd>(to: &mut T, bytes: &[u8]) -> io::Result<usize> {
+    let kind = FileType::from_raw_mode(fstat(&*to)?.st_mode);
+    if matches!(kind, FileType::Fifo | FileType::Socket) {
+        let (parts, here) = ([io::IoSlice::new(bytes)], u64::MAX);
+        match pwritev2(&*to, &parts, here, ReadWriteFlags::NOWAIT) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::SPIPE) => {}
+            written => return Ok(written?),
+        }
+    }
+    to.write(bytes)
 }
 
 #[derive(Debug)]
@@ -121,6 +138,19 @@ impl Lost {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Another process may fill a pipe between the look at it and the write.
+    #[test]
+    fn a_pipe_that_has_become_full_is_not_waited_for() {
+        let (_reader, mut writer) = io::pipe().expect("a pipe");
+        let full = loop {
+            match write_at_once(&mut writer, &[b'x'; PART_BYTES]) {
+                Ok(written) => assert!(written > 0),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+    }
 
     /// Takes as many bytes as it has room for, in parts of at most `part` bytes, then none.
     struct Room {
