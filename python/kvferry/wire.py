@@ -455,6 +455,7 @@ class RankStatus(msgspec.Struct, kw_only=True):
     host_bytes: int = 0
     host_pinned_bytes: int | None = None
     problem: str = ""
+    connected: bool | None = None
     disk: DiskStatus | None = None
 
 
@@ -496,6 +497,7 @@ class StatusAnswer(msgspec.Struct, kw_only=True):
     version: str = ""
     epoch: int = 0
     ready: bool = False
+    draining: bool = False
     ratio: int = 0
     hash_tokens: int = 0
     ranks: list[RankStatus] = []
