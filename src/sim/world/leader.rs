@@ -260,7 +260,10 @@ impl LeaderHost for Host<'_> {
                     let SimContext { oracle, setup, .. } = &mut *self.env;
                     let lookup = (&namespace[..], hashes, *have_pages);
                     let asked = (*engine, *id);
-                    oracle.hits.arrived((core, setup), asked, geometry, lookup);
+                    // Without an index of pages, blocks of sequences that begin at different pages are found by chance.
+                    if !setup.tails || setup.page_index(self.epoch) {
+                        oracle.hits.arrived((core, setup), asked, geometry, lookup);
+                    }
                 }
             }
             LeaderEvent::Ended {
