@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::num::NonZeroU64;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,7 +14,7 @@ use crate::cli::shutdown::{
     ChildReport, DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor,
 };
 use crate::cli::{
-    ConfigArguments, block_on, lock_holder::lock_holder, namespaces, restarts,
+    ConfigArguments, block_on, disk_room, lock_holder::lock_holder, namespaces, restarts,
     socket_paths::SocketPaths,
 };
 use crate::config::Config;
@@ -23,7 +23,7 @@ use kvferry_actors::{EndWorker, LeaderArguments, ReadRestarts, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
 use kvferry_protocol::{FEATURE_TAILS, Role};
 use kvferry_transport::{Limits, OtherUsers, OwnDirectory, Server, ServerSettings, prepare_for};
-use kvferry_types::{ByteSize, Epoch, PerTier, TierId, WorkerId};
+use kvferry_types::{Epoch, PerTier, TierId, WorkerId};
 
 /// How long a leader waits for the one before, which may still be ending.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
@@ -75,7 +75,7 @@ impl Arguments {
                     let prepared = prepare_for(&directory, &OtherUsers::default())
                         .map_err(CommandError::failed)?;
                     lock = Some(take(&directory, &config.g3_dir.0[0]).await?);
-                    warn_of_small_disks(config.g3, &config.g3_dir.0);
+                    disk_room::warn_of_small_disks(config.g3, &config.g3_dir.0);
                     prepared
                 }
                 None => OwnDirectory::open(&socket_paths.leader()).map_err(CommandError::failed)?,
@@ -201,22 +201,6 @@ async fn take(directory: &Path, tier: &Path) -> Result<fs::File, CommandError> {
             }
             Err(error) => return Err(failed(error.into())),
         }
-    }
-}
-
-/// Says at once that a disk tier cannot become as large as its cap, and not when a disk is full.
-fn warn_of_small_disks(g3: ByteSize, directories: &[PathBuf]) {
-    let sizes = directories.iter().map(|directory| {
-        let found = rustix::fs::statvfs(directory)?;
-        Ok(found.f_blocks.saturating_mul(found.f_frsize))
-    });
-    match sizes.sum::<Result<u64, Errno>>() {
-        Ok(bytes) if bytes < g3.0 => {
-            let all = ByteSize(bytes);
-            tracing::warn!(%g3, file_systems = %all, "g3 is larger than the file systems of g3_dir: it uses what they have");
-        }
-        Ok(_) => {}
-        Err(error) => tracing::debug!(%error, "the sizes of the file systems of g3_dir"),
     }
 }
 

@@ -2,6 +2,7 @@
 //! `socket_paths` the layout of the socket directory.
 
 pub mod bench;
+mod disk_room;
 mod drain;
 mod engine_rank;
 mod events;
