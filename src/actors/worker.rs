@@ -395,7 +395,7 @@ fn disk_reported(
                 shell.tiers_changed(host)?;
             }
         }
-        DiskReport::Grown => shell.tiers_changed(host)?,
+        DiskReport::Grown | DiskReport::Released => shell.tiers_changed(host)?,
         DiskReport::ReadOnly(why) => disk.only_read(why),
         DiskReport::Writable => disk.writable(),
         DiskReport::Status => {}
@@ -406,11 +406,12 @@ fn disk_reported(
                 // Before the end of the write that failed, after which the leader orders the next one.
                 host.readiness.disk(disk.status());
             }
-            shell.copies_ended(host, vec![end.ended])?;
-            changes = shorter;
+            // The leader orders the next move with this end, into the pages that it knows by then.
             if shorter {
                 shell.tiers_changed(host)?;
             }
+            shell.copies_ended(host, vec![end.ended])?;
+            changes = shorter;
         }
         DiskReport::Flushed(result) => {
             if let Some((link, order, flush)) = disk.flushed() {

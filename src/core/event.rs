@@ -3,8 +3,8 @@
 use crate::refusal::Refusal;
 use kvferry_types::{
     Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, FlushId, MemoryGeometry, MemoryId,
-    PageRecord, PerTier, Request, RequestId, ResetId, Scope, TierId, Time, Transfer, TransferId,
-    WorkerId,
+    PageRecord, PerTier, Request, RequestId, ResetId, Scope, TierId, TierLayout, Time, Transfer,
+    TransferId, WorkerId,
 };
 use smallvec::SmallVec;
 
@@ -28,6 +28,8 @@ pub enum LeaderEvent {
     Attach(AttachRequest),
     /// An attached worker states its engine's memory, or that it has none. All copies of other memory have ended.
     Memory(MemoryStatement),
+    /// An attached worker states the pages of the tiers below host memory, which have changed. Its copies go on.
+    Tiers(TiersStatement),
     /// The connection of a worker broke, or a new one replaced it. Its copies may continue.
     WorkerLost(WorkerId),
     /// The process of a worker is dead: it does not write any longer.
@@ -132,6 +134,19 @@ pub struct MemoryStatement {
     pub memory: Option<WorkerMemory>,
 }
 
+/// What a worker states about the tiers below host memory when their number of pages changes.
+#[derive(Debug, Clone)]
+pub struct TiersStatement {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Sequence number, in one sequence with the statements of the memory. A repeated number is a retry.
+    pub number: MemoryId,
+    /// The pages for which the tiers are open.
+    pub layout: TierLayout,
+    /// Number of those pages for which the depot of each tier below host memory has room; 0 for one that is not open.
+    pub pages: PerTier<u32>,
+}
+
 impl LeaderEvent {
     /// The attach request of a worker, and then the statement of its memory under the same number: the events of a worker
     /// that arrives with its engine.
@@ -204,6 +219,15 @@ pub enum LeaderEffect {
         /// to it. Err: a refusal that names the field. The worker then counts as one without memory.
         verdict: Result<TransferId, Refusal>,
     },
+    /// Answer a statement of a worker's tiers.
+    AdmitTiers {
+        /// The worker whose tiers they are.
+        worker: WorkerId,
+        /// The statement that is answered.
+        number: MemoryId,
+        /// Err: the worker has not attached, or has not stated its memory since.
+        verdict: Result<(), Refusal>,
+    },
     /// Order a transfer.
     Transfer {
         /// The workers that carry out the transfer, each its own part.
@@ -248,6 +272,14 @@ pub enum LeaderEffect {
         /// Deadline of the reset, which is refused unless all shards have confirmed by then. An invalidation that ends
         /// later has no effect on the answer.
         deadline: Time,
+    },
+    /// Have a worker without an engine open the tiers below host memory for these pages, or close them for another worker. The
+    /// worker then states the tiers.
+    OpenTiers {
+        /// The worker.
+        worker: WorkerId,
+        /// The pages; `None` to close the tiers.
+        layout: Option<TierLayout>,
     },
     /// Make durable what was written to a tier of this worker's shard, and confirm it.
     FlushTier {

@@ -65,7 +65,7 @@ pub use contradiction::Contradiction;
 pub use decision::NOT_RECORDED;
 pub use event::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LeaderEffect, LeaderEvent, MemoryStatement,
-    WorkerMemory, Workers,
+    TiersStatement, WorkerMemory, Workers,
 };
 pub use eviction::{EvictionPolicy, REMEMBERED_PAGES_MAX, RuleLimits};
 pub use group::{

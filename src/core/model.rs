@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use crate::anchor::{AnchorKey, Domain};
 use crate::group::{GroupError, GroupKind, GroupSpec, Groups};
-use kvferry_types::{Attention, GroupGeometry, GroupId, HashView, MemoryGeometry, PageHashes};
+use kvferry_types::{
+    Attention, GroupGeometry, GroupId, HashView, MemoryGeometry, PageHashes, TierLayout,
+};
 
 /// Domain separator of the fingerprint of several groups.
 const FINGERPRINT_DOMAIN: &[u8] = b"kvferry groups 1\0";
@@ -43,6 +45,14 @@ impl Model {
     /// Digest of everything that changes the meaning of the pages of any group: that of the only group, or of all.
     pub fn layout_fingerprint(&self) -> &[u8; 16] {
         &self.layout_fingerprint
+    }
+
+    /// The pages that the tiers below host memory keep of the model.
+    pub fn tier_layout(&self) -> TierLayout {
+        TierLayout {
+            page_bytes: self.page_bytes,
+            layout_fingerprint: self.layout_fingerprint,
+        }
     }
 
     /// The sizes that the ranks registered.

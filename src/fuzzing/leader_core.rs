@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use kvferry_core::{
     AnchorKey, AttachRequest, AttachedDepot, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
-    MemoryStatement, MoveEdge, WorkerMemory,
+    MemoryStatement, Model, MoveEdge, TiersStatement, WorkerMemory,
 };
 use kvferry_types::{
     Anchor, AttachId, Attention, DepotId, DomainId, Edge, EndedCopy, EngineId, Epoch, Fingerprint,
     FlushId, GroupGeometry, GroupId, MemoryGeometry, MemoryId, PageHashes, PageList, PageRecord,
     PageRun, Part, PerTier, Rank, Ratio, Replica, Request, RequestId, ResetId, ResetScope,
-    Sharding, SlotId, Stored, TierId, Time, Transfer, TransferId, WorkerId,
+    Sharding, SlotId, Stored, TierId, TierLayout, Time, Transfer, TransferId, WorkerId,
 };
 
 use super::Input;
@@ -39,6 +39,7 @@ struct World {
     stated: BTreeMap<WorkerId, WorkerMemory>,
     /// The last statement of each worker, with its number.
     last_stated: BTreeMap<WorkerId, (MemoryId, Option<WorkerMemory>)>,
+    last_tiers: BTreeMap<WorkerId, TiersStatement>,
     /// Copies that workers owe.
     owed: BTreeMap<TransferId, BTreeSet<WorkerId>>,
     last_transfer: TransferId,
@@ -131,6 +132,12 @@ fn honest(engine: EngineId) -> WorkerMemory {
             .into_iter()
             .collect(),
     }
+}
+
+/// The pages of this memory.
+fn layout_of(memory: &WorkerMemory) -> Option<TierLayout> {
+    let model = Model::new(memory.geometry.clone());
+    model.ok().map(|model| model.tier_layout())
 }
 
 /// Memory with numbers that need not fit together.
@@ -243,6 +250,7 @@ impl World {
             requests: BTreeMap::new(),
             stated: BTreeMap::new(),
             last_stated: BTreeMap::new(),
+            last_tiers: BTreeMap::new(),
             owed: BTreeMap::new(),
             last_transfer: TransferId(0),
             reads: Vec::new(),
@@ -310,6 +318,25 @@ impl World {
         })
     }
 
+    /// A statement of a worker's disk, of the pages of an honest engine or of others.
+    fn tiers(&mut self, input: &mut Input<'_>, worker: WorkerId) -> LeaderEvent {
+        self.next_attach += 1;
+        let honest = layout_of(&honest(engine_id(1)));
+        let stated = TiersStatement {
+            worker,
+            number: MemoryId(self.next_attach),
+            layout: match input.rarely() {
+                true => TierLayout::default(),
+                false => honest.unwrap_or_default(),
+            },
+            pages: [(TierId::Disk, input.one_of(&[0, 40, 80]))]
+                .into_iter()
+                .collect(),
+        };
+        self.last_tiers.insert(worker, stated.clone());
+        LeaderEvent::Tiers(stated)
+    }
+
     /// The next event.
     fn event(&mut self, input: &mut Input<'_>) -> LeaderEvent {
         let engine = engine_id(input.below(3) as u8);
@@ -332,6 +359,7 @@ impl World {
             8 => self.confirm(input, worker),
             9..=12 => self.ended(input, worker),
             13 => self.unsent(input, worker),
+            14 if input.rarely() => self.tiers(input, worker),
             14 => LeaderEvent::Writable {
                 worker,
                 tier: input.one_of(&TierId::ALL),
@@ -591,6 +619,21 @@ impl World {
                     self.stated.insert(worker, memory.clone());
                 }
             }
+            LeaderEffect::AdmitTiers {
+                worker,
+                number,
+                verdict,
+            } => {
+                let last = self.last_tiers.get(&worker).expect("a statement");
+                if let (Ok(()), Some(memory)) = (verdict, self.stated.get_mut(&worker))
+                    && last.number == number
+                {
+                    let same = layout_of(memory) == Some(last.layout);
+                    let pages = last.pages.get(TierId::Disk).filter(|_| same);
+                    let pages = pages.copied().unwrap_or(0);
+                    memory.arena_pages.insert(TierId::Disk, pages);
+                }
+            }
             LeaderEffect::Transfer { workers, transfer } => self.ordered(&workers, &transfer),
             LeaderEffect::Cancel { worker, transfers } => {
                 for transfer in transfers {
@@ -611,6 +654,9 @@ impl World {
             } => self.reads.push((worker, depot, read_id, from)),
             LeaderEffect::Invalidate { worker, id, .. } => self.resets.push((worker, id)),
             LeaderEffect::FlushTier { worker, id, .. } => self.flushes.push((worker, id)),
+            LeaderEffect::OpenTiers { worker, .. } => {
+                assert!(!self.stated.contains_key(&worker), "{worker} has an engine");
+            }
             LeaderEffect::FenceWorker(_) => {}
         }
     }

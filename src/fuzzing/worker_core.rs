@@ -43,6 +43,7 @@ struct World {
     next_transfer: u64,
     last_attach: u64,
     last_memory: u64,
+    last_tiers: u64,
     epoch: Epoch,
     ended: bool,
 }
@@ -65,6 +66,7 @@ fn run(input: &mut Input<'_>) {
         next_transfer: 0,
         last_attach: 0,
         last_memory: 0,
+        last_tiers: 0,
         epoch: Epoch(0),
         ended: false,
     };
@@ -195,6 +197,14 @@ impl World {
                     self.last_memory
                 }),
                 after: (!input.rarely()).then(|| TransferId(input.below(9) as u64)),
+            },
+            5 if input.rarely() => WorkerEvent::TiersAdmitted {
+                number: MemoryId(if input.rarely() {
+                    input.number()
+                } else {
+                    self.last_tiers
+                }),
+                known: !input.rarely(),
             },
             5 if input.flag() => self.register(input),
             6 if input.flag() => self.memory_gone(input),
@@ -378,6 +388,7 @@ impl World {
                 self.last_attach = attach.0;
             }
             WorkerEffect::StateMemory { number } => self.last_memory = number.0,
+            WorkerEffect::StateTiers { number } => self.last_tiers = number.0,
             WorkerEffect::Start(transfers) => {
                 for transfer in transfers {
                     self.start(transfer);

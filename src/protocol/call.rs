@@ -3,10 +3,10 @@
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Drain, DrainAnswer, Empty, Ended, Events,
     Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure,
-    MeasureAnswer, Memory, MemoryAnswer, Probe, ProbeAnswer, ReadEvents, ReadInventory, Readiness,
-    Register, Registered, Reset, SetLog, SetLogAnswer, Status, StatusAnswer, Store, Stores,
-    StoresAnswer, TierFlushed, TransferOrder, Unregister, Welcome, WorkerGone, WorkerGoneAnswer,
-    Written,
+    MeasureAnswer, Memory, MemoryAnswer, OpenTiers, Probe, ProbeAnswer, ReadEvents, ReadInventory,
+    Readiness, Register, Registered, Reset, SetLog, SetLogAnswer, Status, StatusAnswer, Store,
+    Stores, StoresAnswer, TierFlushed, Tiers, TiersAnswer, TransferOrder, Unregister, Welcome,
+    WorkerGone, WorkerGoneAnswer, Written,
 };
 use crate::codec::Message;
 use crate::kind::MessageKind;

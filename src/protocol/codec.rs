@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Drain, DrainAnswer, Empty, Ended, ErrorBody,
     Events, Finish, Flush, FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    Measure, MeasureAnswer, Memory, MemoryAnswer, NumberedStore, PartBody, Probe, ProbeAnswer,
-    ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, SetLog, SetLogAnswer,
-    Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed, TransferOrder, Unregister,
-    Welcome, WorkerGone, WorkerGoneAnswer, Written, cut,
+    Measure, MeasureAnswer, Memory, MemoryAnswer, NumberedStore, OpenTiers, PartBody, Probe,
+    ProbeAnswer, ReadEvents, ReadInventory, Readiness, Register, Registered, Reset, SetLog,
+    SetLogAnswer, Status, StatusAnswer, Store, Stores, StoresAnswer, TierFlushed, Tiers,
+    TiersAnswer, TransferOrder, Unregister, Welcome, WorkerGone, WorkerGoneAnswer, Written, cut,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};

@@ -9,10 +9,10 @@ use crate::body::{
     Abandon, Attach, AttachDepot, Attached, Cancel, CancelStores, DiskHealth, DiskStatus, Empty,
     Ended, ErrorBody, EventKind, EventReason, EventRecord, Events, FEATURE_TIMELINE, Finish, Flush,
     FlushTier, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Memory, MemoryAnswer,
-    MovesStatus, NumberedStore, PartBody, RankStatus, ReadEvents, ReadInventory, Readiness,
-    RecordBody, Register, Registered, RequestsStatus, Reset, ResetPages, StatedMemory, Status,
-    StatusAnswer, Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages, TierStatus,
-    TransferBody, TransferOrder, Unregister, Welcome, Written,
+    MovesStatus, NumberedStore, OpenTiers, PartBody, RankStatus, ReadEvents, ReadInventory,
+    Readiness, RecordBody, Register, Registered, RequestsStatus, Reset, ResetPages, StatedMemory,
+    Status, StatusAnswer, Store, StoreResult, Stores, StoresAnswer, TierFlushed, TierPages,
+    TierStatus, Tiers, TiersAnswer, TransferBody, TransferOrder, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -412,6 +412,30 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                 after: 39,
             }),
         ),
+        (
+            "tiers",
+            Message::Tiers(Tiers {
+                number: 5,
+                page_bytes: 65_536,
+                layout_fingerprint: [9; 16],
+                pages: vec![TierPages {
+                    tier: 3,
+                    pages: 8192,
+                }],
+            }),
+        ),
+        (
+            "tiers_answer",
+            Message::TiersAnswer(TiersAnswer { number: 5 }),
+        ),
+        (
+            "open_tiers",
+            Message::OpenTiers(OpenTiers {
+                page_bytes: 65_536,
+                layout_fingerprint: [9; 16],
+            }),
+        ),
+        ("open_tiers_answer", Message::OpenTiersAnswer(Empty {})),
         (
             "transfer",
             Message::Transfer(TransferOrder {

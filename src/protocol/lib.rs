@@ -32,12 +32,12 @@ pub use body::{
     DiskStatus, Drain, DrainAnswer, Durations, EdgeMeasure, Empty, Ended, ErrorBody, EventKind,
     EventReason, EventRecord, Events, FEATURE_TAILS, FEATURE_TIMELINE, Finish, Flush, FlushTier,
     GroupHits, Hello, Invalidate, Invalidated, Inventory, Load, Lookup, Measure, MeasureAnswer,
-    Memory, MemoryAnswer, MovesStatus, NamespaceMeasure, NumberedStore, PartBody, Probe,
+    Memory, MemoryAnswer, MovesStatus, NamespaceMeasure, NumberedStore, OpenTiers, PartBody, Probe,
     ProbeAnswer, RankStatus, ReadEvents, ReadInventory, Readiness, RecordBody, Register,
     Registered, RequestsStatus, Reset, ResetPages, RestartedProcess, SetLog, SetLogAnswer,
     StatedMemory, Status, StatusAnswer, Store, StoreResult, StoredPages, Stores, StoresAnswer,
-    TierFlushed, TierPages, TierStatus, TransferBody, TransferOrder, Unregister, Welcome,
-    WorkerGone, WorkerGoneAnswer, Written,
+    TierFlushed, TierPages, TierStatus, Tiers, TiersAnswer, TransferBody, TransferOrder,
+    Unregister, Welcome, WorkerGone, WorkerGoneAnswer, Written,
 };
 pub use call::Call;
 pub use catalogue::catalogue;

@@ -133,6 +133,14 @@ macro_rules! for_each_kind {
                 call WorkerGoneAnswer(WorkerGoneAnswer);
             /// Answer to `worker_gone`.
             77 WorkerGoneAnswer "worker_gone_answer": WorkerGoneAnswer, [Server] to client, internal, answer;
+            /// Worker to leader: the pages of the tiers below host memory, whose number has changed.
+            78 Tiers "tiers": Tiers, [Worker] to leader, internal, call TiersAnswer(TiersAnswer);
+            /// Answer to `tiers`.
+            79 TiersAnswer "tiers_answer": TiersAnswer, [Server] to client, internal, answer;
+            /// Leader to worker without an engine: opens its tiers below host memory, or closes them for another worker.
+            80 OpenTiers "open_tiers": OpenTiers, [Server] to client, internal, call OpenTiersAnswer(Empty);
+            /// Answer to `open_tiers`, before the tiers are open.
+            81 OpenTiersAnswer "open_tiers_answer": Empty, [Worker] to leader, internal, answer;
         }
     };
 }

@@ -309,8 +309,10 @@ impl Sequential {
                 }
                 LeaderEffect::Admit { .. }
                 | LeaderEffect::AdmitMemory { .. }
+                | LeaderEffect::AdmitTiers { .. }
                 | LeaderEffect::Cancel { .. }
                 | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::OpenTiers { .. }
                 | LeaderEffect::FlushTier { .. }
                 | LeaderEffect::ReadInventory { .. }
                 | LeaderEffect::FenceWorker(_) => {}

@@ -20,6 +20,7 @@ mod registration;
 mod request;
 mod schema;
 mod sharding;
+mod tier_layout;
 mod time;
 mod transfer;
 mod units;
@@ -52,6 +53,7 @@ pub use registration::{
 pub use request::{PRIORITIES, PRIORITY_DEFAULT, Part, Request, ResetScope};
 pub use schema::{BinarySchema, open_words};
 pub use sharding::Sharding;
+pub use tier_layout::TierLayout;
 pub use time::Time;
 pub use transfer::{
     DeviceEnd, Direction, Edge, EndedCopy, QUARANTINED_PAGES_MAX, TierId, Transfer,

@@ -21,6 +21,7 @@ mod settings;
 mod shared;
 mod tier;
 mod tier_resets;
+mod tiers;
 mod uses;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -292,6 +293,7 @@ impl World {
                 LeaderEffect::Admit { verdict, .. } | LeaderEffect::AdmitMemory { verdict, .. } => {
                     assert!(verdict.is_ok());
                 }
+                LeaderEffect::AdmitTiers { .. } => {}
                 LeaderEffect::ReadInventory {
                     worker,
                     depot,
@@ -310,7 +312,9 @@ impl World {
                     let epoch = EPOCH;
                     self.event(LeaderEvent::Invalidated { worker, epoch, id });
                 }
-                LeaderEffect::FlushTier { .. } => unreachable!("there is no disk"),
+                LeaderEffect::FlushTier { .. } | LeaderEffect::OpenTiers { .. } => {
+                    unreachable!("there is no disk")
+                }
                 LeaderEffect::FenceWorker(fenced) => {
                     let stuck = self.open.values().any(|(_, engine, ranks)| {
                         ranks.iter().any(|rank| worker(*engine, *rank) == fenced)

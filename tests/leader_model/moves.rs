@@ -29,6 +29,14 @@ pub(super) struct Tiered {
     pub(super) flushes: Vec<(WorkerId, FlushId)>,
     /// Answers to statements of memories: the worker, the number, and whether the memory is used.
     pub(super) admitted: Vec<(WorkerId, MemoryId, bool)>,
+    /// The same for statements of tiers.
+    pub(super) tiers_admitted: Vec<(WorkerId, MemoryId, bool)>,
+    /// Answers to requests to read inventories, if they are kept, and not given at once.
+    pub(super) reads: Option<Vec<LeaderEvent>>,
+    /// Orders to workers without an engine: to open their tiers, or to close them.
+    pub(super) opened: Vec<(WorkerId, bool)>,
+    /// Workers that were fenced.
+    pub(super) fenced: Vec<WorkerId>,
 }
 
 impl Tiered {
@@ -77,6 +85,10 @@ impl Tiered {
             invalidations: Vec::new(),
             flushes: Vec::new(),
             admitted: Vec::new(),
+            tiers_admitted: Vec::new(),
+            reads: None,
+            opened: Vec::new(),
+            fenced: Vec::new(),
         };
         (0..RANKS).for_each(|rank| tiered.attach(rank, host, 0));
         assert!(
@@ -149,24 +161,39 @@ impl Tiered {
                         number,
                         verdict,
                     } => self.admitted.push((worker, number, verdict.is_ok())),
+                    LeaderEffect::AdmitTiers {
+                        worker,
+                        number,
+                        verdict,
+                    } => self.tiers_admitted.push((worker, number, verdict.is_ok())),
+                    LeaderEffect::FenceWorker(worker) => self.fenced.push(worker),
                     LeaderEffect::Invalidate {
                         worker, id, tier, ..
                     } => self.invalidations.push((worker, id, tier)),
                     LeaderEffect::FlushTier { worker, id, .. } => self.flushes.push((worker, id)),
+                    LeaderEffect::OpenTiers { worker, layout } => {
+                        self.opened.push((worker, layout.is_some()));
+                    }
                     LeaderEffect::ReadInventory {
                         worker,
                         depot,
                         read_id,
                         from,
                         ..
-                    } => events.push(LeaderEvent::Inventory {
-                        worker,
-                        depot,
-                        read_id,
-                        from,
-                        next: None,
-                        records: Vec::new(),
-                    }),
+                    } => {
+                        let answer = LeaderEvent::Inventory {
+                            worker,
+                            depot,
+                            read_id,
+                            from,
+                            next: None,
+                            records: Vec::new(),
+                        };
+                        match &mut self.reads {
+                            Some(kept) => kept.push(answer),
+                            None => events.push(answer),
+                        }
+                    }
                     _ => {}
                 }
             }

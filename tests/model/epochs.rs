@@ -55,6 +55,8 @@ enum Rule {
     AttachAgain,
     /// A worker states its memory while copies of other memory run.
     StateEarly,
+    /// A leader takes copies for ended when a worker states its tiers.
+    TiersEnd,
 }
 
 struct Epochs {
@@ -65,6 +67,8 @@ struct Epochs {
     breaks: u8,
     remaps: u8,
     deaths: u8,
+    /// Maximum number of changes of the tiers below host memory.
+    tiers: u8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -77,6 +81,8 @@ enum Message {
     Memory(Rank, MemoryId),
     /// Bound to one connection.
     AdmitMemory(Rank, MemoryId, TransferId),
+    Tiers(Rank, MemoryId),
+    AdmitTiers(Rank, MemoryId),
     Order(Rank, CopyId),
     Cancel(Rank, CopyId),
     Ack(Rank, CopyId, bool),
@@ -94,6 +100,8 @@ enum Action {
     /// A worker connects to the leader.
     Connect(Rank),
     Remap(Rank),
+    /// The tiers of a worker below host memory have changed.
+    Tiers(Rank),
     Die(Rank),
 }
 
@@ -138,6 +146,7 @@ struct State {
     broken: u8,
     remapped: u8,
     dead: u8,
+    changed: u8,
     /// Whether a worker started an order of an older leader.
     started_old: bool,
 }
@@ -311,6 +320,20 @@ impl State {
         true
     }
 
+    /// Handles a statement of a worker's tiers in the leader. Returns whether it was new to the leader.
+    fn tiers(&mut self, rule: Rule, rank: Rank, number: MemoryId) -> bool {
+        let known = self.places[at(rank)].memory;
+        if known.is_none_or(|known| number <= known) {
+            return false;
+        }
+        if rule == Rule::TiersEnd {
+            self.fail_copies_of(rank);
+        }
+        self.places[at(rank)].memory = Some(number);
+        self.network.send(Message::AdmitTiers(rank, number));
+        true
+    }
+
     /// Removes the leader's side of a connection, with the messages that the connection carried.
     fn cut(&mut self, rule: Rule, rank: Rank) {
         let place = &mut self.places[at(rank)];
@@ -322,6 +345,7 @@ impl State {
             Message::Admit(who, ..) | Message::Memory(who, _) | Message::AdmitMemory(who, ..) => {
                 *who == rank
             }
+            Message::Tiers(who, _) | Message::AdmitTiers(who, _) => *who == rank,
             _ => false,
         });
     }
@@ -336,6 +360,9 @@ impl State {
                 }
                 WorkerEffect::StateMemory { number } => {
                     self.network.send(Message::Memory(rank, number));
+                }
+                WorkerEffect::StateTiers { number } => {
+                    self.network.send(Message::Tiers(rank, number));
                 }
                 WorkerEffect::Start(copies) => {
                     for copy in copies.iter().map(id) {
@@ -410,6 +437,7 @@ impl State {
         match message {
             Message::Attach(rank, attach) => self.attach(rank, attach),
             Message::Memory(rank, number) => self.memory(rank, number),
+            Message::Tiers(rank, number) => self.tiers(rule, rank, number),
             Message::Ack(rank, (epoch, transfer), complete) => {
                 (epoch == self.epoch || rule == Rule::AnyAck)
                     && self.ended(transfer, rank, complete)
@@ -427,6 +455,10 @@ impl State {
                     state.step(rule, rank, admitted);
                 })
             }
+            Message::AdmitTiers(rank, number) => self.changed(rank, |state| {
+                let known = true;
+                state.step(rule, rank, WorkerEvent::TiersAdmitted { number, known });
+            }),
             Message::Order(rank, _) | Message::Cancel(rank, _) => {
                 self.changed(rank, |state| state.ordered(rule, message))
             }
@@ -501,6 +533,7 @@ impl Model for Epochs {
             broken: 0,
             remapped: 0,
             dead: 0,
+            changed: 0,
             started_old: false,
         }]
     }
@@ -530,6 +563,9 @@ impl Model for Epochs {
             }
             if state.remapped < self.remaps {
                 actions.push(Action::Remap(rank));
+            }
+            if state.changed < self.tiers {
+                actions.push(Action::Tiers(rank));
             }
             if state.dead < self.deaths {
                 actions.push(Action::Die(rank));
@@ -565,6 +601,10 @@ impl Model for Epochs {
                     through,
                 };
                 state.step(self.rule, rank, event);
+            }
+            Action::Tiers(rank) => {
+                state.changed += 1;
+                state.step(self.rule, rank, WorkerEvent::TiersChanged);
             }
             Action::Die(rank) => state.die(rank),
         }
@@ -606,8 +646,8 @@ impl Model for Epochs {
                     state.ready.is_some()
                         && state.all_attached()
                         && state.epoch.0 == model.stores.len() as u64
-                        && (state.broken, state.remapped, state.dead)
-                            == (model.breaks, model.remaps, model.deaths)
+                        && (state.broken, state.remapped, state.dead, state.changed)
+                            == (model.breaks, model.remaps, model.deaths, model.tiers)
                 },
             ),
             Property::sometimes(
@@ -638,6 +678,7 @@ impl Epochs {
             breaks: 0,
             remaps: 0,
             deaths: 0,
+            tiers: 0,
         }
     }
 
@@ -648,6 +689,15 @@ impl Epochs {
             breaks,
             remaps,
             deaths,
+            tiers: 0,
+        }
+    }
+
+    fn with_tiers(rule: Rule, store: u64, remaps: u8) -> Self {
+        Self {
+            tiers: 1,
+            stores: vec![store],
+            ..Self::one_leader(rule, 0, remaps, 0)
         }
     }
 }
@@ -683,6 +733,19 @@ fn a_worker_runs_only_awaited_copies_when_memory_is_registered_again() {
 fn a_worker_runs_only_awaited_copies_when_workers_die() {
     let model = Epochs::one_leader(Rule::Built, 0, 0, 1);
     holds("epochs, workers die", model);
+}
+
+#[test]
+fn a_worker_runs_only_awaited_copies_when_its_tiers_change() {
+    let with_tiers = |store, remaps| Epochs::with_tiers(Rule::Built, store, remaps);
+    holds("epochs, tiers change", with_tiers(2, 0));
+    holds("epochs, tiers and memory change", with_tiers(1, 1));
+}
+
+#[test]
+fn a_leader_that_ends_copies_with_a_statement_of_tiers_does_not_await_them() {
+    let model = || Epochs::with_tiers(Rule::TiersEnd, 2, 0);
+    breaks("epochs: tiers end copies", model, AWAITED);
 }
 
 #[test]

@@ -28,7 +28,7 @@ use kvferry_tiers::disk::{
 use kvferry_transport::SharedLogLimit;
 use kvferry_types::{
     ByteSize, DepotId, Epoch, LinkId, PageRun, QUARANTINED_PAGES_MAX, Record, RequestId, Scope,
-    Stored, Transfer, TransferId,
+    Stored, TierLayout, Transfer, TransferId,
 };
 
 use health::{DiskCounters, WrittenBytes};
@@ -85,6 +85,8 @@ pub(super) enum DiskReport {
     Failed(String),
     /// The set is closed, to be opened anew at once.
     OpensAnew,
+    /// The set is closed, so that another worker can open it.
+    Released,
     /// The disk takes no writes, and is only read.
     ReadOnly(String),
     /// The disk takes writes again.
@@ -246,10 +248,10 @@ impl Disk {
     }
 
     /// Opens the set for pages of this layout, once no copy uses another one.
-    pub(super) fn want(&mut self, layout: [u8; 16], page_bytes: u64) {
+    pub(super) fn want(&mut self, layout: TierLayout) {
         let key = SetKey {
-            layout,
-            page_bytes,
+            layout: layout.layout_fingerprint,
+            page_bytes: layout.page_bytes,
             ratio: self.settings.ratio,
             shards: self.settings.shards,
         };
@@ -258,6 +260,14 @@ impl Disk {
             self.running.iter().for_each(|copy| self.copier.stop(*copy));
             self.open_wanted();
         }
+    }
+
+    /// The pages of the set that is open or being opened.
+    pub(super) fn layout(&self) -> Option<TierLayout> {
+        self.wanted.map(|key| TierLayout {
+            page_bytes: key.page_bytes,
+            layout_fingerprint: key.layout,
+        })
     }
 
     /// Closes the set, because no engine's memory is registered, so that a worker of another replica can open it. Without
@@ -389,12 +399,22 @@ impl Disk {
         self.problem.clone().unwrap_or_else(|| other.to_owned())
     }
 
-    /// Begins a copy between host memory and the open set. Returns false if there is none for pages of this size.
+    /// Begins a copy between host memory and the open set. Returns false if there is none for pages of this size, or if the
+    /// set has fewer pages by now than the leader knows.
     pub(super) fn copy(&mut self, transfer: Transfer, depot: Arc<Depot>) -> bool {
         let Some(set) = self.set(transfer.page_bytes).cloned() else {
             return false;
         };
-        if transfer.edge.to > transfer.edge.from && self.read_only.is_some() {
+        let write = transfer.edge.to > transfer.edge.from;
+        if write && self.read_only.is_some() {
+            return false;
+        }
+        let pages = u64::from(set.capacity_pages());
+        let of_disk = transfer.pairs.iter().flat_map(|pair| match write {
+            true => &pair.dst.0,
+            false => &pair.src.0,
+        });
+        if of_disk.into_iter().any(|run| run.end() > pages) {
             return false;
         }
         self.running.insert(transfer.id);

@@ -105,6 +105,7 @@ pub(super) fn run(
             Ok(Command::Release) => {
                 opener.wanted = None;
                 opener.release();
+                report(DiskReport::Released);
             }
             Ok(Command::Reset(scope, through)) => {
                 let result = opener.reset(&scope, through);

@@ -12,7 +12,8 @@ use std::sync::mpsc::{Receiver, channel};
 use kvferry_memory::page_stride_bytes;
 use kvferry_tiers::disk::files::{Files, RealDirectory};
 use kvferry_types::{
-    Anchor, DomainId, Edge, Fingerprint, FragmentPair, NamespaceId, PageList, TierId, Time,
+    Anchor, DomainId, Edge, Fingerprint, FragmentPair, NamespaceId, PageList, TierId, TierLayout,
+    Time,
 };
 
 use super::*;
@@ -48,7 +49,10 @@ impl Rig {
     }
 
     fn want(&mut self) {
-        self.disk.want([1; 16], PAGE_BYTES);
+        self.disk.want(TierLayout {
+            page_bytes: PAGE_BYTES,
+            layout_fingerprint: [1; 16],
+        });
     }
 
     /// A disk of a worker without an engine. `shared`: with workers of other replicas.
@@ -97,7 +101,7 @@ impl Rig {
                 self.changes += u32::from(self.disk.failed(why));
             }
             DiskReport::OpensAnew => self.changes += u32::from(self.disk.opens_anew()),
-            DiskReport::Grown => self.changes += 1,
+            DiskReport::Grown | DiskReport::Released => self.changes += 1,
             DiskReport::ReadOnly(why) => self.disk.only_read(why),
             DiskReport::Writable => self.disk.writable(),
             DiskReport::Status => {}

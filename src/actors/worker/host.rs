@@ -16,7 +16,6 @@ use crate::probe::ProbeMemory;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
-use kvferry_core::Model;
 use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter, WaitingLoads};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
@@ -29,7 +28,8 @@ use kvferry_shell::{
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier, by_name};
 use kvferry_types::{
     DepotId, EndedCopy, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun, PerTier, Record,
-    Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
+    Registration, RequestId, Scope, Stored, TierId, TierLayout, Time, Transfer, TransferId,
+    WorkerId,
 };
 
 /// The live implementation of [`WorkerHost`].
@@ -93,7 +93,7 @@ impl Host {
 
     /// A part of the inventory of the disk. Without an open set nothing is listed.
     fn part_of_disk(&mut self, epoch: Epoch, read: &ReadInventory) -> Result<Inventory, ErrorBody> {
-        let none = || ErrorBody::new(ErrorCode::Invalid, "the disk is not open");
+        let none = || ErrorBody::new(ErrorCode::NotReady, "the disk is not open");
         let disk = self.disk.as_mut().ok_or_else(none)?;
         if !disk.begin_reading((epoch, read.read_id)) {
             let text = "a later reading of this depot has begun";
@@ -115,7 +115,7 @@ impl Host {
             let sized = depot.page_bytes().ok().flatten() == Some(copy.page_bytes);
             let disk = self.disk.as_mut().filter(|_| sized);
             if !disk.is_some_and(|disk| disk.copy(copy, Arc::clone(depot))) {
-                tracing::info!(transfer = %id, "the disk is not open, or takes no writes: not moved");
+                tracing::debug!(transfer = %id, "the disk is not open, takes no writes or has fewer pages: not moved");
                 ended.push(EndedCopy {
                     transfer: id,
                     complete: false,
@@ -285,16 +285,18 @@ impl WorkerHost for Host {
         depot.map_or(0, |depot| depot.arena_pages(page_bytes))
     }
 
-    fn prepare_tiers(&mut self, geometry: Option<&MemoryGeometry>) {
+    fn prepare_tiers(&mut self, layout: Option<TierLayout>) {
         let Some(disk) = &mut self.disk else {
             return;
         };
-        let Some(geometry) = geometry else {
-            return disk.leave();
-        };
-        if let Ok(model) = Model::new(geometry.clone()) {
-            disk.want(*model.layout_fingerprint(), model.page_bytes());
+        match layout {
+            Some(layout) => disk.want(layout),
+            None => disk.leave(),
         }
+    }
+
+    fn tier_layout(&self) -> Option<TierLayout> {
+        self.disk.as_ref().and_then(Disk::layout)
     }
 
     fn read_inventory(

@@ -6,7 +6,7 @@
 
 use kvferry_types::{INVENTORY_ENTRY_BYTES, TierId, Time, TransferId, WorkerId};
 
-use crate::event::{AttachRequest, LeaderEffect, MemoryStatement};
+use crate::event::{AttachRequest, LeaderEffect, MemoryStatement, TiersStatement};
 use crate::refusal::Refusal;
 
 use super::Leader;
@@ -43,6 +43,7 @@ impl Leader {
         self.request_again(worker);
         self.settle_reads(worker);
         self.roster.begin_attach(worker);
+        self.idle_tiers.forget(worker);
         let verdict = self.validate(&attached);
         let verdict = verdict.map(|()| TransferId(self.next_id));
         self.roster.end_attach(&attached, &verdict);
@@ -86,6 +87,7 @@ impl Leader {
         self.fail_device_copies_of(worker, effects);
         self.settle_reads(worker);
         self.roster.begin_memory(worker);
+        self.idle_tiers.forget(worker);
         let memory = SeatMemory::of(&stated).and_then(|memory| {
             if let Some(memory) = &memory {
                 self.validate_memory(worker, memory)?;
@@ -96,6 +98,36 @@ impl Leader {
         self.close_unfit_tiers();
         effects.push(admit(verdict));
         self.reader_lost(now, worker, effects);
+        self.roster_changed(now, effects);
+    }
+
+    /// Handles a statement of the tiers below host memory that a worker has open. Copies of engine memory go on, and so do
+    /// readings of host memory. A worker that reads a disk may have refused to, because the disk was closed.
+    pub(super) fn tiers_stated(
+        &mut self,
+        now: Time,
+        stated: TiersStatement,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let (worker, number) = (stated.worker, stated.number);
+        let admit = |verdict| LeaderEffect::AdmitTiers {
+            worker,
+            number,
+            verdict,
+        };
+        if !self.roster.may_read(worker) {
+            effects.push(admit(Err(Refusal::NotAttached { worker })));
+            return;
+        }
+        if let Some(answered) = self.roster.answered_memory(worker, number) {
+            effects.extend(answered.map(|_| admit(Ok(()))));
+            return;
+        }
+        self.settle_reads_below(worker);
+        self.roster.set_tiers(&stated);
+        self.close_unfit_tiers();
+        effects.push(admit(Ok(())));
+        self.reader_lost_below(now, worker, effects);
         self.roster_changed(now, effects);
     }
 
@@ -191,8 +223,12 @@ impl Leader {
         worker: WorkerId,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        self.roster.dead(worker);
-        // A disk that the process had open has no pages until another one has it open.
+        // A disk that the process had open has no pages until another one has it open: that one may find fewer.
+        self.idle_tiers.forget(worker);
+        for tier in self.roster.dead(worker) {
+            self.stop_reading(tier);
+            self.close_tier(tier);
+        }
         self.close_unfit_tiers();
         self.request_again(worker);
         self.settle_reads(worker);
@@ -209,5 +245,6 @@ impl Leader {
         }
         self.open_pools(now, effects);
         self.request_all_parts(now, effects);
+        self.order_idle_tiers(now, effects);
     }
 }

@@ -83,9 +83,11 @@ impl Leader {
             });
         }
         if self.tiers.serving(TierId::Disk).is_none() {
-            return Err(match self.roster.any_replica() {
-                true => Refusal::Reading,
-                false => self.roster.not_ready(),
+            let stored = self.tiers.serving(TierId::Host).is_some();
+            return Err(match (self.roster.any_replica(), stored) {
+                (true, _) => Refusal::Reading,
+                (false, true) => Refusal::NotOpen,
+                (false, false) => self.roster.not_ready(),
             });
         }
         self.takes_writes(TierId::Disk)?;

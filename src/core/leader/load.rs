@@ -322,7 +322,11 @@ impl Leader {
         let (id, group, end) = (stretch.id, stretch.group, stretch.end());
         let first = id.first;
         let ratio = self.settings.ratio.pages();
-        let workers = self.roster.moving();
+        let edge = Edge {
+            from: below.tier,
+            to: TierId::Host,
+        };
+        let workers = self.roster.moving(edge);
         // A reset in progress does not know blocks that are created now: pages that it removes are not promoted.
         let source = self.tiers.serving(below.tier);
         let movable = source.is_some_and(|pool| pool.movable(below.block).is_some());
@@ -363,10 +367,6 @@ impl Leader {
                 load.divide(index, fits, rest, pin);
             }
         }
-        let edge = Edge {
-            from: below.tier,
-            to: TierId::Host,
-        };
         let source = MoveSource {
             tier: below.tier,
             block: below.block,

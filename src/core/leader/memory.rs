@@ -5,7 +5,9 @@ use std::sync::Arc;
 use crate::event::MemoryStatement;
 use crate::model::Model;
 use crate::refusal::Refusal;
-use kvferry_types::{EngineId, GroupGeometry, MemoryGeometry, PerTier, TierId};
+use kvferry_types::{EngineId, GroupGeometry, MemoryGeometry, PerTier, TierId, TierLayout};
+
+use super::tier::TierKey;
 
 /// The memory of an attached worker.
 #[derive(Debug, Clone)]
@@ -35,6 +37,53 @@ impl SeatMemory {
     /// Pages that the depot of a tier has room for.
     pub(super) fn pages_of(&self, tier: TierId) -> u32 {
         self.arena_pages.get(tier).copied().unwrap_or(0)
+    }
+
+    /// The pages of the tiers below host memory.
+    pub(super) fn open_tiers(&self) -> OpenTiers {
+        OpenTiers::new(self.model.tier_layout(), &self.arena_pages)
+    }
+}
+
+/// The tiers below host memory that a worker has open, with an engine's memory or without.
+#[derive(Debug, Clone, Default)]
+pub(super) struct OpenTiers {
+    /// The pages for which they are open.
+    layout: TierLayout,
+    /// The number of those pages; above 0.
+    pages: PerTier<u32>,
+}
+
+impl OpenTiers {
+    /// The tiers of which a worker states the pages.
+    pub(super) fn new(layout: TierLayout, pages: &PerTier<u32>) -> Self {
+        let open = pages
+            .iter()
+            .filter(|(tier, pages)| *tier > TierId::Host && **pages > 0);
+        Self {
+            layout,
+            pages: open.map(|(tier, pages)| (tier, *pages)).collect(),
+        }
+    }
+
+    /// True if a tier is open.
+    pub(super) fn have(&self, tier: TierId) -> bool {
+        self.pages.get(tier).is_some()
+    }
+
+    /// True if a tier is open for these pages.
+    pub(super) fn are_for(&self, layout: &TierLayout) -> bool {
+        self.layout == *layout && self.pages.tiers().next().is_some()
+    }
+
+    pub(super) fn tiers(&self) -> impl Iterator<Item = TierId> {
+        self.pages.tiers()
+    }
+
+    /// Pages of a tier for which a key is.
+    pub(super) fn pages_of(&self, tier: TierId, key: &TierKey) -> u32 {
+        let pages = self.pages.get(tier).filter(|_| key.layout() == self.layout);
+        pages.copied().unwrap_or(0)
     }
 }
 

@@ -12,6 +12,7 @@ mod counters;
 mod flush;
 mod gate;
 mod held;
+mod idle_tiers;
 mod load;
 mod log;
 mod log_read;
@@ -56,6 +57,7 @@ pub use counters::{COUNTERS, Counter, LeaderCounts, Refusals};
 pub use flush::FLUSHES_OPEN_MAX;
 use flush::Flushes;
 pub use held::RuleUsage;
+use idle_tiers::IdleTiers;
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
 use log::ChangeLog;
@@ -206,6 +208,8 @@ pub struct Leader {
     rates: Rates,
     /// Moves between tiers.
     moves: Moves,
+    /// Tiers that workers without an engine have open.
+    idle_tiers: IdleTiers,
     /// Loads that wait for transfers.
     loads: Loads,
     /// Stores that wait for copies.
@@ -249,6 +253,7 @@ impl Leader {
             transfers: Transfers::default(),
             rates: Rates::default(),
             moves: Moves::default(),
+            idle_tiers: IdleTiers::default(),
             loads: Loads::default(),
             stores: Stores::default(),
             cancels: Cancels::default(),
@@ -280,6 +285,7 @@ impl Leader {
             LeaderEvent::EngineClosed(engine) => self.engine_closed(now, engine),
             LeaderEvent::Attach(attached) => self.attached(now, attached, effects),
             LeaderEvent::Memory(stated) => self.memory_stated(now, stated, effects),
+            LeaderEvent::Tiers(stated) => self.tiers_stated(now, stated, effects),
             LeaderEvent::WorkerLost(worker) => self.worker_lost(now, worker, effects),
             LeaderEvent::WorkerDead(worker) => self.worker_dead(now, worker, effects),
             LeaderEvent::Inventory {
@@ -606,6 +612,7 @@ impl Leader {
                 Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading(tier) => self.reading_due(now, tier, effects),
                 Timer::UnansweredRead(tier, worker) => self.read_overdue(now, tier, worker),
+                Timer::IdleTiers => self.idle_tiers_due(now, effects),
                 Timer::AttachOverdue => {
                     let fence = self.settings.fence;
                     self.roster.check_overdue(now, fence, &mut self.timers);

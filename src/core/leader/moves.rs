@@ -289,10 +289,6 @@ impl Leader {
         if waiting.all(|blocks| blocks.queue.is_empty()) {
             return;
         }
-        // Blocks wait while a shard has no worker that could move them.
-        if self.roster.moving().is_none() {
-            return;
-        }
         for index in 0..self.settings.moves.len() {
             let MoveEdge {
                 edge,
@@ -320,12 +316,11 @@ impl Leader {
     /// shard, and while a disk is only read.
     fn can_move(&self, edge: Edge) -> bool {
         let waiting = self.moves.waiting.get(&edge);
-        let slower = edge.from.max(edge.to);
         waiting.is_some_and(|blocks| !blocks.queue.is_empty())
             && self.tiers.serving(edge.from).is_some()
             && self.tiers.serving(edge.to).is_some()
             && self.roster.is_writable(edge.to)
-            && !self.roster.reaching_each_shard(slower).contains(&None)
+            && self.roster.moving(edge).is_some()
     }
 
     /// Queues the blocks that gained pages for the slower tiers.
@@ -411,7 +406,7 @@ impl Leader {
         terms: MoveTerms,
         effects: &mut Vec<LeaderEffect>,
     ) {
-        let Some(workers) = self.roster.moving() else {
+        let Some(workers) = self.roster.moving(edge) else {
             return;
         };
         let shards = self.roster.shard_set();

@@ -350,6 +350,14 @@ impl Leader {
         }
     }
 
+    /// As [`Self::settle_reads`], for the tiers below host memory: a reading there changes nothing.
+    pub(super) fn settle_reads_below(&mut self, worker: WorkerId) {
+        let below = self.tiers.iter_mut().filter(|(id, _)| *id > TierId::Host);
+        for (id, tier) in below {
+            tier.take_unanswered((id, worker), &mut self.timers);
+        }
+    }
+
     /// Fences a worker that does not answer within the fence time: only its end proves that it writes no entry any
     /// longer.
     pub(super) fn read_overdue(&mut self, now: Time, id: TierId, worker: WorkerId) {
@@ -388,6 +396,18 @@ impl Leader {
         for (_, tier) in self.tiers.iter_mut() {
             tier.reader_lost(worker);
         }
+        self.request_all_parts(now, effects);
+    }
+
+    /// As [`Self::reader_lost`], for the tiers below host memory.
+    pub(super) fn reader_lost_below(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let below = self.tiers.iter_mut().filter(|(id, _)| *id > TierId::Host);
+        below.for_each(|(_, tier)| tier.reader_lost(worker));
         self.request_all_parts(now, effects);
     }
 

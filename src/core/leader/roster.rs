@@ -5,23 +5,23 @@
 //! attached or is known to be dead, an old order may still read or write engine memory and depots. Before that the
 //! leader reads no inventory, and refuses no request that names engine pages.
 
-use std::cmp::Ordering;
+use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Contradiction;
 use crate::arena::ARENA_PAGES_MAX;
-use crate::event::{AttachRequest, Workers};
+use crate::event::{AttachRequest, TiersStatement, Workers};
 use crate::model::Model;
 use crate::refusal::Refusal;
 use crate::shard_set::{SHARDS_MAX, ShardSet};
 use kvferry_types::{
-    AttachId, DepotId, EngineId, MemoryId, PerTier, Rank, Replica, Shard, Sharding, TierId, Time,
-    TransferId, WorkerId,
+    AttachId, DepotId, Edge, EngineId, MemoryId, PerTier, Rank, Replica, Shard, Sharding, TierId,
+    TierLayout, Time, TransferId, WorkerId,
 };
 
-use super::memory::{SeatMemory, difference};
+use super::memory::{OpenTiers, SeatMemory, difference};
 use super::tier::TierKey;
 use super::timers::{Timer, Timers};
 use super::transfers::CHECKS_MAX;
@@ -38,11 +38,11 @@ struct Seat {
     memory: Option<SeatMemory>,
     /// The last attach request, and its answer.
     last_attach: Option<(AttachId, SeatVerdict)>,
-    /// The last statement of the memory since then, and its answer.
+    /// The last statement of the memory or of the tiers since then, and its answer.
     last_memory: Option<(MemoryId, SeatVerdict)>,
-    /// The tiers of which the worker's last memory has pages. They stay when the engine leaves: a worker goes on to reach
-    /// the disk that it has open.
-    reaches: Vec<TierId>,
+    /// The tiers below host memory that the worker has open. They stay when the engine leaves: a worker goes on to reach the
+    /// disk that it has open.
+    tiers: OpenTiers,
     /// The tiers that the worker's process reads, and into which it takes no writes.
     read_only: Vec<TierId>,
 }
@@ -163,12 +163,15 @@ impl Roster {
         }
     }
 
-    pub(super) fn dead(&mut self, worker: WorkerId) {
+    /// The process of a worker is dead. Returns the tiers below host memory that it had open.
+    pub(super) fn dead(&mut self, worker: WorkerId) -> Vec<TierId> {
         self.lost(worker);
-        if let Some(seat) = self.seat(worker) {
-            seat.clear = true;
-            seat.read_only.clear();
-        }
+        let Some(seat) = self.seat(worker) else {
+            return Vec::new();
+        };
+        seat.clear = true;
+        seat.read_only.clear();
+        std::mem::take(&mut seat.tiers).tiers().collect()
     }
 
     /// Notes whether a worker's process takes writes into a tier.
@@ -184,7 +187,7 @@ impl Roster {
     /// False while a worker that reaches a tier takes no writes into it.
     pub(super) fn is_writable(&self, tier: TierId) -> bool {
         let mut reaching = self.all().filter(|(_, seat)| {
-            let reaches = seat.reaches.contains(&tier);
+            let reaches = seat.tiers.have(tier);
             seat.attached && reaches
         });
         reaching.all(|(_, seat)| !seat.read_only.contains(&tier))
@@ -239,10 +242,13 @@ impl Roster {
         ranks.map(|rank| WorkerId { replica, rank }).collect()
     }
 
-    /// One attached worker of each shard, which can move pages between tiers, with an engine's memory or without: one that
-    /// reaches all tiers, where there is one. `None` while a shard has none.
-    pub(super) fn moving(&self) -> Option<Workers> {
-        self.first_of_each_shard(|_| true).into_iter().collect()
+    /// One attached worker of each shard, which can move pages over an edge between tiers, with an engine's memory or without:
+    /// one that reaches all tiers, where there is one. `None` while a shard has none.
+    pub(super) fn moving(&self, edge: Edge) -> Option<Workers> {
+        let reaches = |seat: &Seat, tier| tier <= TierId::Host || seat.tiers.have(tier);
+        let both =
+            self.first_of_each_shard(|seat| reaches(seat, edge.from) && reaches(seat, edge.to));
+        both.into_iter().collect()
     }
 
     /// The shards of an engine's KV.
@@ -274,15 +280,24 @@ impl Roster {
         self.complete().any(|(_, memory)| key.is_for(&memory.model))
     }
 
-    /// The key of the pool of a tier for a complete replica: one whose memory `known` is for, if there is one. The
-    /// smallest depot sets the number of pages, up to the limit of an arena.
+    /// The key of the pool of a tier for a complete replica: one whose memory `known` is for, if there is one. Without a
+    /// complete replica, workers go on to move pages of the known key between host memory and the tiers below. The smallest
+    /// depot sets the number of pages, up to the limit of an arena.
     pub(super) fn key(&self, tier: TierId, known: Option<&TierKey>) -> Option<TierKey> {
         let is_known = |memory: &SeatMemory| known.is_some_and(|known| known.is_for(&memory.model));
-        let (_, memory) = self
-            .complete()
-            .min_by_key(|(replica, memory)| (!is_known(memory), replica.0))?;
-        let model = &memory.model;
-        let (page_bytes, layout_fingerprint) = (model.page_bytes(), *model.layout_fingerprint());
+        let complete = self.complete();
+        let complete = complete.min_by_key(|(replica, memory)| (!is_known(memory), replica.0));
+        let layout = match complete {
+            Some((_, memory)) => memory.model.tier_layout(),
+            None => {
+                let known = known.filter(|_| tier > TierId::Host);
+                known.filter(|_| self.have_all_stated())?.layout()
+            }
+        };
+        let TierLayout {
+            page_bytes,
+            layout_fingerprint,
+        } = layout;
         let depots: Option<Vec<DepotId>> = self.depots.get(tier)?.iter().copied().collect();
         let mut key = TierKey {
             page_bytes,
@@ -290,14 +305,17 @@ impl Roster {
             pages: ARENA_PAGES_MAX,
             depots: depots?,
         };
-        let rooms = self
-            .memories()
-            .filter(|(_, memory)| key.is_for(&memory.model));
-        let rooms = rooms.map(|(worker, memory)| (self.shard_of(worker), memory.pages_of(tier)));
         let room = match tier {
-            TierId::Host => rooms.map(|(_, pages)| pages).min(),
+            TierId::Host => {
+                let memories = self.memories().map(|(_, memory)| memory);
+                let memories = memories.filter(|memory| key.is_for(&memory.model));
+                memories.map(|memory| memory.pages_of(tier)).min()
+            }
             // One worker of each shard has the depot open. The others have no pages.
             _ => {
+                let attached = self.all().filter(|(_, seat)| seat.attached);
+                let rooms =
+                    attached.map(|(id, seat)| (self.shard_of(id), seat.tiers.pages_of(tier, &key)));
                 let rooms: Vec<_> = rooms.filter(|(_, pages)| *pages > 0).collect();
                 let of_shard = |shard| {
                     let rooms = rooms.iter().filter(|(of, _)| *of == shard);
@@ -336,14 +354,51 @@ impl Roster {
         self.first_of_each_shard(|seat| {
             let memory = seat.memory.as_ref();
             let fits = memory.is_none_or(|memory| memory.model.page_bytes() == page_bytes);
-            let reaches = tier == TierId::Host || seat.reaches.contains(&tier);
+            let reaches = tier == TierId::Host || seat.tiers.have(tier);
             fits && reaches && seat.last_memory.is_some()
         })
     }
 
     /// For each shard an attached worker that has its part of a tier below host memory open, if there is one.
     pub(super) fn reaching_each_shard(&self, tier: TierId) -> Vec<Option<WorkerId>> {
-        self.first_of_each_shard(|seat| seat.reaches.contains(&tier))
+        self.first_of_each_shard(|seat| seat.tiers.have(tier))
+    }
+
+    /// Workers that have attached and said that they have no engine's memory.
+    pub(super) fn stated_without_memory(&self) -> Vec<WorkerId> {
+        let stated = self
+            .all()
+            .filter(|(_, seat)| seat.attached && seat.last_memory.is_some());
+        let idle = stated.filter(|(_, seat)| seat.memory.is_none());
+        idle.map(|(id, _)| id).collect()
+    }
+
+    /// True if a worker has a tier below host memory open for these pages.
+    pub(super) fn has_open(&self, worker: WorkerId, layout: &TierLayout) -> bool {
+        let mut all = self.all();
+        all.any(|(id, seat)| id == worker && seat.attached && seat.tiers.are_for(layout))
+    }
+
+    /// For each shard of which no worker has an engine's memory, the worker that is to have the tiers below host memory open:
+    /// one that has, if there is one.
+    pub(super) fn opening_idle(&self, layout: Option<&TierLayout>) -> Vec<WorkerId> {
+        let idle = self.stated_without_memory();
+        let of_shard = |shard: Shard| {
+            let mut of_shard = self.all().filter(|(id, _)| self.shard_of(*id) == shard);
+            if of_shard.any(|(_, seat)| seat.attached && seat.memory.is_some()) {
+                return None;
+            }
+            let idle = idle.iter().filter(|id| self.shard_of(**id) == shard);
+            let has = |id: &WorkerId| layout.is_some_and(|layout| self.has_open(*id, layout));
+            idle.min_by_key(|id| (!has(id), **id)).copied()
+        };
+        self.shards().filter_map(of_shard).collect()
+    }
+
+    /// True when an attached worker of each shard has said which memory and which tiers it has.
+    fn have_all_stated(&self) -> bool {
+        let stated = self.first_of_each_shard(|seat| seat.last_memory.is_some());
+        !stated.contains(&None)
     }
 
     /// True when this worker may read inventories: it has attached, and has said which memory it has.
@@ -357,8 +412,7 @@ impl Roster {
             let attached = self.all().filter(|(_, seat)| seat.attached && fits(seat));
             let of_shard = attached.filter(|(id, _)| self.shard_of(*id) == shard);
             // The first one of those that reach the most tiers.
-            let best =
-                of_shard.min_by_key(|(id, seat)| (std::cmp::Reverse(seat.reaches.len()), *id));
+            let best = of_shard.min_by_key(|(id, seat)| (Reverse(seat.tiers.tiers().count()), *id));
             best.map(|(id, _)| id)
         };
         self.shards().map(of_shard).collect()
@@ -419,7 +473,7 @@ impl Roster {
             seat.attached = false;
             seat.clear = true;
             seat.last_memory = None;
-            seat.reaches = Vec::new();
+            seat.tiers = OpenTiers::default();
         }
     }
 
@@ -438,20 +492,27 @@ impl Roster {
         verdict: Result<(Option<SeatMemory>, TransferId), Refusal>,
     ) -> SeatVerdict {
         self.last_rejection = verdict.clone().err();
-        let tiers: Vec<TierId> = self.depots.tiers().collect();
         let (memory, verdict) = match verdict {
             Ok((memory, after)) => (memory, Ok(after)),
             Err(refusal) => (None, Err(refusal)),
         };
         if let Some(seat) = self.seat(worker) {
             if let Some(memory) = &memory {
-                let reaches = tiers.into_iter().filter(|tier| memory.pages_of(*tier) > 0);
-                seat.reaches = reaches.collect();
+                seat.tiers = memory.open_tiers();
             }
             seat.memory = memory;
             seat.last_memory = Some((number, verdict.clone()));
         }
         verdict
+    }
+
+    /// Notes the tiers below host memory that a worker has open from now on.
+    pub(super) fn set_tiers(&mut self, stated: &TiersStatement) {
+        if let Some(seat) = self.seat(stated.worker) {
+            seat.tiers = OpenTiers::new(stated.layout, &stated.pages);
+            // The verdict of a statement of tiers names no order.
+            seat.last_memory = Some((stated.number, Ok(TransferId(0))));
+        }
     }
 
     /// Gives a worker its seat, or notes why not.

@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::pool::{Pin, Pool};
 use crate::pool_counts::PoolCounts;
 use crate::recover::Recovery;
-use kvferry_types::{DepotId, GroupId, PerTier, TierId, Time, WorkerId};
+use kvferry_types::{DepotId, GroupId, PerTier, TierId, TierLayout, Time, WorkerId};
 use smallvec::SmallVec;
 
 use super::Leader;
@@ -34,10 +34,17 @@ pub struct TierKey {
 }
 
 impl TierKey {
+    /// The pages that the key describes.
+    pub(super) fn layout(&self) -> TierLayout {
+        TierLayout {
+            page_bytes: self.page_bytes,
+            layout_fingerprint: self.layout_fingerprint,
+        }
+    }
+
     /// True when the pages of this model are those that the key describes.
     pub(super) fn is_for(&self, model: &Model) -> bool {
-        self.page_bytes == model.page_bytes()
-            && self.layout_fingerprint == *model.layout_fingerprint()
+        self.layout() == model.tier_layout()
     }
 }
 
@@ -334,7 +341,7 @@ impl Leader {
     }
 
     /// Closes a pool: releases all holds, forgets its blocks, and cancels the transfers that touch it.
-    fn close_tier(&mut self, tier: TierId) {
+    pub(super) fn close_tier(&mut self, tier: TierId) {
         if self.tiers.serving(tier).is_none() {
             return;
         }

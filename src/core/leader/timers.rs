@@ -34,6 +34,8 @@ pub(super) enum Timer {
     Reading(TierId),
     /// A worker that owes the answer to an inventory request is checked.
     UnansweredRead(TierId, WorkerId),
+    /// Orders to open tiers without an engine are repeated.
+    IdleTiers,
     /// Workers that have not attached are checked.
     AttachOverdue,
     /// An engine without a connection is forgotten.

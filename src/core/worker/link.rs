@@ -4,6 +4,9 @@
 //! is open. From then on the leader may order moves between tiers. The worker then states which engine *memory* it has,
 //! or that it has none, and again each time that this changes, once no copy of the earlier memory is open. Moves go on
 //! meanwhile, because they touch no engine's memory.
+//!
+//! The statement of the memory includes how many pages the *tiers* below host memory have. When that changes alone, as
+//! each time that a disk opens, fails or is full, it is stated by itself, and copies of the engine's memory go on.
 
 use std::time::Duration;
 
@@ -67,6 +70,8 @@ struct FoundLeader {
     epoch: Epoch,
     attach: Statement,
     memory: Statement,
+    /// What changed in the tiers below host memory since the memory was stated.
+    tiers: Statement,
     /// Number of the last inventory read that was accepted.
     read: u64,
 }
@@ -77,16 +82,18 @@ pub(super) struct LeaderLink {
     link: Option<FoundLeader>,
     /// Number of the last attach request.
     last_attach: u64,
-    /// Number of the last statement of the memory.
+    /// Number of the last statement of the memory or of the tiers.
     last_memory: u64,
     /// The depot is mapped: the worker may attach.
     depot: bool,
+    /// A tier below host memory was open since the start.
+    has_tiers: bool,
 }
 
 impl LeaderLink {
     pub(super) fn next_timeout(&self) -> Option<Time> {
         let link = self.link.as_ref()?;
-        let again = [link.attach.again(), link.memory.again()];
+        let again = [link.attach.again(), link.memory.again(), link.tiers.again()];
         again.into_iter().flatten().min()
     }
 
@@ -126,6 +133,7 @@ impl LeaderLink {
             epoch,
             attach: Statement::Due,
             memory: Statement::Due,
+            tiers: Statement::Accepted,
             read: 0,
         });
     }
@@ -138,6 +146,17 @@ impl LeaderLink {
             if link.attach == Statement::Refused {
                 link.attach = Statement::Due;
             }
+        }
+    }
+
+    /// The tiers below host memory have another number of pages than the leader knows. A statement of the memory that is to
+    /// be sent has that number; one that was sent has an earlier number, and the leader may know it already.
+    fn tiers_changed(&mut self) {
+        self.has_tiers = true;
+        if let Some(link) = &mut self.link
+            && link.memory != Statement::Due
+        {
+            link.tiers = Statement::Due;
         }
     }
 
@@ -225,9 +244,23 @@ impl Worker {
         }
     }
 
-    /// The pages of a tier are part of what is stated with an engine's memory.
-    pub(super) fn tiers_changed(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        if self.memory.is_some() {
+    /// Another number of pages in the tiers below host memory. No copy of an engine's memory reads or writes there.
+    pub(super) fn tiers_changed(&mut self) {
+        self.leader.tiers_changed();
+    }
+
+    /// Handles the answer to a statement of the tiers. A leader that knows no such statement learns of the change with the
+    /// memory.
+    pub(super) fn tiers_admitted(
+        &mut self,
+        now: Time,
+        number: MemoryId,
+        known: bool,
+        effects: &mut Vec<WorkerEffect>,
+    ) {
+        let link = self.leader.link.as_mut();
+        let answered = link.is_some_and(|link| link.tiers.answered(number.0, true));
+        if answered && !known && self.memory.is_some() {
             self.changed(now, effects);
         }
     }
@@ -239,8 +272,8 @@ impl Worker {
         self.leader.changed();
     }
 
-    /// Sends an attach request once no copy is open, then states the memory once no copy of other memory is open, and
-    /// repeats each until the leader answers.
+    /// Sends an attach request once no copy is open, then states the memory once no copy of other memory is open, and then
+    /// what changed in the tiers meanwhile. Repeats each until the leader answers.
     pub(super) fn attach(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         let idle = self.copies.is_empty();
         let device_idle = !self.copies.has_device();
@@ -250,6 +283,7 @@ impl Worker {
             last_attach,
             last_memory,
             depot,
+            has_tiers,
         } = &mut self.leader;
         let Some(link) = link.as_mut().filter(|_| *depot) else {
             return;
@@ -258,12 +292,27 @@ impl Worker {
             let attach = AttachId(number);
             effects.push(WorkerEffect::Attach { attach });
         }
+        let first = link.memory == Statement::Due;
         if link.attach == Statement::Accepted
             && device_idle
             && let Some(number) = link.memory.next(now, every, last_memory)
         {
             let number = MemoryId(number);
             effects.push(WorkerEffect::StateMemory { number });
+            // The tiers are a part of the memory. Without one they are stated by themselves. The leader may have received
+            // the same statement before what changed since.
+            if first {
+                link.tiers = match *has_tiers && self.memory.is_none() {
+                    true => Statement::Due,
+                    false => Statement::Accepted,
+                };
+            }
+        }
+        if matches!(link.memory, Statement::Accepted | Statement::Refused)
+            && let Some(number) = link.tiers.next(now, every, last_memory)
+        {
+            let number = MemoryId(number);
+            effects.push(WorkerEffect::StateTiers { number });
         }
     }
 
@@ -291,11 +340,18 @@ impl Worker {
         after: Option<TransferId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
-        let link = self.leader.link.as_mut();
-        if !link.is_some_and(|link| link.memory.answered(number.0, after.is_some())) {
+        let has_tiers = self.leader.has_tiers;
+        let Some(link) = self.leader.link.as_mut() else {
+            return;
+        };
+        if !link.memory.answered(number.0, after.is_some()) {
             return;
         }
         let Some(after) = after else {
+            // The leader has taken nothing from the statement.
+            if has_tiers {
+                link.tiers = Statement::Due;
+            }
             return self.memory_refused(effects);
         };
         self.orders.raise_device_floor(after);

@@ -110,6 +110,13 @@ pub enum WorkerEvent {
         /// Orders for an engine's memory up to this one are not for this memory. `None` if the memory is rejected.
         after: Option<TransferId>,
     },
+    /// The leader answered a statement of the tiers.
+    TiersAdmitted {
+        /// The statement that is answered.
+        number: MemoryId,
+        /// False if the leader knows no such statement.
+        known: bool,
+    },
     /// An engine has registered its memory, which replaces that of any other engine.
     Registered {
         /// The engine that registered.
@@ -203,6 +210,11 @@ pub enum WorkerEffect {
     /// State the registered memory to the leader, or that there is none: no copy of other memory is open.
     StateMemory {
         /// Number of the statement. A retry has the same number.
+        number: MemoryId,
+    },
+    /// State the pages of the tiers below host memory to the leader: their number has changed. Copies go on.
+    StateTiers {
+        /// Number of the statement; statements of the memory share its sequence. A retry has the same number.
         number: MemoryId,
     },
     /// Report to an engine that its memory is in use from now on, or that the leader rejected it.
@@ -316,10 +328,13 @@ impl Worker {
             WorkerEvent::LeaderFound(epoch) => self.leader_found(now, epoch, effects),
             WorkerEvent::LeaderLost => self.leader_lost(now, effects),
             WorkerEvent::DepotReady => self.leader.depot_ready(),
-            WorkerEvent::TiersChanged => self.tiers_changed(now, effects),
+            WorkerEvent::TiersChanged => self.tiers_changed(),
             WorkerEvent::Admitted { attach, after } => self.admitted(attach, after, effects),
             WorkerEvent::MemoryAdmitted { number, after } => {
                 self.memory_admitted(number, after, effects);
+            }
+            WorkerEvent::TiersAdmitted { number, known } => {
+                self.tiers_admitted(now, number, known, effects);
             }
             WorkerEvent::Registered {
                 engine,

@@ -32,8 +32,9 @@ pub use status::{
 };
 pub(crate) use tier::tier_of;
 pub use worker::{
-    Attach, AttachDepot, Attached, Cancel, Ended, Memory, MemoryAnswer, Readiness, StatedMemory,
-    TierPages, TransferBody, TransferOrder, WorkerGone, WorkerGoneAnswer,
+    Attach, AttachDepot, Attached, Cancel, Ended, Memory, MemoryAnswer, OpenTiers, Readiness,
+    StatedMemory, TierPages, Tiers, TiersAnswer, TransferBody, TransferOrder, WorkerGone,
+    WorkerGoneAnswer,
 };
 
 use schemars::JsonSchema;

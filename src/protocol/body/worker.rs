@@ -106,6 +106,42 @@ pub struct MemoryAnswer {
     pub after: u64,
 }
 
+/// States the pages of the tiers below host memory that an attached worker has open, after that has changed. Unlike after
+/// [`Memory`], copies of the engine's memory go on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Tiers {
+    /// Sequence number; [`Memory`] and this message share one sequence. A repeated number is a retry.
+    pub number: u64,
+    /// Bytes of one page; 0 if no tier is open.
+    pub page_bytes: u64,
+    /// Fingerprint of the layout of a page.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "kvferry_types::BinarySchema")]
+    pub layout_fingerprint: [u8; 16],
+    /// Number of those pages in each tier below host memory; 0 in one that is not open.
+    pub pages: Vec<TierPages>,
+}
+
+/// Answer to [`Tiers`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct TiersAnswer {
+    /// Sequence number of the statement.
+    pub number: u64,
+}
+
+/// Has a worker without an engine open its tiers below host memory for the pages of host memory, which wait to be written
+/// there. It states them once they are open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct OpenTiers {
+    /// Bytes of one page; 0 to close the tiers, so that another worker can open them.
+    pub page_bytes: u64,
+    /// Fingerprint of the layout of a page.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "kvferry_types::BinarySchema")]
+    pub layout_fingerprint: [u8; 16],
+}
+
 /// One transfer of an order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct TransferBody {

@@ -16,17 +16,17 @@ use crate::Holder;
 use crate::log_filter::set_log;
 use kvferry_core::{
     AttachRequest, AttachedDepot, CANCELLED_MAX, LOAD_RUNS_MAX, Leader, LeaderEffect, LeaderEvent,
-    LeaderSettings, MemoryStatement, Refusal, WorkerMemory, Workers,
+    LeaderSettings, MemoryStatement, Refusal, TiersStatement, WorkerMemory, Workers,
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
     Attach, AttachDepot, Attached as AttachedBody, Cancel, DrainAnswer, Empty, Envelope, ErrorBody,
-    ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message, ProbeAnswer, ReadInventory,
-    Readiness, TransferOrder, WorkerGoneAnswer,
+    ErrorCode, FlushTier, Invalidate, Memory, MemoryAnswer, Message, OpenTiers, ProbeAnswer,
+    ReadInventory, Readiness, Tiers, TiersAnswer, TransferOrder, WorkerGoneAnswer,
 };
 use kvferry_types::{
     Answer, AttachId, DepotId, EngineId, Epoch, FlushId, LogLimit, MemoryId, PeerId, PerTier,
-    Request, RequestId, ResetId, TierId, Time, Transfer, TransferId, User, WorkerId,
+    Request, RequestId, ResetId, TierId, TierLayout, Time, Transfer, TransferId, User, WorkerId,
 };
 
 use batches::StoreBatches;
@@ -156,6 +156,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 | Message::Invalidated(_)
                 | Message::Inventory(_)
                 | Message::TierFlushed(_)
+                | Message::OpenTiersAnswer(_)
                 | Message::Error(_) => {}
                 _ => host.reply(peer, correlation, Message::Error(error)),
             };
@@ -215,6 +216,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
             (Some(PeerRole::Worker(worker)), Message::Memory(stated)) => {
                 self.memory(host, (peer, worker), correlation, stated);
             }
+            (Some(PeerRole::Worker(worker)), Message::Tiers(stated)) => {
+                self.tiers_stated(host, (peer, worker), correlation, stated);
+            }
             (Some(PeerRole::Worker(worker)), Message::Readiness(readiness)) => {
                 let disk = readiness.disk.as_ref().map(|disk| disk.health);
                 self.readiness_reported(host.now(), worker, readiness);
@@ -255,6 +259,14 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     records: inventory.pages(),
                 };
                 self.step(host, event);
+            }
+            // What is open by then is stated.
+            (Some(PeerRole::Worker(_)), Message::OpenTiersAnswer(_)) => {}
+            // An order that crossed a statement of the worker: the leader orders again.
+            (Some(PeerRole::Worker(worker)), Message::Error(error))
+                if error.code() == ErrorCode::NotReady =>
+            {
+                tracing::debug!(%worker, message = error.message, "worker refuses an order");
             }
             (Some(PeerRole::Worker(worker)), Message::Error(error)) => {
                 if let Some(left_out) = self.refused_orders.line(host.now()) {
@@ -368,6 +380,35 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.step(host, LeaderEvent::Memory(stated));
     }
 
+    fn tiers_stated<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        (peer, worker): (PeerId, WorkerId),
+        correlation: RequestId,
+        stated: Tiers,
+    ) {
+        let number = MemoryId(stated.number);
+        let pages = stated.pages.iter().map(|of| (of.tier, of.pages));
+        let pages = match by_tier("pages.tier", pages) {
+            Ok(pages) => pages,
+            Err(error) => return host.reply(peer, correlation, Message::Error(error)),
+        };
+        if let Some(peer) = self.workers.get_mut(&worker) {
+            peer.stating = Some((number, correlation));
+        }
+        let layout = TierLayout {
+            page_bytes: stated.page_bytes,
+            layout_fingerprint: stated.layout_fingerprint,
+        };
+        let stated = TiersStatement {
+            worker,
+            number,
+            layout,
+            pages,
+        };
+        self.step(host, LeaderEvent::Tiers(stated));
+    }
+
     fn request<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
@@ -424,6 +465,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     number,
                     verdict,
                 } => self.admit_memory(host, worker, number, verdict),
+                LeaderEffect::AdmitTiers {
+                    worker,
+                    number,
+                    verdict,
+                } => self.admit_tiers(host, worker, number, verdict),
                 LeaderEffect::Transfer { workers, transfer } => transfers.push((workers, transfer)),
                 LeaderEffect::Cancel { worker, transfers } => {
                     let transfers = transfers.into_iter().map(|transfer| transfer.0).collect();
@@ -442,6 +488,14 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     let invalidate = Message::Invalidate(order);
                     let left = host.now().until(deadline);
                     self.order(host, &[worker], invalidate, left);
+                }
+                LeaderEffect::OpenTiers { worker, layout } => {
+                    let layout = layout.unwrap_or_default();
+                    let open = Message::OpenTiers(OpenTiers {
+                        page_bytes: layout.page_bytes,
+                        layout_fingerprint: layout.layout_fingerprint,
+                    });
+                    self.order(host, &[worker], open, Duration::ZERO);
                 }
                 LeaderEffect::FlushTier {
                     worker,
@@ -598,6 +652,26 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 }
                 Message::Error(to_error(&refusal))
             }
+        };
+        host.reply(known.holder.peer, correlation, answer);
+    }
+
+    fn admit_tiers<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        worker: WorkerId,
+        number: MemoryId,
+        verdict: Result<(), Refusal>,
+    ) {
+        let Some(known) = self.workers.get_mut(&worker) else {
+            return;
+        };
+        let Some((_, correlation)) = known.stating.take_if(|(id, _)| *id == number) else {
+            return;
+        };
+        let answer = match verdict {
+            Ok(()) => Message::TiersAnswer(TiersAnswer { number: number.0 }),
+            Err(refusal) => Message::Error(to_error(&refusal)),
         };
         host.reply(known.holder.peer, correlation, answer);
     }

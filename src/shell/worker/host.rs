@@ -8,7 +8,7 @@ use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, FlushTier, Message, ReadInventory};
 use kvferry_types::{
     DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
-    Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId,
+    Registration, RequestId, Scope, Stored, TierId, TierLayout, Time, Transfer, TransferId,
 };
 
 /// Why the process of a worker must end.
@@ -122,10 +122,13 @@ pub trait WorkerHost: HolderPeers {
     /// Number of pages of this size that fit into the depot of a tier.
     fn arena_pages(&self, tier: TierId, page_bytes: u64) -> u32;
 
-    /// Prepares the depots below host memory for pages of this geometry. Those that are not ready have no pages until
+    /// Prepares the depots below host memory for these pages. Those that are not ready have none until
     /// [`super::WorkerShell::tiers_changed`] is called. `None`: no memory is registered, and depots that several workers
     /// share are left to the others.
-    fn prepare_tiers(&mut self, geometry: Option<&MemoryGeometry>);
+    fn prepare_tiers(&mut self, layout: Option<TierLayout>);
+
+    /// The pages for which the depots below host memory are open, or are being opened.
+    fn tier_layout(&self) -> Option<TierLayout>;
 
     /// Reads a part of the inventory of the depot that `read` names, in pages of the size that it names. If the depot
     /// held pages of another size, its inventory is cleared first. Replies to `order` with the part, or with an error.

@@ -6,6 +6,7 @@ mod invalidations;
 mod operators;
 mod orders;
 mod ranks;
+mod stated;
 #[cfg(test)]
 mod tests;
 
@@ -13,9 +14,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use kvferry_core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use kvferry_core::{Model, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry_protocol::{
     Attach, AttachDepot, Ended, ErrorBody, ErrorCode, Memory, Message, StatedMemory, TierPages,
+    Tiers,
 };
 use kvferry_types::{
     AttachId, EndedCopy, EngineId, Epoch, LinkId, LogLimit, MemoryId, RequestId, Sharding, Time,
@@ -28,12 +30,13 @@ use invalidations::{Invalidations, PendingInvalidation};
 use operators::Probes;
 use orders::arena_pages;
 use ranks::Ranks;
+use stated::StatedTiers;
 
 /// Time limit of one attach request, or of one statement of the memory; the core sends it again.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Limit on attach requests and statements whose answers are still accepted. One of each is sent every second, and is
-/// open for [`STATEMENT_TIMEOUT`].
+/// Limit on attach requests and statements whose answers are still accepted. One of each is sent every second, and at each
+/// change, and is open for [`STATEMENT_TIMEOUT`].
 const STATEMENTS_MAX: usize = 16;
 
 /// A request to the leader that is not answered.
@@ -41,6 +44,7 @@ const STATEMENTS_MAX: usize = 16;
 enum Statement {
     Attach(AttachId),
     Memory(MemoryId),
+    Tiers(MemoryId),
 }
 
 /// Why a worker must end, besides failures of its host.
@@ -61,6 +65,8 @@ struct LeaderConnection {
     link: LinkId,
     /// Unanswered statements over that connection, at most [`STATEMENTS_MAX`].
     statements: BTreeMap<RequestId, Statement>,
+    /// The pages of tiers that the leader may know.
+    stated: StatedTiers,
     /// The order that is being carried out.
     order: RequestId,
     /// The leader's last refusal of this worker, until the rank receives it.
@@ -165,6 +171,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     ) -> Result<(), Fatal> {
         self.leader.link = link;
         self.leader.statements.clear();
+        self.leader.stated = StatedTiers::default();
         self.step(host, WorkerEvent::LeaderFound(epoch))
     }
 
@@ -194,6 +201,12 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             (Statement::Memory(_), Ok(Message::MemoryAnswer(answer))) => {
                 Some(TransferId(answer.after))
             }
+            (Statement::Tiers(number), Ok(Message::TiersAnswer(_))) => {
+                return self.tiers_admitted(host, number, true);
+            }
+            (Statement::Tiers(number), Err(error)) if error.code() == ErrorCode::UnknownKind => {
+                return self.tiers_admitted(host, number, false);
+            }
             (_, Ok(other)) => {
                 tracing::warn!(kind = other.kind().name(), "no answer to {statement:?}");
                 return Ok(());
@@ -215,8 +228,19 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let event = match statement {
             Statement::Attach(attach) => WorkerEvent::Admitted { attach, after },
             Statement::Memory(number) => WorkerEvent::MemoryAdmitted { number, after },
+            // Refusals of other kinds are repeated by the core.
+            Statement::Tiers(_) => return Ok(()),
         };
         self.step(host, event)
+    }
+
+    fn tiers_admitted<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        number: MemoryId,
+        known: bool,
+    ) -> Result<(), Fatal> {
+        self.step(host, WorkerEvent::TiersAdmitted { number, known })
     }
 
     fn step<H: WorkerHost<Process = P, Memory = M>>(
@@ -242,6 +266,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         match effect {
             WorkerEffect::Attach { attach } => self.attach(host, attach),
             WorkerEffect::StateMemory { number } => self.state_memory(host, number),
+            WorkerEffect::StateTiers { number } => self.state_tiers(host, number),
             WorkerEffect::Registered { engine, admitted } => {
                 self.registered(host, engine, admitted);
             }
@@ -340,7 +365,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     ) {
         let registered = self.ranks.registered();
         let geometry = registered.map(|(_, memory)| host.geometry(memory));
-        host.prepare_tiers(geometry.as_ref());
+        let model = geometry.and_then(|geometry| Model::new(geometry).ok());
+        host.prepare_tiers(model.map(|model| model.tier_layout()));
+        self.leader.stated.add(host);
         let memory = self.ranks.registered().map(|(engine, memory)| {
             let geometry = host.geometry(memory);
             let arena_pages = arena_pages(host, geometry.page_bytes());
@@ -359,6 +386,26 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             memory,
         });
         self.request_leader(host, request, Statement::Memory(number));
+    }
+
+    /// States the pages of the tiers below host memory.
+    fn state_tiers<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        number: MemoryId,
+    ) {
+        let (layout, pages) = self.leader.stated.add(host);
+        let pages = pages.iter().map(|(tier, pages)| TierPages {
+            tier: tier.number(),
+            pages: *pages,
+        });
+        let request = Message::Tiers(Tiers {
+            number: number.0,
+            page_bytes: layout.page_bytes,
+            layout_fingerprint: layout.layout_fingerprint,
+            pages: pages.collect(),
+        });
+        self.request_leader(host, request, Statement::Tiers(number));
     }
 
     /// Sends a statement to the leader; without an answer in time the core sends it again.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::{Fatal, WorkerHost, WorkerShell};
 use kvferry_core::{BatchId, OrderRefusal, WorkerEvent};
-use kvferry_protocol::{Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
-use kvferry_types::{Epoch, LinkId, PerTier, RequestId, ResetId, TransferId};
+use kvferry_protocol::{Empty, Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
+use kvferry_types::{Epoch, LinkId, PerTier, RequestId, ResetId, TierLayout, TransferId};
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Handles an order that the leader sends over this connection.
@@ -36,7 +36,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
         let event = match message {
             Message::Transfer(order) => {
-                let arena_pages = arena_pages(host, order.page_bytes);
+                let mut arena_pages = arena_pages(host, order.page_bytes);
+                self.leader.stated.raise(&mut arena_pages, order.page_bytes);
                 match order.into_transfers(epoch, deadline) {
                     Ok(transfers) => WorkerEvent::Ordered {
                         epoch,
@@ -60,6 +61,18 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             }
             Message::FlushTier(flush) => {
                 host.flush_tier(self.leader.link, correlation, flush);
+                return Ok(());
+            }
+            Message::OpenTiers(open) => {
+                // An engine's memory decides otherwise.
+                if self.ranks.registered().is_none() {
+                    let layout = (open.page_bytes > 0).then_some(TierLayout {
+                        page_bytes: open.page_bytes,
+                        layout_fingerprint: open.layout_fingerprint,
+                    });
+                    host.prepare_tiers(layout);
+                }
+                self.answer(host, correlation, Message::OpenTiersAnswer(Empty {}));
                 return Ok(());
             }
             Message::Invalidate(invalidate) => match invalidate.covers() {
@@ -131,7 +144,13 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             OrderRefusal::NotAttached => ErrorCode::NotReady,
             OrderRefusal::OldRead { .. } => ErrorCode::Invalid,
         };
-        tracing::info!(worker = %self.worker, %refusal, "order refused");
+        match refusal {
+            // The order crossed a statement.
+            OrderRefusal::NotAttached => {
+                tracing::debug!(worker = %self.worker, %refusal, "order refused");
+            }
+            _ => tracing::info!(worker = %self.worker, %refusal, "order refused"),
+        }
         let error = ErrorBody::new(code, refusal.to_string());
         self.answer(host, order, Message::Error(error));
     }

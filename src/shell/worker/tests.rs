@@ -3,6 +3,7 @@
 mod operators;
 mod orders;
 mod ranks;
+mod tiers;
 mod users;
 
 use std::time::Duration;
@@ -15,7 +16,8 @@ use kvferry_protocol::{
 };
 use kvferry_types::{
     Attention, DepotId, GroupGeometry, GroupId, GroupMemory, MemoryGeometry, Nonce, PageRun,
-    PeerId, PerTier, Rank, Record, Registration, Replica, Scope, Stored, TierId, Transfer,
+    PeerId, PerTier, Rank, Record, Registration, Replica, Scope, Stored, TierId, TierLayout,
+    Transfer,
 };
 
 const WORKER: WorkerId = WorkerId {
@@ -38,6 +40,8 @@ struct Process {
     attaches: Vec<(LinkId, RequestId, Attach)>,
     /// Statements of the memory, with their requests.
     memories: Vec<(RequestId, Memory)>,
+    /// Statements of the tiers, with their requests.
+    tiers: Vec<(RequestId, Tiers)>,
     to_leader: Vec<(LinkId, RequestId, Message)>,
     to_ranks: Vec<(PeerId, RequestId, Message)>,
     opening: Vec<Registering>,
@@ -57,6 +61,13 @@ struct Process {
     unlisted_tiers: Vec<TierId>,
     /// The worker has a disk, whose next answers to a reset are these, last one first.
     disk: Option<Vec<Unlisted>>,
+    /// Pages that the disk has, and for which it is open.
+    disk_pages: u32,
+    layout: Option<TierLayout>,
+    /// Copies that were started.
+    started: Vec<TransferId>,
+    /// Copies whose order names what the worker has never had; `None` if there must be none.
+    invalid: Option<Vec<TransferId>>,
     /// Copies of probes that were started.
     probes: u32,
     /// Why the next probe cannot start.
@@ -96,6 +107,7 @@ impl WorkerHost for Process {
         match message {
             Message::Attach(attach) => self.attaches.push((link, id, attach)),
             Message::Memory(memory) => self.memories.push((id, memory)),
+            Message::Tiers(tiers) => self.tiers.push((id, tiers)),
             other => panic!("{} is no request to a leader", other.kind().name()),
         }
         id
@@ -170,11 +182,20 @@ impl WorkerHost for Process {
         Ok(Epoch(0))
     }
 
-    fn arena_pages(&self, _: TierId, _: u64) -> u32 {
-        64
+    fn arena_pages(&self, tier: TierId, _: u64) -> u32 {
+        match tier {
+            TierId::Disk => self.disk_pages,
+            _ => 64,
+        }
     }
 
-    fn prepare_tiers(&mut self, _: Option<&MemoryGeometry>) {}
+    fn prepare_tiers(&mut self, layout: Option<TierLayout>) {
+        self.layout = layout;
+    }
+
+    fn tier_layout(&self) -> Option<TierLayout> {
+        self.layout
+    }
 
     fn read_inventory(
         &mut self,
@@ -226,7 +247,8 @@ impl WorkerHost for Process {
 
     fn list(&mut self, _: TierId, _: &Record) {}
 
-    fn start(&mut self, _: Vec<(Transfer, Time)>, _: Option<&Mapping>) -> Result<(), Fatal> {
+    fn start(&mut self, copies: Vec<(Transfer, Time)>, _: Option<&Mapping>) -> Result<(), Fatal> {
+        self.started.extend(copies.iter().map(|(copy, _)| copy.id));
         Ok(())
     }
 
@@ -235,7 +257,10 @@ impl WorkerHost for Process {
     }
 
     fn invalid_copy(&mut self, transfer: TransferId, problem: &str) {
-        panic!("{transfer}: {problem}");
+        match &mut self.invalid {
+            Some(invalid) => invalid.push(transfer),
+            None => panic!("{transfer}: {problem}"),
+        }
     }
 
     fn probe(&mut self) -> Result<(), String> {

@@ -369,9 +369,11 @@ impl Timed {
                 // Workers attach before the start and stop every cancelled copy, and no engine requests a reset.
                 LeaderEffect::Admit { .. }
                 | LeaderEffect::AdmitMemory { .. }
+                | LeaderEffect::AdmitTiers { .. }
                 | LeaderEffect::FenceWorker(..)
                 | LeaderEffect::ReadInventory { .. }
                 | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::OpenTiers { .. }
                 | LeaderEffect::FlushTier { .. } => {}
             }
         }
@@ -415,6 +417,7 @@ impl Timed {
                     | WorkerEffect::Invalidate { .. }
                     | WorkerEffect::Attach { .. }
                     | WorkerEffect::StateMemory { .. }
+                    | WorkerEffect::StateTiers { .. }
                     | WorkerEffect::Registered { .. }
                     | WorkerEffect::Abandoned { .. }
                     | WorkerEffect::Refuse(_)

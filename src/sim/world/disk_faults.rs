@@ -37,6 +37,8 @@ pub struct DiskSetup {
     pub full: u32,
     /// Workers that do not reach their disk at the start, per million.
     pub unreachable: u32,
+    /// Time to open a disk, whose headers are read.
+    pub opens_in: Duration,
 }
 
 fn one_of<T: Copy, const N: usize>(rng: &mut Rng, from: [T; N]) -> T {
@@ -74,6 +76,12 @@ impl DiskSetup {
             power_loss_in_flush: one_of(rng, [20_000, 100_000, 400_000]) * u32::from(power_losses),
             full: one_of(rng, [0, 0, 500_000]),
             unreachable: one_of(rng, [0, 0, 300_000]),
+            // Before the engine learns that its memory is in use, or while it stores and loads.
+            opens_in: match rng.u8(0..3) {
+                0 => Duration::from_micros(20),
+                1 => ms(rng, 1, 10),
+                _ => ms(rng, 5, 100),
+            },
         }
     }
 }

@@ -10,7 +10,7 @@ use super::server::{SimServer, SimServerEvent, connection, peer};
 use super::{NodeId, SimContext};
 use kvferry_core::{
     AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, LogPart, LogRead,
-    MemoryStatement, Refusal, TierKey, WorkerMemory,
+    MemoryStatement, Refusal, TierKey, TiersStatement, WorkerMemory,
 };
 use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
@@ -29,6 +29,18 @@ pub(super) struct LeaderProcess {
     attaching: BTreeMap<WorkerId, AttachRequest>,
     /// Last statement of each worker's memory.
     stating: BTreeMap<WorkerId, MemoryStatement>,
+    /// Last statement of each worker's tiers.
+    opening: BTreeMap<WorkerId, TiersStatement>,
+    /// The moves that were ordered, as the orders say.
+    moved: Moved,
+}
+
+/// Moves that were ordered, with their pages, and the pages of those to a slower tier.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Moved {
+    moves: u64,
+    pages: u64,
+    written: u64,
 }
 
 impl LeaderProcess {
@@ -40,6 +52,8 @@ impl LeaderProcess {
             epoch,
             attaching: BTreeMap::new(),
             stating: BTreeMap::new(),
+            opening: BTreeMap::new(),
+            moved: Moved::default(),
         }
     }
 
@@ -101,6 +115,8 @@ impl LeaderProcess {
             epoch: self.epoch,
             attaching: &mut self.attaching,
             stating: &mut self.stating,
+            opening: &mut self.opening,
+            moved: &mut self.moved,
             before: None,
         };
         call(&mut self.shell, &mut host);
@@ -117,6 +133,8 @@ struct Host<'a> {
     epoch: Epoch,
     attaching: &'a mut BTreeMap<WorkerId, AttachRequest>,
     stating: &'a mut BTreeMap<WorkerId, MemoryStatement>,
+    opening: &'a mut BTreeMap<WorkerId, TiersStatement>,
+    moved: &'a mut Moved,
     /// The key of the leader's tier before the step.
     before: Option<TierKey>,
 }
@@ -229,6 +247,9 @@ impl LeaderHost for Host<'_> {
             LeaderEvent::Memory(stated) => {
                 self.stating.insert(stated.worker, stated.clone());
             }
+            LeaderEvent::Tiers(stated) => {
+                self.opening.insert(stated.worker, stated.clone());
+            }
             LeaderEvent::Request {
                 engine,
                 id,
@@ -319,6 +340,18 @@ impl LeaderHost for Host<'_> {
                         self.stated(core, *worker, memory, verdict.as_ref().err());
                     }
                 }
+                LeaderEffect::AdmitTiers {
+                    worker,
+                    number,
+                    verdict: Ok(()),
+                } => {
+                    let stated = self.opening.get(worker);
+                    if let Some(stated) = stated.filter(|known| known.number == *number) {
+                        let (layout, pages) = (stated.layout, stated.pages.clone());
+                        let roster = &mut self.env.oracle.roster;
+                        roster.tiers(*worker, layout, pages);
+                    }
+                }
                 LeaderEffect::Answer { engine, id, answer } => {
                     let oracle = &mut self.env.oracle;
                     if let Ok(Answer::Lookup(found)) = answer
@@ -337,6 +370,17 @@ impl LeaderHost for Host<'_> {
                     }
                 }
                 LeaderEffect::Transfer { transfer: copy, .. } => {
+                    if copy.device.is_none() {
+                        let pages: u64 = copy.pairs.iter().map(|pair| pair.dst.pages()).sum();
+                        let written = if copy.edge.to > copy.edge.from {
+                            pages
+                        } else {
+                            0
+                        };
+                        self.moved.moves += 1;
+                        self.moved.pages += pages;
+                        self.moved.written += written;
+                    }
                     let key = |tier| core.tier_key(tier).cloned();
                     let now = self.env.queue.now();
                     self.env.oracle.gate.ordered(copy);
@@ -344,12 +388,25 @@ impl LeaderHost for Host<'_> {
                         self.env.violated(wrong);
                     }
                 }
-                LeaderEffect::Cancel { .. }
+                LeaderEffect::AdmitTiers { .. }
+                | LeaderEffect::Cancel { .. }
                 | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::OpenTiers { .. }
                 | LeaderEffect::FlushTier { .. }
                 | LeaderEffect::ReadInventory { .. }
                 | LeaderEffect::FenceWorker(_) => {}
             }
+        }
+        let counts = core.counts();
+        let counted = Moved {
+            moves: counts.moves,
+            pages: counts.moved_pages,
+            written: counts.written_through_pages,
+        };
+        if counted != *self.moved {
+            let moved = *self.moved;
+            self.env
+                .violated(format!("{moved:?} were ordered, and counted {counted:?}"));
         }
         self.env.decided = true;
     }
@@ -365,7 +422,10 @@ impl Host<'_> {
                 let roster = &mut self.env.oracle.roster;
                 roster.attached((worker, attached.attach), shard, &attached.depots);
             }
-            Some(refusal) => self.refused(core, worker, refusal),
+            Some(refusal) => {
+                self.env.oracle.roster.closed(worker);
+                self.refused(core, worker, refusal);
+            }
         }
     }
 

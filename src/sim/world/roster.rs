@@ -5,17 +5,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvferry_core::{
     ARENA_PAGES_MAX, AttachedDepot, Contradiction, Model, Pool, TierKey, WorkerMemory,
 };
-use kvferry_types::{AttachId, DepotId, EngineId, PerTier, Replica, Shard, TierId, WorkerId};
+use kvferry_types::{
+    AttachId, DepotId, EngineId, PerTier, Replica, Shard, TierId, TierLayout, WorkerId,
+};
 
 /// Lost workers of which any part may count, at most: with more, the pages of the others are not told apart.
 const LOST_MAX: usize = 6;
+
+/// The pages of tiers below host memory that a worker states.
+type StatedTiers = (TierLayout, PerTier<u32>);
 
 /// The admitted workers of one leader.
 #[derive(Debug, Default)]
 pub(super) struct AdmittedWorkers {
     memories: BTreeMap<WorkerId, WorkerMemory>,
-    /// Memory of workers whose connection broke, until they attach again or die: their processes may have a disk open.
-    lost: BTreeMap<WorkerId, WorkerMemory>,
+    /// What the workers have open below host memory.
+    tiers: BTreeMap<WorkerId, StatedTiers>,
+    /// The same of workers whose connection broke, until they attach again or die.
+    lost: BTreeMap<WorkerId, StatedTiers>,
     depots: BTreeMap<(TierId, Shard), DepotId>,
     shards: BTreeMap<WorkerId, Shard>,
     attaches: BTreeMap<WorkerId, AttachId>,
@@ -37,6 +44,7 @@ impl AdmittedWorkers {
         self.shards.insert(worker, shard);
         if self.attaches.insert(worker, attach) != Some(attach) {
             self.refused(worker);
+            self.closed(worker);
         }
     }
 
@@ -44,15 +52,30 @@ impl AdmittedWorkers {
     pub(super) fn memory(&mut self, worker: WorkerId, memory: Option<WorkerMemory>) {
         self.refused(worker);
         if let Some(memory) = memory {
+            if let Ok(model) = Model::new(memory.geometry.clone()) {
+                self.tiers(worker, model.tier_layout(), memory.arena_pages.clone());
+            }
             self.memories.insert(worker, memory);
         }
+    }
+
+    /// Notes what an admitted worker has open below host memory.
+    pub(super) fn tiers(&mut self, worker: WorkerId, layout: TierLayout, pages: PerTier<u32>) {
+        self.tiers.insert(worker, (layout, pages));
+    }
+
+    /// Notes that nothing is known of what a worker has open below host memory.
+    pub(super) fn closed(&mut self, worker: WorkerId) {
+        self.tiers.remove(&worker);
+        self.lost.remove(&worker);
     }
 
     /// Notes that a worker's connection broke. Its process may still have a disk open.
     pub(super) fn gone(&mut self, worker: WorkerId) {
         self.attaches.remove(&worker);
-        if let Some(memory) = self.memories.remove(&worker) {
-            self.lost.insert(worker, memory);
+        self.memories.remove(&worker);
+        if let Some(tiers) = self.tiers.remove(&worker) {
+            self.lost.insert(worker, tiers);
         }
     }
 
@@ -60,13 +83,13 @@ impl AdmittedWorkers {
     pub(super) fn died(&mut self, worker: WorkerId) {
         self.attaches.remove(&worker);
         self.refused(worker);
+        self.closed(worker);
         self.cleared(worker);
     }
 
     /// Notes that a worker, or its memory, was refused.
     pub(super) fn refused(&mut self, worker: WorkerId) {
         self.memories.remove(&worker);
-        self.lost.remove(&worker);
     }
 
     /// Notes that a worker attached, admitted or not, or that its process died: its copies of older leaders have ended.
@@ -127,9 +150,22 @@ impl AdmittedWorkers {
             return Err(format!("a pool of {key:?} serves, the engines have {geometry:?}").into());
         }
         let memories = self.memories.iter().filter(|(_, memory)| same(memory));
-        let memories: Vec<_> = memories.collect();
-        let lost = self.lost.iter().filter(|(_, memory)| same(memory));
-        let lost: Vec<_> = lost.filter(|_| tier != TierId::Host).collect();
+        let layout = TierLayout {
+            page_bytes: key.page_bytes,
+            layout_fingerprint: key.layout_fingerprint,
+        };
+        let open = |tiers: &BTreeMap<WorkerId, StatedTiers>| -> Vec<(WorkerId, u32)> {
+            let of_layout = tiers.iter().filter(|(_, (of, _))| *of == layout);
+            let pages = of_layout.map(|(id, (_, pages))| (*id, pages.get(tier).copied()));
+            pages.map(|(id, pages)| (id, pages.unwrap_or(0))).collect()
+        };
+        let (stated, lost) = match tier {
+            TierId::Host => {
+                let rooms = memories.map(|(worker, memory)| (*worker, memory.pages_of(tier)));
+                (rooms.collect(), Vec::new())
+            }
+            _ => (open(&self.tiers), open(&self.lost)),
+        };
         // The leader compares its pools with the workers when one attaches, states its memory or dies, and not when a
         // connection breaks.
         let some = |kept: u32| {
@@ -139,16 +175,15 @@ impl AdmittedWorkers {
         };
         let mut subsets = 0..1_u32 << lost.len().min(LOST_MAX);
         let fits = subsets.any(|kept| {
-            let rooms = memories.iter().copied().chain(some(kept));
-            let rooms =
-                rooms.map(|(worker, memory)| (self.shards.get(worker), memory.pages_of(tier)));
+            let rooms = stated.iter().copied().chain(some(kept));
+            let rooms = rooms.map(|(worker, pages)| (self.shards.get(&worker), pages));
             let room = room(tier, shards, &rooms.collect::<Vec<_>>()).min(ARENA_PAGES_MAX);
             (key.pages, pool.capacity_pages()) == (room, room)
         });
         if !fits {
             let pages = pool.capacity_pages();
             return Err(format!(
-                "the pool of {tier} has {pages} pages, which is not the room of the smallest depot of {memories:?}"
+                "the pool of {tier} has {pages} pages, which is not the room of the smallest depot of {stated:?}"
             )
             .into());
         }

@@ -9,12 +9,11 @@ use super::super::saboteur::Lie;
 use super::super::setup::CELL_BYTES;
 use super::super::{SimContext, SimEvent};
 use super::copies::RunningCopies;
-use kvferry_core::Model;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, ReadInventory};
 use kvferry_shell::Unlisted;
 use kvferry_types::{
-    EndedCopy, Epoch, LinkId, MemoryGeometry, PageRun, Record, RequestId, Scope, Stored,
-    TransferId, WorkerId,
+    EndedCopy, Epoch, LinkId, PageRun, Record, RequestId, Scope, Stored, TierLayout, TransferId,
+    WorkerId,
 };
 
 /// Failed copies in a row after which the disk is closed.
@@ -39,6 +38,8 @@ pub(in super::super) enum DiskStep {
     Grow,
     /// Report copies that could not start.
     Refused,
+    /// Report that the set was closed for another worker.
+    Released,
 }
 
 /// What a worker does after a step.
@@ -147,19 +148,24 @@ impl DiskSide {
         disk.map_or(Epoch(0), SimDisk::newest).max(self.reading.0)
     }
 
-    /// Opens the set for pages of this geometry, once no copy uses another one.
+    /// The pages of the set that is open or being opened.
+    pub(super) fn layout(&self) -> Option<TierLayout> {
+        self.wanted.map(|key| TierLayout {
+            page_bytes: u64::from(key.cells) * CELL_BYTES,
+            layout_fingerprint: key.layout,
+        })
+    }
+
+    /// Opens the set for these pages, once no copy uses another one.
     pub(super) fn want(
         &mut self,
         env: &mut SimContext,
         copies: &mut RunningCopies,
-        geometry: &MemoryGeometry,
+        layout: TierLayout,
     ) {
-        let Ok(model) = Model::new(geometry.clone()) else {
-            return;
-        };
         let key = SetKey {
-            layout: *model.layout_fingerprint(),
-            cells: u32::try_from(model.page_bytes() / CELL_BYTES).unwrap_or(1),
+            layout: layout.layout_fingerprint,
+            cells: u32::try_from(layout.page_bytes / CELL_BYTES).unwrap_or(1),
         };
         if self.wanted != Some(key) {
             self.wanted = Some(key);
@@ -176,7 +182,9 @@ impl DiskSide {
         self.end(env);
         self.wanted = None;
         self.requested = None;
-        self.open = None;
+        if self.open.take().is_some() {
+            self.later(env, Duration::from_micros(5), DiskStep::Released);
+        }
         self.running.iter().for_each(|copy| copies.stop(*copy));
         // An attempt to open the set that is scheduled has no effect.
         self.attempts += 1;
@@ -188,7 +196,8 @@ impl DiskSide {
         }
         self.open = None;
         self.requested = self.wanted;
-        self.attempt(env, Duration::from_micros(20));
+        let first = env.setup.disk.opens_in;
+        self.attempt(env, first);
     }
 
     fn attempt(&mut self, env: &mut SimContext, wait: Duration) {
@@ -196,14 +205,15 @@ impl DiskSide {
         self.later(env, wait, DiskStep::Open(self.attempts));
     }
 
-    /// Begins a move from or to the disk. Returns false if its set is not open: the move has ended.
+    /// Begins a move from or to the disk, of pages before `end`. Returns false if its set is not open, or has no such pages:
+    /// the move has ended.
     pub(super) fn begin(
         &mut self,
         env: &mut SimContext,
         copy: TransferId,
-        page_bytes: u64,
+        (page_bytes, end): (u64, u64),
     ) -> bool {
-        if !self.has(page_bytes) {
+        if end > u64::from(self.pages(env, page_bytes)) {
             if self.refused.is_empty() {
                 self.later(env, Duration::from_micros(5), DiskStep::Refused);
             }
@@ -303,7 +313,7 @@ impl DiskSide {
         let pages = env.setup.inventory_pages;
         let disk = self.disk(env).filter(|_| self.has(read.page_bytes));
         let disk =
-            disk.ok_or_else(|| ErrorBody::new(ErrorCode::Invalid, "the disk is not open"))?;
+            disk.ok_or_else(|| ErrorBody::new(ErrorCode::NotReady, "the disk is not open"))?;
         let end = read.from.saturating_add(pages);
         let next = (end < disk.capacity_pages()).then_some(end);
         Ok(Inventory::new(read, next, &disk.records(read.from..end)))
@@ -442,6 +452,7 @@ impl DiskSide {
                 }
             }
             DiskStep::Refused => report.ended = std::mem::take(&mut self.refused),
+            DiskStep::Released => report.changed = true,
         }
         self.flush_later(env);
         report

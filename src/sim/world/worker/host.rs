@@ -14,7 +14,8 @@ use kvferry_protocol::{ErrorBody, ErrorCode, FlushTier, Inventory, Message, Read
 use kvferry_shell::{Fatal, HolderPeers, Registering, Unlisted, WorkerHost};
 use kvferry_types::{
     DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
-    Registration, RequestId, Scope, Stored, TierId, Time, Transfer, TransferId, WorkerId,
+    Registration, RequestId, Scope, Stored, TierId, TierLayout, Time, Transfer, TransferId,
+    WorkerId,
 };
 
 /// A depot that is being divided for a reading, entry by entry. The process receives nothing meanwhile, and continues
@@ -153,7 +154,12 @@ impl Host<'_> {
             true => copy.page_bytes,
             false => 0,
         };
-        self.parts.disk.begin(self.env, copy.id, page_bytes)
+        let of_disk = copy.pairs.iter().flat_map(|pair| match copy.edge.to {
+            TierId::Disk => &pair.dst.0,
+            _ => &pair.src.0,
+        });
+        let end = of_disk.map(|run| run.end()).max().unwrap_or(0);
+        self.parts.disk.begin(self.env, copy.id, (page_bytes, end))
     }
 
     fn send_inventory(
@@ -294,13 +300,17 @@ impl WorkerHost for Host<'_> {
         depots.map_or(0, |depots| depots[self.shard()].pages(shape))
     }
 
-    fn prepare_tiers(&mut self, geometry: Option<&MemoryGeometry>) {
+    fn tier_layout(&self) -> Option<TierLayout> {
+        self.parts.disk.layout()
+    }
+
+    fn prepare_tiers(&mut self, layout: Option<TierLayout>) {
         let Parts { disk, copies, .. } = &mut *self.parts;
         if self.env.disks.is_empty() {
             return;
         }
-        match geometry {
-            Some(geometry) => disk.want(self.env, copies, geometry),
+        match layout {
+            Some(layout) => disk.want(self.env, copies, layout),
             None => disk.leave(self.env, copies),
         }
     }
@@ -446,10 +456,6 @@ impl WorkerHost for Host<'_> {
     }
 
     fn invalid_copy(&mut self, transfer: TransferId, problem: &str) {
-        // The leader was not told yet that the disk has fewer pages, or none.
-        if !self.env.disks.is_empty() && problem.contains("arena of g3") {
-            return;
-        }
         self.env.violated(format!(
             "{transfer} was ordered with what it may not name: {problem}"
         ));

@@ -134,7 +134,10 @@ impl WorkerProcess {
             }
             client::SimClientEvent::Answered(id, answer) => {
                 if let Ok(other) = &*answer
-                    && !matches!(other, Message::Attached(_) | Message::MemoryAnswer(_))
+                    && !matches!(
+                        other,
+                        Message::Attached(_) | Message::MemoryAnswer(_) | Message::TiersAnswer(_)
+                    )
                 {
                     let kind = other.kind().name();
                     env.violated(format!("{kind} answers no statement of a worker"));
@@ -176,10 +179,10 @@ impl WorkerProcess {
             return;
         };
         let shorter = disk.ended(env, copies, &ended, failure);
-        self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
         if shorter {
             self.run(env, |shell, host| shell.tiers_changed(host));
         }
+        self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
     }
 
     /// Makes a step of the disk.
