@@ -207,8 +207,10 @@ async fn take(directory: &Path, tier: &Path) -> Result<fs::File, CommandError> {
 /// Says that the pages of a tier whose leader's key is gone are not found.
 fn warn_of_lost_key(tier: &Path) {
     let shards = fs::read_dir(tier).into_iter().flatten().flatten();
-    let mut names = shards.map(|entry| entry.file_name());
-    if names.any(|name| name.to_string_lossy().starts_with("shard-")) {
+    let shards = shards.filter(|entry| entry.file_name().to_string_lossy().starts_with("shard-"));
+    // A worker that starts at the same time makes a directory of a shard without a set of pages.
+    let below = shards.flat_map(|shard| fs::read_dir(shard.path()).into_iter().flatten().flatten());
+    if below.into_iter().any(|entry| entry.path().is_dir()) {
         tracing::warn!(
             g3_dir = %tier.display(),
             "leader/anchor-key is missing: no page on the disk is found, and all make room for new ones"

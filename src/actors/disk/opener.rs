@@ -61,6 +61,8 @@ struct Opener<'a> {
     open: Option<Arc<DiskSet>>,
     /// The scrub of the open set.
     scrub: Option<Scrub>,
+    /// What the disk had was brought down to the cap, since the start.
+    fitted: bool,
     /// When the wanted set is tried next.
     next_try: Instant,
     flushed: Instant,
@@ -87,6 +89,7 @@ pub(super) fn run(
         wanted: None,
         open: None,
         scrub: None,
+        fitted: false,
         next_try: now,
         flushed: now,
         next_growth: now,
@@ -140,6 +143,9 @@ impl Opener<'_> {
                 let due = scrub.map(|scrub| scrub.due().saturating_duration_since(Instant::now()));
                 due.map_or(FLUSH_AFTER / 4, |due| due.min(FLUSH_AFTER / 4))
             }
+            (false, None) if !self.fitted => {
+                self.next_try.saturating_duration_since(Instant::now())
+            }
             (false, None) => OPEN_EVERY,
         }
     }
@@ -148,11 +154,16 @@ impl Opener<'_> {
         let now = Instant::now();
         if self.open.is_none() && self.wanted.is_some() && self.next_try <= now {
             self.try_open();
+        } else if self.wanted.is_none() && !self.fitted && self.next_try <= now {
+            self.fit();
         }
         if self.tier.is_some() && self.next_look <= now {
             self.next_look = now + LOOK_EVERY;
-            if let Err(error) = self.directories.check_present() {
-                self.fail(error.to_string());
+            match self.directories.check_present() {
+                Err(error) => self.fail(error.to_string()),
+                Ok(()) => {
+                    self.close_if_lost();
+                }
             }
         }
         if self.read_only.is_some() {
@@ -163,9 +174,7 @@ impl Opener<'_> {
         self.scrub(now);
         if self.next_status <= now {
             self.next_status = now + STATUS_EVERY;
-            if let Some(set) = &self.open {
-                self.counters.set_used_bytes(set.used_bytes());
-            }
+            self.measure();
             (self.report)(DiskReport::Status);
         }
     }
@@ -185,7 +194,11 @@ impl Opener<'_> {
         };
         if let Err(error) = tier.probe_writes() {
             tracing::debug!(%error, "the disk takes no writes");
-            match tier.probe_reads() {
+            let reads = tier.probe_reads();
+            if self.close_if_lost() {
+                return;
+            }
+            match reads {
                 Ok(()) => self.read_only = Some(ReadOnly::new(fail, Instant::now())),
                 Err(error) => self.fail(format!("cannot read: {error}")),
             }
@@ -206,7 +219,7 @@ impl Opener<'_> {
 
     /// Writes nothing until the disk takes writes again. Reads go on.
     fn stop_writing(&mut self, fail: WritesFail) {
-        if self.open.is_none() {
+        if self.open.is_none() || self.close_if_lost() {
             return;
         }
         let why = fail.why.clone();
@@ -273,7 +286,12 @@ impl Opener<'_> {
             return Err(format!("the disk is only read: {}", read_only.fail.why));
         }
         self.flush()
-            .map_err(|error| format!("cannot flush: {error}"))
+            .map_err(|error| format!("cannot flush: {error}"))?;
+        // A file that was removed takes what is written to it, and no start finds it.
+        match self.close_if_lost() {
+            true => Err("files of the disk were removed while it was in use".to_owned()),
+            false => Ok(()),
+        }
     }
 
     /// Makes durable what is listed.
@@ -302,9 +320,33 @@ impl Opener<'_> {
             self.tier = taken.map_err(|error| error.to_string())?;
             if self.tier.is_none() {
                 self.directories.close();
+            } else {
+                self.fitted = true;
+                self.measure();
             }
         }
         Ok(self.tier.is_some())
+    }
+
+    /// Looks how many bytes the disk has in use.
+    fn measure(&self) {
+        match self.tier.as_ref().map(DiskTier::used_bytes) {
+            Some(Ok(bytes)) => self.counters.set_used_bytes(bytes),
+            Some(Err(error)) => tracing::debug!(%error, "the files of the disk are not counted"),
+            None => {}
+        }
+    }
+
+    /// Brings what the disk has down to the cap, before an engine registers. A process that has the lock has done that.
+    fn fit(&mut self) {
+        match self.take() {
+            Ok(true) => {
+                self.close();
+                (self.report)(DiskReport::Status);
+            }
+            Ok(false) => self.next_try = Instant::now() + OPEN_EVERY,
+            Err(why) => self.fail(why),
+        }
     }
 
     fn try_open(&mut self) {
@@ -369,15 +411,40 @@ impl Opener<'_> {
         (self.report)(DiskReport::Failed(why));
     }
 
+    /// Closes a tier whose files were removed or replaced, so that it is opened anew at once, without the pages that are gone.
+    /// Returns false if the files are still there.
+    fn close_if_lost(&mut self) -> bool {
+        let Some(Err(error)) = self.tier.as_ref().map(DiskTier::check_present) else {
+            return false;
+        };
+        self.fail(error.to_string());
+        self.next_try = Instant::now();
+        true
+    }
+
+    /// Carries out a reset. Where the directory with the marks was removed, they are written again in the new one: what was
+    /// removed is no longer used, also if it is put back.
     fn reset(&mut self, scope: &Scope, through: Stored) -> Result<(), String> {
-        if !self.take()? {
-            return Err("another process has the disk open".to_owned());
+        for _ in 0..2 {
+            if !self.take()? {
+                return Err("another process has the disk open".to_owned());
+            }
+            let Some(tier) = &self.tier else {
+                break;
+            };
+            let noted = tier.reset(scope, through);
+            let kept = tier.has_marks();
+            let lost = self.close_if_lost();
+            match noted {
+                Ok(()) if kept => return Ok(()),
+                Err(error) if !lost => {
+                    self.stop_writing(WritesFail::of("cannot note a reset", &error));
+                    return Err(format!("the reset is not durable on the disk: {error}"));
+                }
+                _ => {}
+            }
         }
-        let reset = self.tier.as_ref().map(|tier| tier.reset(scope, through));
-        reset.unwrap_or(Ok(())).map_err(|error| {
-            self.stop_writing(WritesFail::of("cannot note a reset", &error));
-            format!("the reset is not durable on the disk: {error}")
-        })
+        Err("files of the disk are removed again and again".to_owned())
     }
 
     /// Closes the set cleanly, and lets another process take the lock.

@@ -4,6 +4,7 @@ mod faulty_files;
 mod loop_devices;
 #[path = "../../../tests/support/loop_disk.rs"]
 mod loop_disk;
+mod lost;
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -21,6 +22,7 @@ use faulty_files::{Faults, FaultyDirectory, SharedFaults};
 
 const PAGE_BYTES: u64 = 64 << 10;
 const PAGES: u32 = 4;
+const CAP_BYTES: u64 = 64 << 20;
 /// Longer than any pause of the thread.
 const WAIT: Duration = Duration::from_secs(60);
 const EIO: i32 = 5;
@@ -57,12 +59,16 @@ impl Rig {
 
     /// A disk of a worker without an engine. `shared`: with workers of other replicas.
     fn idle(directories: DiskDirectories, shared: bool) -> Self {
+        Self::with_cap(directories, shared, CAP_BYTES)
+    }
+
+    fn with_cap(directories: DiskDirectories, shared: bool, cap_bytes: u64) -> Self {
         let settings = DiskSettings {
             directories,
             shard: 0,
             shards: 1,
             ratio: 16,
-            cap_bytes: 64 << 20,
+            cap_bytes,
             depth: 2,
             io: DiskIo::Threads,
             scrub_bytes_per_s: 0,

@@ -53,6 +53,17 @@ pub enum DiskError {
         /// Number of directories in the setting.
         disks: u16,
     },
+    /// Files of the tier were removed, or other ones have their names.
+    #[error(
+        "g3_dir {}: {name} was removed or replaced while it was in use: its pages are gone, and it is made again",
+        directory.display()
+    )]
+    Lost {
+        /// The directory of the setting.
+        directory: PathBuf,
+        /// Path of the directory or file below it.
+        name: String,
+    },
     /// Nothing of the tier lies at the path any longer.
     #[error("g3_dir {}: the disk of the tier is missing: mount it again", .0.display())]
     Missing(PathBuf),
@@ -67,6 +78,8 @@ pub struct DiskDirectories {
     pub(super) paths: Vec<PathBuf>,
     /// The open directories; none after [`Self::close`].
     pub(super) disks: Vec<Arc<dyn Files>>,
+    /// What the paths led to when the directories were opened last.
+    ids: Vec<(u64, u64)>,
     opened_by: Open,
     pub(super) tier: u128,
     /// Number of shards that use the tier; 0 if it is not known.
@@ -131,7 +144,10 @@ impl DiskDirectories {
             }
             tier = Some(found.tier);
         }
+        let ids = paths.iter().zip(&disks);
+        let ids = ids.map(|(path, disk)| disk.id().map_err(failed(path, "read it")));
         Ok(Self {
+            ids: ids.collect::<Result<_, _>>()?,
             paths: paths.to_vec(),
             disks,
             opened_by: Open(Arc::new(open)),
@@ -192,11 +208,16 @@ impl DiskDirectories {
     /// # Errors
     ///
     /// A directory that is missing, or has another identity, or none: a disk that is not mounted leaves an empty
-    /// directory behind, which must not be used in its place.
+    /// directory behind, which must not be used in its place. The directory that was open is given its identity again, if
+    /// that was removed with everything else.
     pub fn reopened(&self) -> Result<Self, DiskError> {
         let mut disks: Vec<Arc<dyn Files>> = Vec::new();
-        for (number, path) in (0_u16..).zip(&self.paths) {
+        let mut ids = Vec::new();
+        let count = u16::try_from(self.paths.len()).unwrap_or(u16::MAX);
+        for ((number, path), last) in (0_u16..).zip(&self.paths).zip(&self.ids) {
             let disk = (self.opened_by.0)(path).map_err(failed(path, "open it"))?;
+            let id = disk.id().map_err(failed(path, "read it"))?;
+            ids.push(id);
             let found = DiskIdentity::read(disk.as_ref());
             match found.map_err(failed(path, "read its identity"))? {
                 Some(Ok(found)) if (found.tier, found.disk) == (self.tier, number) => {}
@@ -204,12 +225,22 @@ impl DiskDirectories {
                     let directory = path.clone();
                     return Err(DiskError::Format { directory, error });
                 }
+                None if id == *last => {
+                    let identity = DiskIdentity {
+                        tier: self.tier,
+                        disk: number,
+                        disks: count,
+                    };
+                    let written = identity.write(disk.as_ref());
+                    written.map_err(failed(path, "write its identity"))?;
+                }
                 _ => return Err(DiskError::Missing(path.clone())),
             }
             disks.push(disk);
         }
         Ok(Self {
             disks,
+            ids,
             ..self.clone()
         })
     }

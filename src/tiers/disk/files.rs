@@ -60,6 +60,10 @@ pub struct Entry {
     pub kind: EntryKind,
     /// Permissions: the last 9 bits of the mode.
     pub mode: u32,
+    /// Length of a file.
+    pub bytes: u64,
+    /// When a directory gained or lost a name last: seconds since 1970, or another number that ascends.
+    pub changed: i64,
 }
 
 /// Kind of a name in a directory.
@@ -111,6 +115,8 @@ pub trait DiskFile: Send + Sync + std::fmt::Debug {
     fn discard(&self, at: u64, bytes: u64) -> io::Result<()>;
     /// Takes the file's lock. Returns false while another process has it, or while its I/O on this file is in flight.
     fn try_lock(&self) -> io::Result<bool>;
+    /// False for a file that was removed, and exists only as long as it is open.
+    fn has_name(&self) -> io::Result<bool>;
     /// The descriptor, for interfaces that need one; `None` for files that have none.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 }
@@ -256,8 +262,12 @@ impl Files for RealDirectory {
             FileType::Directory => EntryKind::Directory,
             _ => EntryKind::Other,
         };
-        let mode = stat.st_mode & 0o777;
-        Ok(Some(Entry { kind, mode }))
+        Ok(Some(Entry {
+            kind,
+            mode: stat.st_mode & 0o777,
+            bytes: u64::try_from(stat.st_size).unwrap_or(0),
+            changed: stat.st_mtime,
+        }))
     }
 
     fn set_mode(&self, name: &str, kind: EntryKind) -> io::Result<()> {
@@ -352,6 +362,10 @@ impl DiskFile for RealFile {
 
     fn try_lock(&self) -> io::Result<bool> {
         try_lock(&self.0)
+    }
+
+    fn has_name(&self) -> io::Result<bool> {
+        Ok(rustix::fs::fstat(&self.0)?.st_nlink > 0)
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {

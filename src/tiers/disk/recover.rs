@@ -95,7 +95,7 @@ pub(super) fn open_set(
         short |= !complete;
     }
     let segments_bytes = u64::from(count) * geometry.segment_bytes();
-    room.open(Some(&name), room.share().saturating_sub(segments_bytes))?;
+    room.open(&name, room.share().saturating_sub(segments_bytes))?;
     let index = match directories.first() {
         Some(directory) => {
             let index = read_index(directory.as_ref(), file.set, geometry.pages(count))?;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::files::Files;
-use super::format::INDEX_NAME;
+use super::files::{EntryKind, Files};
+use super::format::{INDEX_NAME, SetFile};
 use super::set::{is_ours, segment_number};
 
 /// The files of one disk.
@@ -15,8 +15,17 @@ struct DiskRoom {
     directories: Vec<Arc<dyn Files>>,
     /// Bytes of the segments of the open set.
     open_bytes: u64,
-    /// The sets that are not open, by the number of their directory and name, with the bytes of their files.
-    closed: BTreeMap<(usize, String), u64>,
+    /// The sets that are not open, by the number of their directory and name.
+    closed: BTreeMap<(usize, String), ClosedSet>,
+}
+
+/// A set that is not open.
+#[derive(Debug, Clone, Copy)]
+struct ClosedSet {
+    /// Bytes of its files.
+    bytes: u64,
+    /// When its files changed last, as [`Entry::changed`](super::files::Entry::changed) says.
+    changed: i64,
 }
 
 impl DiskRoom {
@@ -33,7 +42,9 @@ impl DiskRoom {
                     true => self.open_bytes = segment_bytes(set.as_ref())?,
                     false => {
                         let bytes = set_bytes(set.as_ref())?;
-                        self.closed.insert((number, name), bytes);
+                        let changed = directory.entry(&name)?.map_or(0, |entry| entry.changed);
+                        let closed = ClosedSet { bytes, changed };
+                        self.closed.insert((number, name), closed);
                     }
                 }
             }
@@ -41,12 +52,18 @@ impl DiskRoom {
         Ok(())
     }
 
-    /// Removes a set that is not open and has not the name `kept`, of a shard that no worker has first. Returns false if none
-    /// is left.
+    fn closed_bytes(&self) -> u64 {
+        self.closed.values().map(|set| set.bytes).sum()
+    }
+
+    /// Removes a set that is not open and has not the name `kept`: of a shard that no worker has first, then the one that was
+    /// not used for the longest time. Returns false if none is left.
     fn remove_closed(&mut self, kept: Option<&str>, why: &str) -> io::Result<bool> {
-        let mut closed = self.closed.iter().rev();
-        let found = closed.find(|((number, name), _)| *number > 0 || Some(name.as_str()) != kept);
-        let Some((key, bytes)) = found.map(|(key, bytes)| (key.clone(), *bytes)) else {
+        let closed = self.closed.iter();
+        let closed =
+            closed.filter(|((number, name), _)| *number > 0 || Some(name.as_str()) != kept);
+        let first = closed.min_by_key(|((number, _), set)| (*number == 0, set.changed));
+        let Some((key, bytes)) = first.map(|(key, set)| (key.clone(), set.bytes)) else {
             return Ok(false);
         };
         self.closed.remove(&key);
@@ -107,15 +124,71 @@ impl Room {
         self.share
     }
 
+    /// Brings what lies on the disks down to the share, as after a change of the cap: removes all sets but the one that was
+    /// used last, as far as necessary, and of that one the last segments. No set is open.
+    pub(super) fn fit(&self) -> io::Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = state
+            .disks
+            .first()
+            .into_iter()
+            .flat_map(|disk| &disk.closed);
+        let own = own.filter(|((number, _), _)| *number == 0);
+        let last = own.max_by_key(|(_, set)| set.changed);
+        let Some(last) = last.map(|((_, name), _)| name.clone()) else {
+            return (0..state.disks.len()).try_for_each(|disk| self.make_room(&mut state, disk, 0));
+        };
+        let why = "g3 is smaller than what the disk has";
+        for disk in &mut state.disks {
+            while disk.closed_bytes() > self.share && disk.remove_closed(Some(&last), why)? {}
+        }
+        if state
+            .disks
+            .iter()
+            .all(|disk| disk.closed_bytes() <= self.share)
+        {
+            return Ok(());
+        }
+        let kept = self.segments_of(&state, &last)?;
+        for disk in &mut state.disks {
+            if let Some(directory) = disk.directories.first()
+                && let Some(set) = directory.directory(&last)?
+            {
+                tracing::info!(set = last, kept, "{why}: segments of the set are removed");
+                trim_set(set.as_ref(), kept)?;
+            }
+            disk.count(None)?;
+        }
+        (0..state.disks.len()).try_for_each(|disk| self.make_room(&mut state, disk, 0))
+    }
+
+    /// Segments of a set for which each disk has room; 0 if the set file does not tell.
+    fn segments_of(&self, state: &State, set: &str) -> io::Result<u32> {
+        let first = state
+            .disks
+            .first()
+            .and_then(|disk| disk.directories.first());
+        let opened = first.map(|first| first.directory(set)).transpose()?;
+        let file = opened.flatten().map(|set| SetFile::read(set.as_ref()));
+        let file = file.transpose()?.flatten().and_then(Result::ok);
+        Ok(file.map_or(0, |file| file.geometry.segments(self.share)))
+    }
+
+    /// Counts the files of all sets, of which none is open.
+    pub(super) fn count(&self) -> io::Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.disks.iter_mut().try_for_each(|disk| disk.count(None))
+    }
+
     /// Counts a set as the open one, and the one before as closed. `reserved`: bytes on each disk for files other than
-    /// segments. Removes closed sets where the files use more than the share, as after a change of the cap.
-    pub(super) fn open(&self, name: Option<&str>, reserved: u64) -> io::Result<()> {
+    /// segments. Removes closed sets where the files use more than the share.
+    pub(super) fn open(&self, name: &str, reserved: u64) -> io::Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.reserved = reserved;
         state
             .disks
             .iter_mut()
-            .try_for_each(|disk| disk.count(name))?;
+            .try_for_each(|disk| disk.count(Some(name)))?;
         (0..state.disks.len()).try_for_each(|disk| self.make_room(&mut state, disk, 0))
     }
 
@@ -157,8 +230,7 @@ impl Room {
             return Ok(());
         };
         loop {
-            let closed: u64 = disk.closed.values().sum();
-            if disk.open_bytes + closed + bytes <= limit {
+            if disk.open_bytes + disk.closed_bytes() + bytes <= limit {
                 return Ok(());
             }
             if disk.remove_closed(None, "the cap is reached")? {
@@ -175,34 +247,55 @@ impl Room {
         }
     }
 
-    /// Bytes of all sets on each disk, open and closed.
-    pub(super) fn used_bytes(&self) -> Vec<u64> {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let disks = state.disks.iter();
-        let used = disks.map(|disk| disk.open_bytes + disk.closed.values().sum::<u64>());
-        used.collect()
+    /// Bytes of all files now, on all disks.
+    pub(super) fn file_bytes(&self) -> io::Result<u64> {
+        let directories: Vec<Arc<dyn Files>> = {
+            let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let disks = state.disks.iter();
+            disks.flat_map(|disk| disk.directories.clone()).collect()
+        };
+        let mut bytes = 0;
+        for directory in directories {
+            bytes += set_bytes(directory.as_ref())?;
+            for name in directory.names()? {
+                if let Some(set) = directory.directory_of_set(&name)? {
+                    bytes += set_bytes(set.as_ref())?;
+                }
+            }
+        }
+        Ok(bytes)
     }
 }
 
-/// Bytes of all files of a set.
-pub(super) fn set_bytes(set: &dyn Files) -> io::Result<u64> {
-    let names = set.names()?;
-    let files = names.iter().map(|name| {
-        let file = set.open(name)?;
-        file.map_or(Ok(0), |file| file.bytes())
+/// Removes the segments of a set from this one on, and the index, which lists pages of them.
+fn trim_set(set: &dyn Files, from: u32) -> io::Result<()> {
+    let mut names = set.names()?;
+    names.retain(|name| {
+        name == INDEX_NAME || segment_number(name).is_some_and(|number| number >= from)
     });
-    files.sum()
+    names.sort_by_key(|name| name != INDEX_NAME);
+    names.iter().try_for_each(|name| set.remove(name))?;
+    set.sync()
+}
+
+/// Bytes of all files of a set, or of another directory, without those of directories below.
+pub(super) fn set_bytes(set: &dyn Files) -> io::Result<u64> {
+    bytes_of(set, |_| true)
 }
 
 /// Bytes of the segments of a set.
 fn segment_bytes(set: &dyn Files) -> io::Result<u64> {
-    let names = set.names()?;
-    let segments = names.iter().filter(|name| segment_number(name).is_some());
-    let bytes = segments.map(|name| {
-        let file = set.open(name)?;
-        file.map_or(Ok(0), |file| file.bytes())
+    bytes_of(set, |name| segment_number(name).is_some())
+}
+
+fn bytes_of(directory: &dyn Files, counts: impl Fn(&str) -> bool) -> io::Result<u64> {
+    let names = directory.names()?;
+    let files = names.iter().filter(|name| counts(name)).map(|name| {
+        let entry = directory.entry(name)?;
+        let file = entry.filter(|entry| entry.kind == EntryKind::File);
+        Ok(file.map_or(0, |file| file.bytes))
     });
-    bytes.sum()
+    files.sum()
 }
 
 /// Removes a set with all of its files. The index goes first: it lists pages of the segments. The set file goes last:

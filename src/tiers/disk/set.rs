@@ -136,6 +136,29 @@ impl DiskSet {
         self.geometry().pages(self.count.min(usable))
     }
 
+    /// The name of a directory, or of a file below it, that was removed or replaced since the set was opened: the first of a
+    /// disk, whose directory of the shard is `shard`.
+    pub(super) fn lost(&self, disk: usize, shard: &dyn Files) -> io::Result<Option<String>> {
+        let name = self.file.key.name();
+        let Some(mine) = self.directories.get(disk) else {
+            return Ok(None);
+        };
+        let now = shard.directory(&name)?.map(|now| now.id()).transpose()?;
+        if now != Some(mine.id()?) {
+            return Ok(Some(name));
+        }
+        let opened: Vec<_> = {
+            let segments = lock(&self.segments);
+            segments.get(disk).cloned().unwrap_or_default()
+        };
+        for (segment, file) in (0_u32..).zip(opened) {
+            if file.is_some_and(|file| file.has_name().is_ok_and(|has| !has)) {
+                return Ok(Some(format!("{name}/{}", segment_name(segment))));
+            }
+        }
+        Ok(None)
+    }
+
     /// Uses no more than the segments that exist, because the disk has no room for another one. Returns true if that
     /// leaves fewer pages than before.
     pub fn shrink(&self) -> bool {
@@ -145,11 +168,6 @@ impl DiskSet {
         let least = u32::try_from(least).unwrap_or(u32::MAX);
         self.usable.fetch_min(least, Ordering::Relaxed);
         self.capacity_pages() < before
-    }
-
-    /// Bytes that the files of all sets use, on all disks.
-    pub fn used_bytes(&self) -> u64 {
-        self.room.used_bytes().iter().sum()
     }
 
     /// Number of pages whose place failed since the set was opened. Nothing is written there.

@@ -9,9 +9,11 @@ use kvferry_types::{DepotId, Scope, Stored};
 use super::buffer::AlignedBuffer;
 use super::directories::{DiskDirectories, DiskError, failed};
 use super::files::{Files, UNIT_BYTES};
-use super::format::{DiskIdentity, Geometry, Mark, Marks, SetKey};
+use super::format::{
+    DiskIdentity, Geometry, MARKS_NAME, Mark, Marks, SetKey, ShardDirectory, shard_name,
+};
 use super::recover::{Recovered, SetOf, open_set};
-use super::room::Room;
+use super::room::{Room, remove_set};
 use super::set::DiskSet;
 
 /// Pages of a set that a reset visits without a pause for other threads.
@@ -52,7 +54,7 @@ impl DiskTier {
         shard: u16,
         cap: u64,
     ) -> Result<Option<Self>, DiskError> {
-        let name = format!("shard-{shard}");
+        let name = shard_name(shard);
         let mut disks: Vec<Arc<dyn Files>> = Vec::new();
         for (path, disk) in directories.paths.iter().zip(&directories.disks) {
             let directory = || match disk.directory(&name)? {
@@ -76,6 +78,10 @@ impl DiskTier {
         if !first.try_lock().map_err(failed(path, "lock it"))? {
             return Ok(None);
         }
+        for ((path, root), disk) in directories.paths.iter().zip(&directories.disks).zip(&disks) {
+            let made = make_current((root.as_ref(), shard), disk.as_ref());
+            made.map_err(failed(path, "set up the shard's directory"))?;
+        }
         let marks =
             Marks::read(first.as_ref()).map_err(failed(path, "read the marks of resets"))?;
         let marks = marks.map_err(|error| DiskError::Format {
@@ -89,6 +95,7 @@ impl DiskTier {
         let of_disks = of_disks.map(|(disk, others)| [vec![Arc::clone(disk)], others].concat());
         let room = Room::new(share, of_disks.collect());
         let room = room.map_err(failed(path, "list its sets"))?;
+        room.fit().map_err(failed(path, "bring it down to g3"))?;
         let marks = marks?;
         Ok(Some(Self {
             directories: directories.clone(),
@@ -136,7 +143,7 @@ impl DiskTier {
         if let Some(open) = state.open.take() {
             open.close()?;
         }
-        self.room.open(None, 0)?;
+        self.room.count()?;
         let of = SetOf {
             tier: self.directories.tier,
             shard: self.shard,
@@ -256,6 +263,37 @@ impl DiskTier {
         Ok(())
     }
 
+    /// False if the directory with the lock and the marks of resets was removed or replaced: what is noted there is gone.
+    pub fn has_marks(&self) -> bool {
+        let first = self.directories.disks.first().zip(self.disks.first());
+        first.is_none_or(|(root, disk)| is_current((root.as_ref(), self.shard), disk.as_ref()))
+    }
+
+    /// Checks that the shard's directories, and the files of the open set, are still those that are open.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskError::Lost`] for a directory or file that was removed or replaced: what is written there is gone. No error for a
+    /// disk that cannot be read.
+    pub fn check_present(&self) -> Result<(), DiskError> {
+        let (name, set) = (shard_name(self.shard), self.open_set());
+        let of_disks = self.directories.paths.iter().zip(&self.directories.disks);
+        for ((number, (path, root)), disk) in (0..).zip(of_disks).zip(&self.disks) {
+            let lost = |name: String| DiskError::Lost {
+                directory: path.clone(),
+                name,
+            };
+            if !is_current((root.as_ref(), self.shard), disk.as_ref()) {
+                return Err(lost(name));
+            }
+            let set = set.as_ref().map(|set| set.lost(number, disk.as_ref()));
+            if let Some(Ok(Some(below))) = set {
+                return Err(lost(format!("{name}/{below}")));
+            }
+        }
+        Ok(())
+    }
+
     /// Reads a small file of each disk.
     ///
     /// # Errors
@@ -281,8 +319,51 @@ impl DiskTier {
         open.map_or(Ok(()), |open| open.close())
     }
 
-    /// Bytes that the files of all sets use on each disk.
-    pub fn used_bytes(&self) -> Vec<u64> {
-        self.room.used_bytes()
+    /// Bytes of all files of the shard now, and of those that shards beyond the number of shards have left to it.
+    ///
+    /// # Errors
+    ///
+    /// The error of the file system.
+    pub fn used_bytes(&self) -> io::Result<u64> {
+        self.room.file_bytes()
     }
+}
+
+/// False if the directory of a shard was removed, or another one has its name. True if that cannot be found out.
+fn is_current((root, shard): (&dyn Files, u16), directory: &dyn Files) -> bool {
+    let now = root.directory(&shard_name(shard));
+    let now = now.and_then(|now| now.map(|now| now.id()).transpose());
+    match (now, directory.id()) {
+        (Ok(now), Ok(mine)) => now == Some(mine),
+        _ => true,
+    }
+}
+
+/// Makes sure that the directory of a shard on one disk, whose lock this process has, is the one that was used last. One that
+/// was put back loses its pages: resets since then are not noted in it.
+fn make_current((root, shard): (&dyn Files, u16), directory: &dyn Files) -> io::Result<()> {
+    let found = ShardDirectory::of((root, shard), directory)?;
+    let mut sets = directory.names()?;
+    sets.retain(|name| SetKey::is_name(name));
+    match found {
+        ShardDirectory::Current => return Ok(()),
+        // Of an earlier version.
+        ShardDirectory::Unnumbered if !sets.is_empty() => return Ok(()),
+        ShardDirectory::Unnumbered => {}
+        ShardDirectory::Other => {
+            if !sets.is_empty() {
+                tracing::warn!(
+                    shard,
+                    "the directory of the shard is not the one that was used last: its pages are removed, because resets \
+                     since then are not noted in it"
+                );
+            }
+            sets.iter()
+                .try_for_each(|name| remove_set(directory, name))?;
+            if directory.open(MARKS_NAME)?.is_some() {
+                directory.remove(MARKS_NAME)?;
+            }
+        }
+    }
+    ShardDirectory::renew((root, shard), directory)
 }

@@ -141,6 +141,10 @@ impl DiskFile for FaultyFile {
         self.0.try_lock()
     }
 
+    fn has_name(&self) -> std::io::Result<bool> {
+        self.0.has_name()
+    }
+
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -3,7 +3,9 @@
 //! ```text
 //! DIR/                          one for each disk; 0700, files 0600
 //!   disk                        which disk of which tier this is            (`identity`)
+//!   shard-S.id                  which directory of this name has the shard's pages (`shard`)
 //!   shard-S/                    everything of one shard; one process at a time has its lock
+//!     id                        the same
 //!     lock
 //!     marks                     resets that not every set has carried out   (`marks`)
 //!     SET/                      the pages of one layout, page size and ratio (`geometry`)
@@ -59,6 +61,7 @@ mod index;
 mod marks;
 mod region;
 mod set_file;
+mod shard;
 
 pub use checksum::PageSum;
 pub(super) use checksum::SetKeys;
@@ -71,6 +74,7 @@ pub(super) use marks::{MARKS_NAME, Marks};
 pub use region::{BlockHeader, HeaderPage};
 pub(super) use region::{Region, RegionId};
 pub(super) use set_file::{SET_NAME, SetFile};
+pub(super) use shard::{SHARD_ID_NAME, ShardDirectory, shard_beside, shard_name};
 
 /// Version of the format. See the module.
 pub const FORMAT_VERSION: u32 = 1;

@@ -22,7 +22,10 @@ pub use finding::{Finding, FindingKind, Place};
 
 use super::directories::{DISKS_MAX, DiskError, failed};
 use super::files::{EntryKind, Files, RealDirectory};
-use super::format::{DiskIdentity, FormatError, IDENTITY_NAME, MARKS_NAME, Marks, SetFile, SetKey};
+use super::format::{
+    DiskIdentity, FormatError, IDENTITY_NAME, MARKS_NAME, Marks, SHARD_ID_NAME, SetFile, SetKey,
+    shard_beside, shard_name,
+};
 use super::room::{remove_set, set_bytes};
 use super::tier::PROBE_NAME;
 use set::SetCheck;
@@ -149,6 +152,7 @@ pub(super) fn check(
         let known = |name: &str| match name {
             IDENTITY_NAME | "disk.new" | LOCK_NAME => Some(EntryKind::File),
             LEADER_NAME => Some(EntryKind::Directory),
+            name if shard_beside(name).is_some() => Some(EntryKind::File),
             name => shard_number(name).map(|_| EntryKind::Directory),
         };
         checker.check_names(files.as_ref(), &place, &known)?;
@@ -166,7 +170,7 @@ pub(super) fn check(
 /// The number of a shard's directory; `None` for other names.
 fn shard_number(name: &str) -> Option<u16> {
     let number = name.strip_prefix("shard-")?.parse().ok()?;
-    (name == format!("shard-{number}")).then_some(number)
+    (name == shard_name(number)).then_some(number)
 }
 
 /// The directories of one shard: `None` on a disk that has none.
@@ -315,7 +319,7 @@ impl Checker<'_> {
         for shard in shards {
             let mut directories: Shard = Vec::new();
             for (disk, files) in self.disks.iter().enumerate() {
-                let opened = directory(files.as_ref(), &format!("shard-{shard}"));
+                let opened = directory(files.as_ref(), &shard_name(*shard));
                 directories.push(opened.map_err(self.failed(disk, "open a shard"))?);
             }
             if let Some(first) = directories.iter().flatten().next()
@@ -446,7 +450,9 @@ impl Checker<'_> {
         tier: Option<u128>,
     ) -> Result<(), FsckError> {
         let known = |name: &str| match name {
-            "lock" | MARKS_NAME | "marks.new" | PROBE_NAME => Some(EntryKind::File),
+            "lock" | MARKS_NAME | "marks.new" | PROBE_NAME | SHARD_ID_NAME | "id.new" => {
+                Some(EntryKind::File)
+            }
             name => SetKey::is_name(name).then_some(EntryKind::Directory),
         };
         let mut sets = BTreeSet::new();

@@ -40,6 +40,8 @@ enum NameChange {
 struct SimDirectory {
     durable: BTreeMap<String, Entry>,
     changes: Vec<NameChange>,
+    /// Grows with each change of a name on the disk.
+    changed: i64,
 }
 
 impl SimDirectory {
@@ -116,6 +118,13 @@ impl Disk {
             true => Err(io::Error::from_raw_os_error(EIO)),
             false => Ok(()),
         }
+    }
+
+    fn name_change(&mut self, directory: usize, change: NameChange) {
+        let changed = i64::try_from(self.changes).expect("few changes");
+        let directory = &mut self.directories[directory];
+        directory.changes.push(change);
+        directory.changed = changed;
     }
 
     fn inode_named(&self, name: &str) -> usize {
@@ -377,7 +386,7 @@ impl Files for SimFiles {
             units: BTreeMap::new(),
         });
         let add = NameChange::Add(name.to_owned(), Entry::File(inode));
-        disk.directories[self.1].changes.push(add);
+        disk.name_change(self.1, add);
         Ok(Arc::new(SimFile(self.0.clone(), inode)))
     }
 
@@ -393,7 +402,7 @@ impl Files for SimFiles {
         let below = disk.directories.len();
         disk.directories.push(SimDirectory::default());
         let add = NameChange::Add(name.to_owned(), Entry::Directory(below));
-        disk.directories[self.1].changes.push(add);
+        disk.name_change(self.1, add);
         Ok(Arc::new(SimFiles(self.0.clone(), below)))
     }
 
@@ -406,14 +415,24 @@ impl Files for SimFiles {
 
     fn entry(&self, name: &str) -> io::Result<Option<Named>> {
         let disk = self.0.lock();
-        let kind = match disk.directories[self.1].now().get(name) {
-            _ if name == "." => EntryKind::Directory,
-            Some(Entry::Directory(_)) => EntryKind::Directory,
-            Some(Entry::File(_)) => EntryKind::File,
+        let of_directory =
+            |number: usize| (EntryKind::Directory, 0, disk.directories[number].changed);
+        let (kind, bytes, changed) = match disk.directories[self.1].now().get(name) {
+            _ if name == "." => of_directory(self.1),
+            Some(Entry::Directory(number)) => of_directory(*number),
+            Some(Entry::File(inode)) => {
+                let bytes = disk.inodes[*inode].lengths.last().copied();
+                (EntryKind::File, bytes.unwrap_or(0), 0)
+            }
             None => return Ok(None),
         };
         let mode = kind.mode();
-        Ok(Some(Named { kind, mode }))
+        Ok(Some(Named {
+            kind,
+            mode,
+            bytes,
+            changed,
+        }))
     }
 
     fn set_mode(&self, _: &str, _: EntryKind) -> io::Result<()> {
@@ -423,7 +442,7 @@ impl Files for SimFiles {
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let mut disk = self.0.change()?;
         let rename = NameChange::Rename(from.to_owned(), to.to_owned());
-        disk.directories[self.1].changes.push(rename);
+        disk.name_change(self.1, rename);
         Ok(())
     }
 
@@ -433,9 +452,7 @@ impl Files for SimFiles {
             let bytes = disk.inodes[*inode].lengths.last().copied().unwrap_or(0);
             disk.room = disk.room.map(|room| room + bytes);
         }
-        disk.directories[self.1]
-            .changes
-            .push(NameChange::Remove(name.to_owned()));
+        disk.name_change(self.1, NameChange::Remove(name.to_owned()));
         Ok(())
     }
 
@@ -561,6 +578,19 @@ impl DiskFile for SimFile {
 
     fn try_lock(&self) -> io::Result<bool> {
         Ok(true)
+    }
+
+    fn has_name(&self) -> io::Result<bool> {
+        let disk = self.0.lock();
+        let names = disk
+            .directories
+            .iter()
+            .flat_map(|one| one.now().into_values());
+        let mut files = names.filter_map(|entry| match entry {
+            Entry::File(inode) => Some(inode),
+            Entry::Directory(_) => None,
+        });
+        Ok(files.any(|inode| inode == self.1))
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
