@@ -440,6 +440,7 @@ class DiskStatus(msgspec.Struct, kw_only=True):
     bad_pages: int = 0
     unreadable_pages: int = 0
     quarantined_pages: int = 0
+    bad_reads: int = 0
 
 
 class RankStatus(msgspec.Struct, kw_only=True):
@@ -482,6 +483,7 @@ class MovesStatus(msgspec.Struct, kw_only=True):
     waiting: int = 0
     left_out: int = 0
     bad_sources: int = 0
+    gone: int = 0
 
 
 class RestartedProcess(msgspec.Struct, kw_only=True):

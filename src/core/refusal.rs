@@ -228,6 +228,12 @@ pub enum Refusal {
          writes these pages any longer"
     )]
     CopyFailed(u32),
+    /// Pages of a load had changed, or were not read, where this number of ranks read them; the copies have ended everywhere.
+    #[error(
+        "pages failed their checksum, or were not read, on {0} rank(s): they are removed and are not served again; compute the \
+         pages. Nothing writes them any longer"
+    )]
+    BadPages(u32),
     /// Copies of stores that were cancelled have not ended by the request's deadline.
     #[error(
         "{stores} store(s) are being cancelled and have not ended yet: their pages are free when they are answered; \
@@ -409,7 +415,7 @@ impl Refusal {
             Self::NotPinned { .. } => RefusalReason::NotPinned,
             Self::Limit { .. } => RefusalReason::Limit,
             Self::Crowded { .. } => RefusalReason::Busy,
-            Self::CopyFailed(_) | Self::NotLoaded => RefusalReason::CopyFailed,
+            Self::CopyFailed(_) | Self::BadPages(_) | Self::NotLoaded => RefusalReason::CopyFailed,
             Self::StaleRequest { .. } => RefusalReason::StaleRequest,
             Self::Quota { .. } => RefusalReason::Quota,
         }

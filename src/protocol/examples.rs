@@ -549,12 +549,19 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                 bytes: 8 << 30,
                 pinned_bytes: Some(1 << 30),
                 problem: String::new(),
-                disk: Some(Box::new(disk_status())),
+                disk: Some(Box::new(DiskStatus {
+                    bad_reads: 4,
+                    ..disk_status()
+                })),
             }),
         ),
         ("readiness_answer", Message::ReadinessAnswer(Empty {})),
         ("status", Message::Status(Status { check: true })),
         ("status_answer", Message::StatusAnswer(status_answer())),
+        (
+            "status_answer_slow_disk",
+            Message::StatusAnswer(slow_disk()),
+        ),
     ]
 }
 
@@ -643,6 +650,28 @@ fn disk_status() -> DiskStatus {
         bad_pages: 3,
         unreadable_pages: 2,
         quarantined_pages: 1,
+        bad_reads: 0,
+    }
+}
+
+/// Blocks left host memory before the disk took them, and what it has was found to have changed.
+fn slow_disk() -> StatusAnswer {
+    let status = status_answer();
+    let ranks = status.ranks.into_iter().map(|rank| RankStatus {
+        disk: rank.disk.map(|disk| {
+            Box::new(DiskStatus {
+                bad_reads: 4,
+                ..*disk
+            })
+        }),
+        ..rank
+    });
+    StatusAnswer {
+        ranks: ranks.collect(),
+        moves: status
+            .moves
+            .map(|moves| Box::new(MovesStatus { gone: 6, ..*moves })),
+        ..status_answer()
     }
 }
 
@@ -720,6 +749,7 @@ fn status_answer() -> StatusAnswer {
             pages: 90,
             left_out: 4,
             bad_sources: 5,
+            gone: 0,
         })),
         decisions_digest: Some("blake3:00".to_owned()),
         contradiction: Some(String::new()),

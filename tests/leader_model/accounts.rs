@@ -73,7 +73,9 @@ fn counter_of(request: &Request, answer: &Reply) -> Option<String> {
         // Stores that were cancelled are among them.
         Ok(Answer::Store(_)) => return Some("stores_failed".to_owned()),
         Ok(_) => return Some(requests.to_owned()),
-        Err(Refusal::CopyFailed(_) | Refusal::NotLoaded) => return Some("loads_failed".to_owned()),
+        Err(Refusal::CopyFailed(_) | Refusal::BadPages(_) | Refusal::NotLoaded) => {
+            return Some("loads_failed".to_owned());
+        }
         Err(Refusal::UnknownSlot(_)) => "unknown_slot",
         Err(Refusal::NotPinned { .. }) => "not_pinned",
         Err(Refusal::Limit { .. }) => "limit",

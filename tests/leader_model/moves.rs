@@ -571,7 +571,7 @@ fn a_page_that_fails_its_checksum_is_cut_from_its_tier_and_the_load_gets_no_more
     tiered.end(&moves[0], 3, true);
     let refused = tiered.answers.get(&load).cloned();
     assert!(
-        matches!(refused, Some(Err(Refusal::CopyFailed(1)))),
+        matches!(refused, Some(Err(Refusal::BadPages(1)))),
         "{refused:?}"
     );
     assert!(

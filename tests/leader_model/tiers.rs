@@ -145,6 +145,14 @@ fn attach_request(rank: u16, host: u128) -> AttachRequest {
     }
 }
 
+/// A rank arrives again with its engine.
+fn arrive(tiered: &mut Tiered, rank: u16, host: u128) {
+    let memory = tiered.memory(64);
+    for event in LeaderEvent::arrival(attach_request(rank, host), memory) {
+        tiered.step(event);
+    }
+}
+
 /// A rank of the engine arrives again, without an engine.
 fn arrive_idle(tiered: &mut Tiered, rank: u16) {
     tiered.step(LeaderEvent::Attach(attach_request(rank, 10)));
@@ -198,4 +206,42 @@ fn a_worker_that_was_started_again_without_its_engine_opens_its_disk_and_a_flush
     tiered.now = tiered.now + Duration::from_secs(30);
     tiered.step(LeaderEvent::Tick);
     assert_eq!(tiered.opened.len(), 2, "it is open");
+}
+
+/// Each block that was stored is written to the disk, waits for that, or is counted as gone.
+#[test]
+fn blocks_that_leave_host_memory_before_a_slow_disk_takes_them_are_counted() {
+    let mut tiered = Tiered::new(64, &[DOWN]);
+    let counts = |tiered: &Tiered| {
+        let waiting = tiered.leader.moves_under_way().1 as u64;
+        (waiting, tiered.leader.counts().moves_gone)
+    };
+    // Four moves run and end nothing, and host memory has room for eight blocks.
+    (0..8).for_each(|name| tiered.stored(10 * name));
+    assert_eq!(counts(&tiered), (4, 0));
+    (8..12).for_each(|name| tiered.stored(10 * name));
+    let mut written = 0;
+    loop {
+        let ended = tiered.end_all(DOWN) as u64;
+        written += ended;
+        let (waiting, gone) = counts(&tiered);
+        assert!(written + waiting + gone <= 12);
+        if ended == 0 {
+            break;
+        }
+    }
+    assert_eq!((written, counts(&tiered)), (8, (0, 4)));
+    assert_eq!(tiered.ready(TierId::Disk), 8 * RATIO);
+    // Host memory is lost with the workers.
+    (12..20).for_each(|name| tiered.stored(10 * name));
+    assert_eq!(counts(&tiered), (4, 4));
+    for rank in 0..RANKS {
+        tiered.step(LeaderEvent::WorkerDead(worker(0, rank)));
+    }
+    // Those that were being written wait again.
+    assert_eq!(counts(&tiered), (8, 4));
+    for rank in 0..RANKS {
+        arrive(&mut tiered, rank, 500);
+    }
+    assert_eq!(counts(&tiered), (0, 12));
 }

@@ -13,6 +13,7 @@ pub(super) struct DiskCounters {
     scrubbed_pages: AtomicU64,
     bad_pages: AtomicU64,
     unreadable_pages: AtomicU64,
+    bad_reads: AtomicU64,
 }
 
 impl DiskCounters {
@@ -29,6 +30,16 @@ impl DiskCounters {
         for (counter, pages) in counts {
             counter.fetch_add(pages, Ordering::Relaxed);
         }
+    }
+
+    /// Adds pages that had changed when they were read to be served. Returns their number since the start of the worker.
+    pub(super) fn add_bad_reads(&self, pages: u64) -> u64 {
+        self.bad_reads.fetch_add(pages, Ordering::Relaxed) + pages
+    }
+
+    /// Pages that had changed when they were read to be served.
+    pub(super) fn bad_reads(&self) -> u64 {
+        self.bad_reads.load(Ordering::Relaxed)
     }
 
     /// Bytes of all files, as of the last look.

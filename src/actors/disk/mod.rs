@@ -44,6 +44,7 @@ const FAILURES_MAX: u32 = 3;
 const CLOSE_LIMIT: Duration = Duration::from_secs(8);
 
 static FAILED: SharedLogLimit = SharedLogLimit::new();
+static CHANGED: SharedLogLimit = SharedLogLimit::new();
 
 /// The disk tier that a worker may use.
 #[derive(Debug, Clone)]
@@ -146,6 +147,10 @@ fn too_small(settings: &DiskSettings, key: &SetKey) -> String {
         ),
     }
 }
+
+/// The log line of a page that a load or the scrub found to have changed.
+const CHANGED_TEXT: &str =
+    "a page on the disk has changed since it was written: it is not served, and computed anew";
 
 type Report = Arc<dyn Fn(DiskReport) + Send + Sync>;
 
@@ -386,6 +391,7 @@ impl Disk {
             scrubbed_pages: self.counters.scrubbed_pages(),
             bad_pages: self.counters.bad_pages(),
             unreadable_pages: self.counters.unreadable_pages(),
+            bad_reads: self.counters.bad_reads(),
             quarantined_pages: open.map_or(0, |(_, set)| set.faulty_pages() as u64),
             ..DiskStatus::default()
         })
@@ -439,17 +445,18 @@ impl Disk {
         if end.write {
             self.written.add(Instant::now(), end.ended.bytes);
         }
+        self.note_changed(&end.changed);
         let mut full_now = false;
         let mut failures = match end.write {
             true => self.write_failures,
             false => self.read_failures,
         };
         if let Some(error) = &end.error {
-            if let Some(left_out) = FAILED.line() {
+            full_now = is_full(error);
+            if !full_now && let Some(left_out) = FAILED.line() {
                 tracing::warn!(%transfer, %error, left_out, "the disk failed a copy");
             }
             // A full disk still serves what it has, and so does one that takes no writes.
-            full_now = is_full(error);
             failures += u32::from(!full_now);
             if end.write && (is_read_only(error) || failures >= FAILURES_MAX) {
                 self.stop_writing(WritesFail::of("cannot write", error));
@@ -485,9 +492,23 @@ impl Disk {
         let shorter = set.is_some_and(|set| set.shrink());
         if let Some(set) = set.filter(|_| shorter) {
             let pages = set.capacity_pages();
-            tracing::warn!(pages, "the disk has less room than g3: it uses what it has");
+            tracing::info!(
+                pages,
+                "full: the disk has less room than g3, and uses what it has"
+            );
         }
         shorter
+    }
+
+    /// Counts pages that had changed since they were written, and logs the first one.
+    fn note_changed(&self, pages: &[u32]) {
+        let Some(page) = pages.first() else {
+            return;
+        };
+        let found = self.counters.add_bad_reads(pages.len() as u64);
+        if let Some(left_out) = CHANGED.line() {
+            tracing::error!(page, found, left_out, "{CHANGED_TEXT}");
+        }
     }
 
     /// True while nothing is written.

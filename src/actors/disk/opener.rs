@@ -11,7 +11,9 @@ use kvferry_tiers::disk::{DiskDirectories, DiskSet, DiskTier, FLUSH_AFTER, SetKe
 use kvferry_types::{Scope, Stored};
 
 use super::health::DiskCounters;
-use super::{Command, DiskReport, DiskSettings, Report, WritesFail, too_small};
+use super::{
+    CHANGED, CHANGED_TEXT, Command, DiskReport, DiskSettings, FAILED, Report, WritesFail, too_small,
+};
 
 /// Pause between two attempts to take the lock of the directory.
 const LOCK_EVERY: Duration = Duration::from_millis(100);
@@ -263,14 +265,15 @@ impl Opener<'_> {
         let step = scrub.step(set, now);
         self.counters.add_scrubbed(&step);
         for run in step.removed {
-            tracing::error!(
-                page = run.start,
-                removed = run.count,
-                "a page on the disk has changed: it is not served"
-            );
+            if let Some(left_out) = CHANGED.line() {
+                let (page, removed) = (run.start, run.count);
+                tracing::error!(page, removed, left_out, "{CHANGED_TEXT}");
+            }
         }
-        if let Some(error) = step.error {
-            tracing::error!(%error, "the disk does not read a page");
+        if let Some(error) = step.error
+            && let Some(left_out) = FAILED.line()
+        {
+            tracing::error!(%error, left_out, "the disk does not read a page");
         }
         if let Some(pass) = step.ended {
             tracing::info!(?pass, "all pages on the disk are verified");

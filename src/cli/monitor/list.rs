@@ -457,6 +457,11 @@ pub const METRICS: &[Metric] = &[
         "Blocks that were not moved, because too many waited, or because their moves failed three times",
     ),
     count(
+        "kvferry_moves_gone_total",
+        "moves_gone",
+        "Blocks that left host memory while they waited to be moved to a slower tier",
+    ),
+    count(
         "kvferry_bad_sources_total",
         "bad_sources",
         "Pages that failed their checksum, or that the disk did not read",
@@ -542,6 +547,13 @@ pub const METRICS: &[Metric] = &[
         &["process"],
         "Pages of those that had changed",
         of_disks!(bad_pages),
+    ),
+    counter(
+        "kvferry_disk_bad_reads_total",
+        "pages",
+        &["process"],
+        "Pages that had changed when they were read to be served",
+        of_disks!(bad_reads),
     ),
     counter(
         "kvferry_disk_unreadable_pages_total",

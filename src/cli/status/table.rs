@@ -195,7 +195,7 @@ fn of_worker(disk: &DiskStatus) -> String {
         write!(text, ", {scrubbed} scrubbed").ok();
     }
     for (pages, what) in [
-        (disk.bad_pages, "bad"),
+        (disk.bad_pages + disk.bad_reads, "bad"),
         (disk.unreadable_pages, "unreadable"),
         (disk.quarantined_pages, "quarantined"),
     ] {
@@ -217,6 +217,10 @@ fn moved(moves: &MovesStatus) -> String {
     if moves.left_out > 0 {
         let blocks = count(moves.left_out, "block", "blocks");
         write!(text, ", {blocks} left out").ok();
+    }
+    if moves.gone > 0 {
+        let blocks = count(moves.gone, "block", "blocks");
+        write!(text, ", {blocks} gone before they were moved").ok();
     }
     if moves.bad_sources > 0 {
         let pages = count(moves.bad_sources, "bad page", "bad pages");
@@ -410,6 +414,7 @@ problems     12 late copies, 1 page without room";
             pages: 1600,
             left_out: 0,
             bad_sources: 1,
+            gone: 3,
         };
         let disks = [
             DiskStatus {
@@ -426,6 +431,7 @@ problems     12 late copies, 1 page without room";
                 durable_pages: 480,
                 scrubbed_pages: 1000,
                 bad_pages: 3,
+                bad_reads: 4,
                 quarantined_pages: 2,
                 ..DiskStatus::new(DiskHealth::ReadOnly, "cannot write".to_owned())
             },
@@ -453,8 +459,8 @@ disk         G3: 75.0 % filled, 3,000 of 4,000 pages in 1 block; 1,234 pages hit
 5 evicted, 2 pages quarantined
              rank 0: ok; 1.0 GiB of 4 GiB, 2.0 GiB written in 24 h (7.0 GiB in all)
              rank 1: read_only (cannot write); 0 B of 4 GiB, 0 B written in 24 h (0 B in all), 20 pages not durable \
-yet, 1,000 pages scrubbed, 3 bad, 2 quarantined
-             50 moves of 1,600 pages, 2 in flight, 1 block waiting, 1 bad page
+yet, 1,000 pages scrubbed, 7 bad, 2 quarantined
+             50 moves of 1,600 pages, 2 in flight, 1 block waiting, 3 blocks gone before they were moved, 1 bad page
 ";
         assert!(text.contains(expected), "{text}");
         status.tiers[1].pages = 0;

@@ -87,6 +87,9 @@ pub struct LeaderCounts {
     /// Blocks that were not moved to a slower tier, or not fetched from one, because too many waited, or because their moves
     /// failed several times.
     pub moves_left_out: u64,
+    /// Blocks that waited to be written to a slower tier until they had left the faster one: evicted, removed by a reset, or
+    /// gone with their tier.
+    pub moves_gone: u64,
     /// Pages of a source that failed their checksum or were not read; they are not served again.
     pub bad_sources: u64,
     /// Places of failed pages below host memory that were taken out of use.
@@ -363,6 +366,11 @@ pub const COUNTERS: &[Counter] = &[
         "moves_left_out",
         "Blocks that were not moved, because too many waited: the slower tier is too slow for what is stored; or because their moves failed three times",
         |l, _| l.moves_left_out,
+    ),
+    counter(
+        "moves_gone",
+        "Blocks that were evicted, or removed by a reset, while they waited to be written to a slower tier: it is too slow for what is stored",
+        |l, _| l.moves_gone,
     ),
     counter(
         "bad_sources",

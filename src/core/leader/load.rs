@@ -257,6 +257,7 @@ impl Leader {
                 self.counts.loads_failed += 1;
                 match load.failed {
                     0 => Err(Refusal::NotLoaded),
+                    failed if load.bad => Err(Refusal::BadPages(failed)),
                     failed => Err(Refusal::CopyFailed(failed)),
                 }
             }
@@ -510,6 +511,7 @@ impl Leader {
                 continue;
             };
             load.failed = load.failed.max(outcome.failed);
+            load.bad |= outcome.bad_page.is_some();
             for (_, stretch) in of_load {
                 let Some(index) = load.index_of(*stretch) else {
                     continue;

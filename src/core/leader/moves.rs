@@ -230,11 +230,18 @@ impl Moves {
     }
 
     /// Forgets the blocks of a tier that wait, and those that wait to be fetched into it. Blocks that wait to be written to
-    /// it are written when it is open again.
-    pub(super) fn forget(&mut self, tier: TierId) {
-        let written = |edge: &Edge| edge.to == tier && edge.to > edge.from;
-        self.waiting
-            .retain(|edge, _| !edge.touches(tier) || written(edge));
+    /// it are written when it is open again. Returns the number of those that waited to be written to a slower tier.
+    pub(super) fn forget(&mut self, tier: TierId) -> u64 {
+        let is_write = |edge: &Edge| edge.to > edge.from;
+        let mut gone = 0;
+        self.waiting.retain(|edge, blocks| {
+            let kept = !edge.touches(tier) || (edge.to == tier && is_write(edge));
+            if !kept && is_write(edge) {
+                gone += blocks.queue.len() as u64;
+            }
+            kept
+        });
+        gone
     }
 
     /// Checks that the source of every move has a pool, and recounts the moves by edge. `Err` names the first
@@ -364,6 +371,7 @@ impl Leader {
             return;
         };
         let Some((domain, phase, start, pages)) = source.movable(block) else {
+            self.counts.moves_gone += u64::from(edge.to > edge.from);
             return;
         };
         // The block's place in its sequence is not known, only its place in a cell: the pages before it are not read.
@@ -531,6 +539,8 @@ impl Leader {
         let block = pin.block();
         self.tiers.unpin(edge.from, pin);
         let Some(pool) = self.tiers.serving_mut(edge.from) else {
+            let gone = !served && queued.is_some() && edge.to > edge.from;
+            self.counts.moves_gone += u64::from(gone);
             return;
         };
         if let Some(page) = outcome.bad_page {

@@ -159,6 +159,8 @@ pub(super) struct OpenLoad {
     pub(super) wanted_pages: u64,
     /// Workers on which a transfer of the load failed.
     pub(super) failed: u32,
+    /// A transfer of the load found a page that failed its checksum, or was not read.
+    pub(super) bad: bool,
     /// In ascending order of their ids.
     stretches: Vec<Stretch>,
     /// The load is carried out as a whole: a hit of several groups is of no use without one of its pages.
@@ -191,6 +193,7 @@ impl OpenLoad {
                 .map(|stretch| u64::from(stretch.pages))
                 .sum(),
             failed: 0,
+            bad: false,
             first_short: shorts.map(|stretch| stretch.id).next(),
             stretches,
             whole,

@@ -356,7 +356,7 @@ impl Leader {
             closes.close();
         }
         self.transfers.cancel_tier(tier);
-        self.moves.forget(tier);
+        self.counts.moves_gone += self.moves.forget(tier);
     }
 
     /// Drops closed pools whose last transfers have ended, and opens the next ones. A load that waits for other pages may

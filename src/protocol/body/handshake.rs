@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::no_features;
+use super::is_zero;
 use crate::error::ErrorCode;
 use crate::limits::{self, TEXT_BYTES_MAX};
 use crate::role::Role;
@@ -35,7 +35,7 @@ pub struct Hello {
     #[serde(default)]
     pub replica: u16,
     /// Features beyond the version. Bit 0 (value 1): the timeline; bit 1 (value 2): tails of sequences.
-    #[serde(default, skip_serializing_if = "no_features")]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub features: u64,
 }
 
@@ -85,7 +85,7 @@ pub struct Welcome {
     #[serde(default)]
     pub limits: BTreeMap<String, u64>,
     /// The features of the hello that the server supports, too.
-    #[serde(default, skip_serializing_if = "no_features")]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub features: u64,
 }
 

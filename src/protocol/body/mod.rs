@@ -45,8 +45,8 @@ use serde::{Deserialize, Serialize};
 pub struct Empty {}
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
-const fn no_features(features: &u64) -> bool {
-    *features == 0
+const fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]

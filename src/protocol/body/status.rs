@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::handshake::cut;
-use super::is_false;
+use super::{is_false, is_zero};
 use crate::bounded::at_most;
 use crate::limits::{PROCESSES_MAX, TIERS_MAX};
 
@@ -83,6 +83,9 @@ pub struct DiskStatus {
     pub unreadable_pages: u64,
     /// Pages whose place failed since the disk was opened.
     pub quarantined_pages: u64,
+    /// Pages that had changed when they were read to be served; `bad_pages` are those that the scrub found.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub bad_reads: u64,
 }
 
 impl DiskStatus {
@@ -186,6 +189,9 @@ pub struct MovesStatus {
     pub left_out: u64,
     /// Pages that failed their checksum when they were read.
     pub bad_sources: u64,
+    /// Blocks that left host memory while they waited to be moved to a slower tier.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub gone: u64,
 }
 
 /// The engines of a leader, their open requests, and the pages of running copies.

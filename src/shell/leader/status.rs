@@ -116,6 +116,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             pages: counts.moved_pages,
             left_out: counts.moves_left_out,
             bad_sources: counts.bad_sources,
+            gone: counts.moves_gone,
         })
     }
 

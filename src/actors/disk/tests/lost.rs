@@ -199,3 +199,42 @@ fn a_smaller_cap_takes_effect_when_a_worker_starts_and_keeps_what_fits() {
     assert_eq!(idle.read(0), Some(PAGES), "the first segments are kept");
     assert!(bytes_below(&shard(&root)) <= cap);
 }
+
+/// Changes a bit of the page that has this byte. Returns false if no file of the set has such a page.
+fn flip(set: &Path, byte: u8) -> bool {
+    let files = fs::read_dir(set).expect("read");
+    files.map(|entry| entry.expect("read").path()).any(|path| {
+        let mut bytes = fs::read(&path).expect("read");
+        let mut units = bytes.chunks_exact(4096);
+        let Some(unit) = units.position(|unit| unit.iter().all(|of| *of == byte)) else {
+            return false;
+        };
+        bytes[unit * 4096 + 7] ^= 0x40;
+        fs::write(&path, &bytes).expect("written");
+        true
+    })
+}
+
+#[test]
+fn pages_that_have_changed_are_counted_when_they_are_read() {
+    let (mut rig, root) = written();
+    let mut flipped = 0;
+    for to in [16, 32, 48, 64] {
+        assert!(rig.write(to).expect("taken").ended.complete);
+    }
+    assert_eq!(rig.flush(), Ok(()));
+    // Every other run: a read ends at its first page.
+    for run in [16_u32, 48] {
+        assert!(flip(&set_of(&root), byte_of(run)), "page {run}");
+        flipped += 1;
+    }
+    for from in [0, 32, 64] {
+        assert_eq!(rig.read(from), Some(PAGES));
+    }
+    assert_eq!(rig.disk.status().bad_reads, 0);
+    for from in [16, 48] {
+        assert_eq!(rig.read(from), Some(0));
+    }
+    let status = rig.disk.status();
+    assert_eq!((status.bad_reads, status.bad_pages), (flipped, 0));
+}

@@ -43,6 +43,8 @@ pub struct DiskCopyEnd {
     pub write: bool,
     /// Why the disk did not carry out a read or write.
     pub error: Option<io::Error>,
+    /// Pages of the disk whose bytes had changed since they were written, of those that were read.
+    pub changed: Vec<u32>,
 }
 
 /// Pages whose disk pages are consecutive.
@@ -85,6 +87,8 @@ struct Progress {
     sums: Vec<PageSum>,
     /// Index of the first page that failed its checksum.
     bad: Option<usize>,
+    /// Pages of the disk that failed their checksum: at most one of each part.
+    changed: Vec<u32>,
     /// Index of the first page whose place failed.
     faulty: Option<usize>,
     error: Option<io::Error>,
@@ -338,6 +342,7 @@ impl Job {
             },
             write: self.write,
             error: progress.error.take(),
+            changed: std::mem::take(&mut progress.changed),
         })
     }
 
@@ -416,6 +421,7 @@ impl Job {
             if !matches {
                 self.place_failed(index, part.disk + count as u32);
                 let mut progress = self.progress();
+                progress.changed.push(part.disk + count as u32);
                 progress.bad = Some(progress.bad.map_or(index, |bad| bad.min(index)));
                 return Ok(count);
             }
