@@ -9,6 +9,7 @@
 mod cluster {
     mod beside;
     mod calls;
+    mod disks;
     mod disturbed;
     mod engine;
     mod events;
