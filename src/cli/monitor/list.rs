@@ -284,12 +284,12 @@ pub const METRICS: &[Metric] = &[
     count(
         "kvferry_loaded_pages_total",
         "loaded_pages",
-        "Pages of all groups that loads read",
+        "Pages of all groups that loads brought, by their answers",
     ),
     count(
         "kvferry_loaded_runs_total",
         "blocks_loaded",
-        "Runs of pages that loads read",
+        "Runs of pages that loads began to read",
     ),
     counter(
         "kvferry_stores_total",
@@ -332,7 +332,7 @@ pub const METRICS: &[Metric] = &[
     count(
         "kvferry_refused_pages_total",
         "refused_pages",
-        "Pages of stores that found no room",
+        "Pages of stores and of moves into host memory that found no room",
     ),
     count(
         "kvferry_refused_runs_total",

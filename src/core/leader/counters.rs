@@ -23,9 +23,9 @@ pub struct LeaderCounts {
     pub below_tokens: u64,
     /// Tokens of pages below host memory that lookups did not offer, because they are computed sooner than loaded.
     pub declined_tokens: u64,
-    /// Arena runs read by loads.
+    /// Arena runs that loads began to read.
     pub loaded: u64,
-    /// Pages read by loads.
+    /// Pages that loads were answered with.
     pub loaded_pages: u64,
     /// Loads that were answered with all of their pages.
     pub loads_done: u64,
@@ -207,12 +207,14 @@ pub const COUNTERS: &[Counter] = &[
         "Tokens of pages below G2 that lookups did not offer: computing them takes less time than loading",
         |l, _| l.declined_tokens,
     ),
-    counter("blocks_loaded", "Runs of pages read by loads", |l, _| {
-        l.loaded
-    }),
+    counter(
+        "blocks_loaded",
+        "Runs of pages that loads began to read",
+        |l, _| l.loaded,
+    ),
     counter(
         "loaded_pages",
-        "Pages of all groups read by loads",
+        "Pages of all groups that loads brought, by their answers",
         |l, _| l.loaded_pages,
     ),
     counter(

@@ -186,7 +186,6 @@ impl Leader {
             for stretch in &mut stretches[first..] {
                 stretch.destination = cursor.take(stretch.pages);
             }
-            self.counts.loaded_pages += u64::from(position - part.first_page);
             let missing = end_of(part) - position;
             if whole && missing > 0 {
                 // Pages whose block was forgotten: the load is answered as not copied.
@@ -262,6 +261,8 @@ impl Leader {
                 }
             }
             pages => {
+                // Not what the load names: the engine computes pages whose copies fail, or that are not begun.
+                self.counts.loaded_pages += u64::from(pages);
                 let whole = u64::from(pages) == load.wanted_pages;
                 self.counts.loads_done += u64::from(whole);
                 self.counts.loads_short += u64::from(!whole);

@@ -191,8 +191,11 @@ fn loads_are_counted_by_their_ends_with_the_time_until_their_answers() {
         end(&mut leader, ms(13), copies[0], (complete_pages, 2));
         assert_eq!((leader.open_loads(), leader.open_requests()), (0, 0));
         assert_eq!(leader.pages_over(Edge::LOAD), 0);
-        let names = ["loads_", "load_us", "refused_loads"];
-        assert_eq!(counted(&leader, &names), [(ended, 1), ("load_us", 3000)]);
+        let names = ["loads_", "load_us", "loaded_pages", "refused_loads"];
+        let mut expected = vec![(ended, 1), ("load_us", 3000)];
+        let loaded = ("loaded_pages", u64::from(complete_pages));
+        expected.splice(0..0, (complete_pages > 0).then_some(loaded));
+        assert_eq!(counted(&leader, &names), expected);
     }
 }
 
