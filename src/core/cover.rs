@@ -31,24 +31,33 @@ pub(super) struct ServedPages {
 }
 
 impl ServedPages {
-    /// Those of the pages of a group that these runs hold, which ascend. A run may begin before the pages that it is needed
-    /// for, and end after them.
+    /// Those of the pages of a group that these runs hold, which ascend.
     pub(super) fn of<'a>(
         group: GroupId,
         pages: Range<u32>,
         runs: impl Iterator<Item = &'a TierRun>,
     ) -> impl Iterator<Item = Self> {
-        let mut at = pages.start;
-        runs.filter_map(move |TierRun { tier, run }| {
-            let from = run.position.max(at);
-            at = at.max((run.position + run.pages).min(pages.end));
-            (from < at).then_some(Self {
-                group,
-                tier: *tier,
-                pages: from..at,
-            })
+        serving(pages, runs).map(move |(found, pages)| Self {
+            group,
+            tier: found.tier,
+            pages,
         })
     }
+}
+
+/// The runs, which ascend, that serve some of these pages, with the pages that each serves. A run may begin before the
+/// pages that it was found for, and end after them: one that was found for a later page serves none of these, although it
+/// may hold some.
+pub(super) fn serving<'a>(
+    pages: Range<u32>,
+    runs: impl Iterator<Item = &'a TierRun>,
+) -> impl Iterator<Item = (TierRun, Range<u32>)> {
+    let mut at = pages.start;
+    runs.filter_map(move |found| {
+        let from = found.run.position.max(at);
+        at = at.max((found.run.position + found.run.pages).min(pages.end));
+        (from < at).then_some((*found, from..at))
+    })
 }
 
 impl Pool {

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::cover::{TierRun, walk_tiers};
+use crate::cover::{TierRun, serving, walk_tiers};
 use crate::group::{GroupKind, Hit, LookupBounds, Presence};
 use crate::index::MatchGoal;
 use crate::model::Sequence;
@@ -97,12 +97,10 @@ impl<'a> Reach<'a> {
 
     /// The runs that hold the pages of a group, in order. Pages that the tiers do not have are left out.
     pub(super) fn runs(&self, group: GroupId, pages: Range<u32>) -> Vec<TierRun> {
-        let overlaps = |found: &&TierRun| {
-            let run = found.run;
-            run.position < pages.end && run.position + run.pages > pages.start
-        };
         match &self.groups[usize::from(group.0)] {
-            GroupPages::Prefix { runs, .. } => runs.iter().filter(overlaps).copied().collect(),
+            GroupPages::Prefix { runs, .. } => {
+                serving(pages, runs.iter()).map(|(run, _)| run).collect()
+            }
             GroupPages::Cells { .. } => {
                 let mut found = Vec::new();
                 let mut page = pages.start;

@@ -400,6 +400,39 @@ fn a_lookup_fetches_pages_where_an_edge_leads_up_and_the_load_finds_them() {
     assert!(matches!(tiered.answers.get(&load), Some(Ok(_))));
 }
 
+#[test]
+fn a_block_on_the_disk_is_not_fetched_for_pages_that_host_memory_serves() {
+    let mut tiered = Tiered::new(16, &[DOWN, UP]);
+    for name in [0, 20] {
+        tiered.stored(name);
+        assert_eq!(tiered.end_all(DOWN), 1);
+    }
+    // Evicts the end of the first block from host memory.
+    tiered.lookup(22);
+    tiered.request(Request::Store {
+        slot: SlotId(22),
+        parts: vec![Part::new(GroupId(0), 0, PageList::run(0, 2))],
+        more: None,
+        after: RequestId(0),
+    });
+    assert_eq!(tiered.end_all(Edge::STORE), 1);
+    tiered.end_all(DOWN);
+    for (limit, below, moves) in [(4, 0, 0), (RATIO, RATIO - 6, 1)] {
+        let answer = tiered.request(Request::Lookup {
+            slot: SlotId(0),
+            namespace: vec![7],
+            hashes: sequence(0, RATIO as usize),
+            have_pages: 0,
+            limit_pages: Some(limit),
+        });
+        let Some(Ok(Answer::Lookup(found))) = answer else {
+            unreachable!("{answer:?}")
+        };
+        assert_eq!((found.hit_pages, found.below_pages.disk), (limit, below));
+        assert_eq!(tiered.take(UP).len(), moves, "for {limit} pages");
+    }
+}
+
 /// The transfer that a load waits for may be another's, with a later deadline.
 #[test]
 fn a_load_does_not_wait_for_promotions_after_its_deadline() {

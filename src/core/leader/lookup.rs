@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::blocks::BlockRef;
-use crate::cover::{ServedPages, TierRun, walk_tiers};
+use crate::cover::{ServedPages, TierRun, serving, walk_tiers};
 use crate::decision::{Decision, RequestDigest};
 use crate::group::{GroupKind, LookupBounds};
 use crate::held::HoldOwners;
@@ -293,11 +293,9 @@ fn find_plain(
     });
     let end = reach.end.min(limit);
     let hit_pages = end.saturating_sub(device_pages);
-    let is_needed = |(_, found): &&(GroupId, TierRun)| {
-        let run = found.run;
-        hit_pages > 0 && run.position + run.pages > device_pages && run.position < end
-    };
-    let needed: Vec<(GroupId, TierRun)> = used.iter().filter(is_needed).copied().collect();
+    let runs = used.iter().map(|(_, run)| run);
+    let needed = serving(device_pages..end.max(device_pages), runs);
+    let needed: Vec<(GroupId, TierRun)> = needed.map(|(run, _)| (group, run)).collect();
     let runs = needed.iter().map(|(_, run)| run);
     let served = ServedPages::of(group, device_pages..end.max(device_pages), runs);
     Found {
