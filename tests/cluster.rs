@@ -9,6 +9,7 @@
 mod cluster {
     mod beside;
     mod calls;
+    mod counts;
     mod disks;
     mod disturbed;
     mod engine;

@@ -25,7 +25,7 @@ pub fn free_port() -> u16 {
 }
 
 /// Requests a page. Returns the status and the text; `None` if nothing listens, or the connection broke.
-fn request(port: u16, path: &str) -> Option<(u16, String)> {
+pub fn request(port: u16, path: &str) -> Option<(u16, String)> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
     stream.set_read_timeout(Some(LIMIT)).expect("above 0");
     let request = format!("GET {path} HTTP/1.1\r\nhost: kvferry\r\n\r\n");

@@ -126,7 +126,7 @@ fn everything_ends_with_up_and_the_next_start_begins_empty() {
 }
 
 /// Paths of all files below a folder.
-fn files_below(folder: &std::path::Path) -> Vec<String> {
+pub fn files_below(folder: &std::path::Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).expect("a folder");
     let entries = entries.map(|entry| entry.expect("an entry").path());
     let (folders, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());

@@ -15,9 +15,9 @@ use super::restarts;
 use crate::support::{Running, number, replay, socket_dir};
 
 /// Group and number of a page.
-type Page = (u64, u64);
+pub type Page = (u64, u64);
 /// The pages of each medium.
-type Held = BTreeMap<String, BTreeSet<Page>>;
+pub type Held = BTreeMap<String, BTreeSet<Page>>;
 
 /// What a reader has of a file of events.
 #[derive(Debug, Default, PartialEq)]
