@@ -291,14 +291,13 @@ impl Live {
         (report, before)
     }
 
-    /// Bytes of the files with the pages of a rank.
-    fn segment_bytes(&self, rank: usize) -> u64 {
+    /// Bytes of the files of a rank's shard.
+    fn shard_bytes(&self, rank: usize) -> u64 {
         let disk = self.disk.as_ref().expect("a disk").path();
         let files = files_below(&disk.join(format!("shard-{rank}"))).into_iter();
-        let segments = files.filter(|path| path.contains("/segment-"));
-        segments
-            .map(|path| fs::metadata(path).expect("a file").len())
-            .sum()
+        // A file may be replaced meanwhile.
+        let bytes = files.map(|path| fs::metadata(path).map_or(0, |file| file.len()));
+        bytes.sum()
     }
 
     /// Compares what is reported at rest with what was counted. Returns the status.
@@ -316,7 +315,7 @@ impl Live {
                 disk.is_null()
                     || disk["listed_pages"] == disk["durable_pages"]
                         && disk["written_bytes"] == written
-                        && disk["used_bytes"] == self.segment_bytes(rank)
+                        && disk["used_bytes"] == self.shard_bytes(rank)
             })
         });
         let counted = |name| self.counted.sums[name];
