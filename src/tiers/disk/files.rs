@@ -56,6 +56,8 @@ pub trait Files: Send + Sync + std::fmt::Debug {
 /// What a name in a directory stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
+    /// Identity of the file or directory among all that exist.
+    pub id: (u64, u64),
     /// A regular file, a directory, or something else.
     pub kind: EntryKind,
     /// Permissions: the last 9 bits of the mode.
@@ -115,8 +117,8 @@ pub trait DiskFile: Send + Sync + std::fmt::Debug {
     fn discard(&self, at: u64, bytes: u64) -> io::Result<()>;
     /// Takes the file's lock. Returns false while another process has it, or while its I/O on this file is in flight.
     fn try_lock(&self) -> io::Result<bool>;
-    /// False for a file that was removed, and exists only as long as it is open.
-    fn has_name(&self) -> io::Result<bool>;
+    /// Identity of the file among all that exist: that of the entry by which it was opened.
+    fn id(&self) -> io::Result<(u64, u64)>;
     /// The descriptor, for interfaces that need one; `None` for files that have none.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 }
@@ -263,6 +265,7 @@ impl Files for RealDirectory {
             _ => EntryKind::Other,
         };
         Ok(Some(Entry {
+            id: (stat.st_dev, stat.st_ino),
             kind,
             mode: stat.st_mode & 0o777,
             bytes: u64::try_from(stat.st_size).unwrap_or(0),
@@ -364,8 +367,9 @@ impl DiskFile for RealFile {
         try_lock(&self.0)
     }
 
-    fn has_name(&self) -> io::Result<bool> {
-        Ok(rustix::fs::fstat(&self.0)?.st_nlink > 0)
+    fn id(&self) -> io::Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(&self.0)?;
+        Ok((stat.st_dev, stat.st_ino))
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {

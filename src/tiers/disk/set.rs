@@ -152,8 +152,14 @@ impl DiskSet {
             segments.get(disk).cloned().unwrap_or_default()
         };
         for (segment, file) in (0_u32..).zip(opened) {
-            if file.is_some_and(|file| file.has_name().is_ok_and(|has| !has)) {
-                return Ok(Some(format!("{name}/{}", segment_name(segment))));
+            let Some(file) = file else {
+                continue;
+            };
+            // By its name: a file that was moved away, or that has another link, still exists.
+            let segment = segment_name(segment);
+            let named = mine.entry(&segment)?;
+            if named.map(|named| named.id) != Some(file.id()?) {
+                return Ok(Some(format!("{name}/{segment}")));
             }
         }
         Ok(None)

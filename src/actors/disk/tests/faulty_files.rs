@@ -141,8 +141,8 @@ impl DiskFile for FaultyFile {
         self.0.try_lock()
     }
 
-    fn has_name(&self) -> std::io::Result<bool> {
-        self.0.has_name()
+    fn id(&self) -> std::io::Result<(u64, u64)> {
+        self.0.id()
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {

@@ -41,7 +41,12 @@ fn written() -> (Rig, tempfile::TempDir) {
 
 type Remove = fn(&tempfile::TempDir);
 
-const REMOVALS: [(&str, Remove); 4] = [
+/// Where things are moved to.
+fn away(root: &tempfile::TempDir) -> PathBuf {
+    root.path().join("away")
+}
+
+const REMOVALS: [(&str, Remove); 7] = [
     ("the shard", |root| {
         fs::remove_dir_all(shard(root)).expect("removed");
     }),
@@ -52,6 +57,17 @@ const REMOVALS: [(&str, Remove); 4] = [
         fs::remove_file(first_segment(root)).expect("removed");
     }),
     ("everything", |root| empty(&root.path().join("disk"))),
+    ("a segment that still exists elsewhere", |root| {
+        fs::rename(first_segment(root), away(root)).expect("moved");
+    }),
+    ("a segment with another link", |root| {
+        fs::hard_link(first_segment(root), away(root)).expect("linked");
+        fs::remove_file(first_segment(root)).expect("removed");
+    }),
+    ("a segment in whose place another file lies", |root| {
+        fs::rename(first_segment(root), away(root)).expect("moved");
+        fs::write(first_segment(root), [0; 4096]).expect("written");
+    }),
 ];
 
 #[test]

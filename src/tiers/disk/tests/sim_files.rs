@@ -415,19 +415,26 @@ impl Files for SimFiles {
 
     fn entry(&self, name: &str) -> io::Result<Option<Named>> {
         let disk = self.0.lock();
-        let of_directory =
-            |number: usize| (EntryKind::Directory, 0, disk.directories[number].changed);
-        let (kind, bytes, changed) = match disk.directories[self.1].now().get(name) {
+        let of_directory = |number: usize| {
+            (
+                (0, number as u64),
+                EntryKind::Directory,
+                0,
+                disk.directories[number].changed,
+            )
+        };
+        let (id, kind, bytes, changed) = match disk.directories[self.1].now().get(name) {
             _ if name == "." => of_directory(self.1),
             Some(Entry::Directory(number)) => of_directory(*number),
             Some(Entry::File(inode)) => {
                 let bytes = disk.inodes[*inode].lengths.last().copied();
-                (EntryKind::File, bytes.unwrap_or(0), 0)
+                ((1, *inode as u64), EntryKind::File, bytes.unwrap_or(0), 0)
             }
             None => return Ok(None),
         };
         let mode = kind.mode();
         Ok(Some(Named {
+            id,
             kind,
             mode,
             bytes,
@@ -580,17 +587,8 @@ impl DiskFile for SimFile {
         Ok(true)
     }
 
-    fn has_name(&self) -> io::Result<bool> {
-        let disk = self.0.lock();
-        let names = disk
-            .directories
-            .iter()
-            .flat_map(|one| one.now().into_values());
-        let mut files = names.filter_map(|entry| match entry {
-            Entry::File(inode) => Some(inode),
-            Entry::Directory(_) => None,
-        });
-        Ok(files.any(|inode| inode == self.1))
+    fn id(&self) -> io::Result<(u64, u64)> {
+        Ok((1, self.1 as u64))
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
