@@ -12,6 +12,7 @@ mod recover;
 mod room;
 pub mod scrub;
 mod set;
+mod sweep;
 mod table;
 #[cfg(test)]
 mod tests;

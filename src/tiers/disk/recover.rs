@@ -11,11 +11,12 @@ use super::buffer::AlignedBuffer;
 use super::faults::is_full;
 use super::files::{DiskFile, Files};
 use super::format::{
-    BlockHeader, FormatError, Geometry, INDEX_NAME, Mark, Marks, REGION_PAGES, Region, SetFile,
-    SetKey, read_index,
+    BlockHeader, FormatError, Geometry, INDEX_NAME, Mark, Marks, Numbers, REGION_PAGES, Region,
+    SetFile, SetKey, Sweeps, read_index,
 };
 use super::room::Room;
 use super::set::{DiskSet, Segments, lock_file, region_id, segment_name, segment_number};
+use super::sweep::{is_swept, write_sweep};
 use super::table::{Slots, Table};
 use super::verify::{Verifier, segment_of};
 
@@ -88,9 +89,13 @@ pub(super) fn open_set(
     let (mut segments, mut short) = (Vec::new(), false);
     let name = of.key.name();
     for (disk, directory) in directories.iter().enumerate() {
-        let (opened, complete) = open_segments(directory.as_ref(), &geometry, count, &|| {
-            room.remove_closed(disk, &name)
-        })?;
+        let opening = Opening {
+            file: &file,
+            disk,
+            sweeps: marks.sweeps(),
+            make_room: &|| room.remove_closed(disk, &name),
+        };
+        let (opened, complete) = opening.segments(directory.as_ref(), count)?;
         segments.push(opened);
         short |= !complete;
     }
@@ -166,7 +171,8 @@ pub(super) fn open_set(
     let stale = recovering.stale.into_iter();
     stale.for_each(|region| table.rewrite(region));
     (found.pages, found.blocks) = (table.pages(), table.len() as u64);
-    let set = DiskSet::new(file, directories, segments, Arc::clone(room), table);
+    let shared = (Arc::clone(room), marks.sweeps().over);
+    let set = DiskSet::new(file, directories, segments, shared, table);
     if short {
         set.shrink();
     }
@@ -326,47 +332,82 @@ pub(super) fn invalid(error: FormatError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-/// Opens the segments of a disk for which the cap has room, and removes those behind. A segment whose creation did not
-/// end, and that the disk has no room for, is removed, too; the second value is false then.
-fn open_segments(
-    directory: &dyn Files,
-    geometry: &Geometry,
-    count: u32,
-    make_room: &dyn Fn() -> io::Result<bool>,
-) -> io::Result<(Segments, bool)> {
-    let (mut segments, mut complete) = (vec![None; count as usize], true);
-    for name in directory.names()? {
-        let Some(number) = segment_number(&name) else {
-            continue;
-        };
-        let Some(place) = segments.get_mut(number as usize) else {
-            directory.remove(&name)?;
-            continue;
-        };
-        let Some(file) = directory.open(&segment_name(number))? else {
-            continue;
-        };
-        lock_file(file.as_ref())?;
-        let allocated = loop {
-            let allocated = file.allocate(geometry.segment_bytes());
-            if !allocated.as_ref().is_err_and(is_full) || !make_room()? {
-                break allocated;
-            }
-        };
-        match allocated {
-            Ok(()) => *place = Some(file),
-            // No header lists a page of a file that ends in its table.
-            Err(error) if is_full(&error) && file.bytes()? <= geometry.table_bytes() => {
-                tracing::warn!(%error, name, "the disk has no room for a segment: it is removed");
+/// How the segments of a disk are opened.
+struct Opening<'a> {
+    file: &'a SetFile,
+    disk: usize,
+    sweeps: Sweeps,
+    make_room: &'a dyn Fn() -> io::Result<bool>,
+}
+
+impl Opening<'_> {
+    /// Opens the segments for which the cap has room, and removes those behind, and those that a sweep has left out. A segment
+    /// whose creation did not end, and that the disk has no room for, is removed, too; the second value is false then.
+    fn segments(&self, directory: &dyn Files, count: u32) -> io::Result<(Segments, bool)> {
+        let (mut segments, mut complete) = (vec![None; count as usize], true);
+        for name in directory.names()? {
+            let Some(number) = segment_number(&name) else {
+                continue;
+            };
+            let Some(place) = segments.get_mut(number as usize) else {
+                directory.remove(&name)?;
+                continue;
+            };
+            let Some(file) = directory.open(&segment_name(number))? else {
+                continue;
+            };
+            lock_file(file.as_ref())?;
+            if !self.is_used(number, file.as_ref())? {
+                let (set, disk) = (self.file.key.name(), self.disk);
+                tracing::warn!(
+                    set,
+                    disk,
+                    name,
+                    "the segment was not there when pages of a reset were removed, or its first headers are damaged: it is \
+                     removed with its pages"
+                );
                 drop(file);
                 directory.remove(&name)?;
-                complete = false;
+                continue;
             }
-            Err(error) => return Err(error),
+            match self.allocate(number, file.as_ref()) {
+                Ok(()) => *place = Some(file),
+                // No header lists a page of a file that ends in its table.
+                Err(error)
+                    if is_full(&error) && file.bytes()? <= self.file.geometry.table_bytes() =>
+                {
+                    tracing::warn!(%error, name, "the disk has no room for a segment: it is removed");
+                    drop(file);
+                    directory.remove(&name)?;
+                    complete = false;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        directory.sync()?;
+        Ok((segments, complete))
+    }
+
+    /// True for a segment whose headers list nothing that a sweep has removed.
+    fn is_used(&self, number: u32, file: &dyn DiskFile) -> io::Result<bool> {
+        Ok(file.bytes()? == 0 || is_swept(self.file, (self.disk, number), file, self.sweeps)?)
+    }
+
+    /// Gives a segment the room of all of its pages.
+    fn allocate(&self, number: u32, file: &dyn DiskFile) -> io::Result<()> {
+        let is_new = file.bytes()? == 0;
+        loop {
+            let allocated = file.allocate(self.file.geometry.segment_bytes());
+            if !allocated.as_ref().is_err_and(is_full) || !(self.make_room)()? {
+                allocated?;
+                break;
+            }
+        }
+        match is_new {
+            true => write_sweep(self.file, (self.disk, number), file, self.sweeps.over),
+            false => Ok(()),
         }
     }
-    directory.sync()?;
-    Ok((segments, complete))
 }
 
 /// How the tables of a set are read, and what is done with slots that are not whole.
@@ -509,10 +550,13 @@ impl Headers {
                     reader.bad_slot(number, slot, error);
                 }
                 Ok(Some(region)) => {
-                    self.sequence = self.sequence.max(region.sequence);
-                    self.durable = self.durable.max(region.durable);
+                    let Numbers {
+                        sequence, durable, ..
+                    } = region.numbers;
+                    self.sequence = self.sequence.max(sequence);
+                    self.durable = self.durable.max(durable);
                     let older = match newest.take() {
-                        Some(other) if other.1.sequence >= region.sequence => {
+                        Some(other) if other.1.numbers.sequence >= sequence => {
                             newest = Some(other);
                             Some(region)
                         }
@@ -528,15 +572,18 @@ impl Headers {
             }
         }
         if let Some((slot, region)) = newest {
-            let sequence = region.sequence;
-            self.slots.insert(
-                number,
-                Slots {
-                    newest: slot,
-                    sequence,
-                    synced: false,
-                },
-            );
+            let sequence = region.numbers.sequence;
+            // A slot of the creation of its segment says nothing of the region.
+            if sequence > 0 {
+                self.slots.insert(
+                    number,
+                    Slots {
+                        newest: slot,
+                        sequence,
+                        synced: false,
+                    },
+                );
+            }
             let blocks = region.blocks.into_iter();
             self.blocks
                 .extend(blocks.map(|(start, block)| (start, block, sequence)));

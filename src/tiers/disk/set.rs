@@ -12,10 +12,11 @@ use super::buffer::AlignedBuffer;
 use super::faults::{FaultyPages, is_full};
 use super::files::{DiskFile, Files};
 use super::format::{
-    Geometry, HeaderPage, INDEX_NAME, PageSum, Region, RegionId, SET_NAME, SetFile, SetKeys,
-    write_index,
+    Geometry, HeaderPage, INDEX_NAME, Numbers, PageSum, Region, RegionId, SET_NAME, SetFile,
+    SetKeys, write_index,
 };
 use super::room::Room;
+use super::sweep::{first_region, write_sweep};
 use super::table::{NotListed, Table};
 
 /// Locks for the writes of regions: two writes of one region never overlap.
@@ -82,6 +83,8 @@ pub struct DiskSet {
     /// Held for each disk while one of its segments is created.
     creations: Vec<Mutex<()>>,
     room: Arc<Room>,
+    /// The sweep that the headers follow, or that is running.
+    sweep: AtomicU32,
     /// Segments of each disk that may be used: fewer than the cap permits while the disk has no room for more.
     usable: AtomicU32,
     table: Mutex<Table>,
@@ -100,12 +103,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl DiskSet {
-    /// A set with these files and headers.
+    /// A set with these files and headers, which follow a sweep.
     pub(super) fn new(
         file: SetFile,
         directories: Vec<Arc<dyn Files>>,
         segments: Vec<Segments>,
-        room: Arc<Room>,
+        (room, sweep): (Arc<Room>, u32),
         table: Table,
     ) -> Self {
         Self {
@@ -116,6 +119,7 @@ impl DiskSet {
             count: u32::try_from(segments.first().map_or(0, Vec::len)).unwrap_or(u32::MAX),
             segments: Mutex::new(segments),
             room,
+            sweep: AtomicU32::new(sweep),
             usable: AtomicU32::new(u32::MAX),
             written: Mutex::default(),
             table: Mutex::new(table),
@@ -294,8 +298,13 @@ impl DiskSet {
         let bytes = self.geometry().segment_bytes();
         self.room.make(disk, bytes)?;
         let name = segment_name(segment);
+        let sweep = |file: &dyn DiskFile| {
+            let sweep = self.sweep.load(Ordering::SeqCst);
+            write_sweep(&self.file, (disk, segment), file, sweep)
+        };
         let created = loop {
-            let created = create_file(self.directories[disk].as_ref(), &name, bytes);
+            let directory = self.directories[disk].as_ref();
+            let created = create_file(directory, &name, bytes, &sweep);
             let full = created.as_ref().is_err_and(is_full);
             if !full || !self.room.remove_closed(disk, &self.file.key.name())? {
                 break created;
@@ -337,11 +346,13 @@ impl DiskSet {
             let Some(write) = table.begin_write(region, synced) else {
                 return Ok(());
             };
-            let (id, numbers) = (self.region_id(region), (write.sequence, write.durable));
-            (
-                write,
-                Region::encode(id, numbers, table.region(region), slot.bytes_mut()),
-            )
+            let numbers = Numbers {
+                sequence: write.sequence,
+                durable: write.durable,
+                sweep: self.sweep.load(Ordering::SeqCst),
+            };
+            let (id, blocks) = (self.region_id(region), table.region(region));
+            (write, Region::encode(id, numbers, blocks, slot.bytes_mut()))
         };
         let written = encoded.map_err(io::Error::other).and_then(|()| {
             let (disk, segment, at) = self.geometry().slot_at(region, write.slot);
@@ -363,6 +374,22 @@ impl DiskSet {
         // The second slots of regions with removed pages are written once the first ones are durable.
         let dirty = self.table().is_dirty();
         if dirty { self.flush_once() } else { Ok(()) }
+    }
+
+    /// Begins a sweep: the next flush writes its number into each segment.
+    pub(super) fn begin_sweep(&self, sweep: u32) {
+        self.sweep.store(sweep, Ordering::SeqCst);
+        for (disk, creation) in self.creations.iter().enumerate() {
+            // A segment that is created meanwhile has the number from before, or is created with this one.
+            let _none_begins = lock(creation);
+            let existing = lock(&self.segments).get(disk).cloned();
+            let mut table = self.table();
+            for (segment, opened) in (0..).zip(existing.unwrap_or_default()) {
+                if opened.is_some() {
+                    table.rewrite(first_region(&self.file, (disk, segment)));
+                }
+            }
+        }
     }
 
     /// Number of listed pages that are durable: a start finds them after a loss of power.
@@ -422,15 +449,26 @@ impl DiskSet {
     }
 }
 
-/// Creates the file of a segment with room for all of its pages.
-fn create_file(directory: &dyn Files, name: &str, bytes: u64) -> io::Result<Arc<dyn DiskFile>> {
-    let created = match directory.open(name)? {
-        Some(file) => file,
-        None => directory.create(name)?,
-    };
+/// Creates the file of a segment with room for all of its pages. A file that has its name was put there while the set was
+/// open, and has headers that nobody has read.
+fn create_file(
+    directory: &dyn Files,
+    name: &str,
+    bytes: u64,
+    prepare: &dyn Fn(&dyn DiskFile) -> io::Result<()>,
+) -> io::Result<Arc<dyn DiskFile>> {
+    if directory.entry(name)?.is_some() {
+        tracing::warn!(
+            name,
+            "a file was put in the place of a segment that is created: it is removed"
+        );
+        directory.remove(name)?;
+    }
+    let created = directory.create(name)?;
     let prepared = created
         .allocate(bytes)
-        .and_then(|()| lock_file(created.as_ref()));
+        .and_then(|()| lock_file(created.as_ref()))
+        .and_then(|()| prepare(created.as_ref()));
     if let Err(error) = prepared.and_then(|()| directory.sync()) {
         // A file without room for all of its pages would count as one that has it.
         drop(created);

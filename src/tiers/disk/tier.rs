@@ -9,9 +9,7 @@ use kvferry_types::{DepotId, Scope, Stored};
 use super::buffer::AlignedBuffer;
 use super::directories::{DiskDirectories, DiskError, failed};
 use super::files::{Files, UNIT_BYTES};
-use super::format::{
-    DiskIdentity, Geometry, MARKS_NAME, Mark, Marks, SetKey, ShardDirectory, shard_name,
-};
+use super::format::{DiskIdentity, Geometry, Mark, Marks, SetKey, ShardDirectory, shard_name};
 use super::recover::{Recovered, SetOf, open_set};
 use super::room::{Room, remove_set};
 use super::set::DiskSet;
@@ -78,8 +76,9 @@ impl DiskTier {
         if !first.try_lock().map_err(failed(path, "lock it"))? {
             return Ok(None);
         }
-        for ((path, root), disk) in directories.paths.iter().zip(&directories.disks).zip(&disks) {
-            let made = make_current((root.as_ref(), shard), disk.as_ref());
+        let of_disks = directories.paths.iter().zip(&directories.disks);
+        for (number, ((path, root), disk)) in of_disks.zip(&disks).enumerate() {
+            let made = make_current((root.as_ref(), shard), disk.as_ref(), number == 0);
             made.map_err(failed(path, "set up the shard's directory"))?;
         }
         let marks =
@@ -213,31 +212,41 @@ impl DiskTier {
     ///
     /// The error of the file system.
     pub fn flush(&self) -> io::Result<()> {
-        let before = {
-            let state = self.state();
-            // A reset that is being carried out has pages that are still listed.
-            let swept = state.resets == 0 && !state.marks.is_empty();
-            (state.open.clone(), swept.then_some(state.changes))
-        };
-        let (Some(set), swept) = before else {
+        let (Some(set), Some(first)) = (self.open_set(), self.disks.first()) else {
             return Ok(());
         };
+        let swept = self.begin_sweep(&set, first.as_ref())?;
         set.flush()?;
         let mut state = self.state();
-        if swept != Some(state.changes) {
-            return Ok(());
+        if swept == Some(state.changes) {
+            let swept = state.marks.swept();
+            swept.write(first.as_ref())?;
+            state.marks = swept;
+        }
+        Ok(())
+    }
+
+    /// Begins a sweep if there are marks that need not be kept after it. Returns how often marks were added before.
+    fn begin_sweep(&self, set: &DiskSet, first: &dyn Files) -> io::Result<Option<u64>> {
+        let mut state = self.state();
+        // A reset that is being carried out has pages that are still listed.
+        if state.resets > 0 || state.marks.is_empty() {
+            return Ok(None);
         }
         for disk in &self.disks {
             let names = disk.names()?;
+            // A set that is not open follows the marks when it is opened.
             if names.iter().filter(|name| SetKey::is_name(name)).count() > 1 {
-                return Ok(());
+                return Ok(None);
             }
         }
-        if let Some(first) = self.disks.first() {
-            Marks::default().write(first.as_ref())?;
-        }
-        state.marks = Marks::default();
-        Ok(())
+        let marks = state.marks.clone().with_sweep()?;
+        marks.write(first)?;
+        let (sweep, changes) = (marks.sweeps().begun, state.changes);
+        state.marks = marks;
+        drop(state);
+        set.begin_sweep(sweep);
+        Ok(Some(changes))
     }
 
     /// Writes and removes a small file on each disk, durably, in the room that is kept for the marks of resets.
@@ -341,7 +350,11 @@ fn is_current((root, shard): (&dyn Files, u16), directory: &dyn Files) -> bool {
 
 /// Makes sure that the directory of a shard on one disk, whose lock this process has, is the one that was used last. One that
 /// was put back loses its pages: resets since then are not noted in it.
-fn make_current((root, shard): (&dyn Files, u16), directory: &dyn Files) -> io::Result<()> {
+fn make_current(
+    (root, shard): (&dyn Files, u16),
+    directory: &dyn Files,
+    has_marks: bool,
+) -> io::Result<()> {
     let found = ShardDirectory::of((root, shard), directory)?;
     let mut sets = directory.names()?;
     sets.retain(|name| SetKey::is_name(name));
@@ -360,10 +373,10 @@ fn make_current((root, shard): (&dyn Files, u16), directory: &dyn Files) -> io::
             }
             sets.iter()
                 .try_for_each(|name| remove_set(directory, name))?;
-            if directory.open(MARKS_NAME)?.is_some() {
-                directory.remove(MARKS_NAME)?;
-            }
         }
+    }
+    if has_marks {
+        Marks::anew()?.write(directory)?;
     }
     ShardDirectory::renew((root, shard), directory)
 }

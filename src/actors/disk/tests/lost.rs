@@ -156,6 +156,94 @@ fn pages_that_were_reset_do_not_come_back_with_an_old_directory() {
     }
 }
 
+/// Copies a directory, or a file.
+fn copy(from: &Path, to: &Path) {
+    if from.is_file() {
+        fs::copy(from, to).expect("copied");
+        return;
+    }
+    fs::create_dir(to).expect("created");
+    for entry in fs::read_dir(from).expect("read") {
+        let path = entry.expect("read").path();
+        copy(&path, &to.join(path.file_name().expect("a name")));
+    }
+}
+
+fn remove(path: &Path) {
+    match path.is_dir() {
+        true => fs::remove_dir_all(path).expect("removed"),
+        false if path.exists() => fs::remove_file(path).expect("removed"),
+        false => {}
+    }
+}
+
+/// How a set or a segment is taken away, and put back after a reset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Taken {
+    /// Moved while a worker has it open.
+    Running,
+    /// Moved between two workers.
+    Between,
+    /// Copied, so that the worker notices nothing.
+    Copied,
+}
+
+#[test]
+fn pages_that_were_reset_do_not_come_back_with_an_old_set_or_segment() {
+    let places: [fn(&tempfile::TempDir) -> PathBuf; 2] = [set_of, first_segment];
+    for place in places {
+        for taken in [Taken::Running, Taken::Between, Taken::Copied] {
+            let (mut rig, root) = written();
+            let (place, away) = (place(&root), away(&root));
+            let what = format!("{}, {taken:?}", place.display());
+            if taken == Taken::Between {
+                rig.disk.end();
+            }
+            match taken {
+                Taken::Copied => copy(&place, &away),
+                _ => fs::rename(&place, &away).expect("moved"),
+            }
+            match taken {
+                Taken::Running => {
+                    rig.until("noticed", |disk| disk.open.is_none());
+                    rig.until_health(DiskHealth::Ok);
+                }
+                Taken::Between => rig = Rig::new(directory(&root)),
+                Taken::Copied => {}
+            }
+            assert_eq!(rig.reset(), Ok(()), "{what}");
+            assert!(rig.write(16).expect("taken").ended.complete, "{what}");
+            assert_eq!(rig.flush(), Ok(()), "{what}");
+            rig.disk.end();
+            remove(&place);
+            fs::rename(&away, &place).expect("put back");
+            let mut next = Rig::new(directory(&root));
+            assert_eq!(next.read(0), Some(0), "{what}");
+            assert!(next.write(0).expect("taken").ended.complete, "{what}");
+            next.disk.end();
+            // It is used from now on.
+            let mut last = Rig::new(directory(&root));
+            assert_eq!(last.read(0), Some(PAGES), "{what}");
+        }
+    }
+}
+
+/// An older copy is put in the place of a segment that a worker has open, and found when the disk is opened again.
+#[test]
+fn pages_that_were_reset_do_not_come_back_with_a_segment_that_is_replaced_under_a_worker() {
+    let (mut rig, root) = written();
+    let (segment, away) = (first_segment(&root), away(&root));
+    fs::copy(&segment, &away).expect("copied");
+    assert_eq!(rig.reset(), Ok(()));
+    assert_eq!(rig.flush(), Ok(()));
+    fs::rename(&away, &segment).expect("replaced");
+    rig.until("noticed", |disk| disk.open.is_none());
+    rig.until_health(DiskHealth::Ok);
+    assert_eq!(rig.read(0), Some(0));
+    assert!(rig.write(0).expect("taken").ended.complete);
+    assert_eq!(rig.read(0), Some(PAGES));
+}
+
 /// Bytes of all files below a directory.
 fn bytes_below(directory: &Path) -> u64 {
     let entries = fs::read_dir(directory).expect("read");

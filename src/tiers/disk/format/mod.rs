@@ -34,6 +34,8 @@
 //!   from which such pages were removed are durable before the pages are overwritten, so that no header lists pages that
 //!   are not there, however a process ends.
 //! * A slot is not overwritten while it is the only durable one of its region.
+//! * The first region of each segment says which sweep the segment has followed last. A segment that was away during a sweep,
+//!   and is put back, is removed: its headers list what the sweep has removed (`marks`).
 //! * The index is a copy of the headers, written at a clean end and removed at the next start before anything changes. Its
 //!   sequence number is that of the last write of region 0, which each start writes once more: an index that is put back
 //!   later is not used.
@@ -70,9 +72,9 @@ pub use identity::{DiskIdentity, IDENTITY_NAME};
 pub use index::INDEX_NAME;
 pub(super) use index::{Index, check_index, read_index, write_index};
 pub use marks::Mark;
-pub(super) use marks::{MARKS_NAME, Marks};
+pub(super) use marks::{MARKS_NAME, Marks, Sweeps};
 pub use region::{BlockHeader, HeaderPage};
-pub(super) use region::{Region, RegionId};
+pub(super) use region::{Numbers, Region, RegionId};
 pub(super) use set_file::{SET_NAME, SetFile};
 pub(super) use shard::{SHARD_ID_NAME, ShardDirectory, shard_beside, shard_name};
 

@@ -12,7 +12,7 @@
 //!     40      8  sequence number up to which headers and their pages were durable when this slot was written
 //!     48      8  checksum of the slot without this field
 //!     56      4  bytes used
-//!     60      4  reserved, 0
+//!     60      4  number of the last sweep that the segment has followed; 0 from earlier programs
 //!     64         blocks
 //!
 //!                field of a block
@@ -144,13 +144,21 @@ pub(in super::super) struct RegionId {
     pub(in super::super) seed: u64,
 }
 
-/// Contents of a slot.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(in super::super) struct Region {
+/// Numbers of a slot.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(in super::super) struct Numbers {
     /// Sequence number of the write.
     pub(in super::super) sequence: u64,
     /// Writes up to this sequence number were durable.
     pub(in super::super) durable: u64,
+    /// The last sweep that the segment has followed.
+    pub(in super::super) sweep: u32,
+}
+
+/// Contents of a slot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in super::super) struct Region {
+    pub(in super::super) numbers: Numbers,
     /// First page and header of each block, in the order of the pages.
     pub(in super::super) blocks: Vec<(u32, BlockHeader)>,
 }
@@ -163,7 +171,7 @@ impl Region {
     /// [`FormatError::Short`] if they do not fit, which blocks of up to `ratio` pages that do not overlap always do.
     pub(in super::super) fn encode<'a>(
         id: RegionId,
-        (sequence, durable): (u64, u64),
+        numbers: Numbers,
         blocks: impl Iterator<Item = (u32, &'a BlockHeader)>,
         into: &mut [u8],
     ) -> Result<(), FormatError> {
@@ -180,11 +188,11 @@ impl Region {
         head.u16(id.shard);
         head.u16(count);
         head.u128(id.set);
-        head.u64(sequence);
-        head.u64(durable);
+        head.u64(numbers.sequence);
+        head.u64(numbers.durable);
         head.u64(0);
         head.u32(u32::try_from(body.0.len()).unwrap_or(u32::MAX));
-        head.u32(0);
+        head.u32(numbers.sweep);
         let used = head.0.len() + body.0.len();
         let slot = into.get_mut(..used).ok_or(FormatError::Short)?;
         let (first, rest) = slot.split_at_mut(head.0.len());
@@ -208,7 +216,7 @@ impl Region {
         let found = from.u32()?;
         let (number, shard, count, set) = (from.u32()?, from.u16()?, from.u16()?, from.u128()?);
         let (sequence, durable, sum) = (from.u64()?, from.u64()?, from.u64()?);
-        let (used, _) = (from.u32()?, from.u32()?);
+        let (used, sweep) = (from.u32()?, from.u32()?);
         let (before, behind) = (&slot[..SUM_AT], &slot[USED_AT..]);
         if checksum(id.seed, &[before, &[0; 8], behind]) != sum {
             return Err(FormatError::Checksum);
@@ -235,11 +243,12 @@ impl Region {
             }
             blocks.push((start, block));
         }
-        Ok(Some(Self {
+        let numbers = Numbers {
             sequence,
             durable,
-            blocks,
-        }))
+            sweep,
+        };
+        Ok(Some(Self { numbers, blocks }))
     }
 }
 
@@ -252,6 +261,12 @@ mod tests {
         shard: 1,
         number: 3,
         seed: 99,
+    };
+
+    const NUMBERS: Numbers = Numbers {
+        sequence: 8,
+        durable: 6,
+        sweep: 5,
     };
 
     fn block(pages: usize) -> BlockHeader {
@@ -274,7 +289,7 @@ mod tests {
     fn encoded(blocks: &[(u32, BlockHeader)], ratio: u32) -> Vec<u8> {
         let mut slot = vec![0xff; slot_bytes(ratio) as usize];
         let blocks = blocks.iter().map(|(start, block)| (*start, block));
-        Region::encode(ID, (8, 6), blocks, &mut slot).expect("they fit");
+        Region::encode(ID, NUMBERS, blocks, &mut slot).expect("they fit");
         slot
     }
 
@@ -285,8 +300,7 @@ mod tests {
             blocks.push((63, block(ratio as usize)));
             let slot = encoded(&blocks, ratio);
             let expected = Region {
-                sequence: 8,
-                durable: 6,
+                numbers: NUMBERS,
                 blocks,
             };
             assert_eq!(Region::decode(ID, &slot), Ok(Some(expected)));

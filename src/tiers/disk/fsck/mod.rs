@@ -509,7 +509,7 @@ impl Checker<'_> {
             self.remove_set(shard, name)?;
         }
         if let Some(Some(first)) = shard.first() {
-            let written = Marks::default().write(first.as_ref());
+            let written = Marks::anew().and_then(|marks| marks.write(first.as_ref()));
             written.map_err(self.failed(0, "write the marks"))?;
         }
         Ok(())

@@ -7,13 +7,14 @@ use std::sync::Arc;
 use super::super::files::{DiskFile, EntryKind, Files};
 use super::super::format::{
     BlockHeader, FormatError, Geometry, INDEX_NAME, Index, Marks, REGION_PAGES, SET_NAME, SetFile,
-    check_index,
+    Sweeps, check_index,
 };
 use super::super::recover::{
     Headers, TableReader, cut_without_segment, lengths, read_tables, resolve,
 };
 use super::super::room::Room;
 use super::super::set::{DiskSet, Segments, is_ours, lock_file, segment_name, segment_number};
+use super::super::sweep::{is_swept, write_sweep};
 use super::super::table::Table;
 use super::super::verify::{PageFault, Verifier, segment_of};
 use super::{Checker, FindingKind, FsckError, Place, Shard, directory};
@@ -24,6 +25,9 @@ type Blocks = Vec<(u32, BlockHeader, u64)>;
 const CUT: &str = "removed from the page on";
 const REWRITTEN: &str = "both slots written again";
 const SET_REMOVED: &str = "set removed";
+const SEGMENT_REMOVED: &str = "segment removed";
+const UNSWEPT: &str =
+    "the file was not there when pages of a reset were removed, or its first headers are damaged";
 
 pub(super) struct SetCheck<'a, 'b> {
     checker: &'a mut Checker<'b>,
@@ -131,7 +135,8 @@ impl<'a, 'b> SetCheck<'a, 'b> {
         let mut segments = Vec::new();
         let mut short = Vec::new();
         for (disk, files) in directories.iter().enumerate() {
-            let opened = self.open_segments(disk, files.as_deref(), count, &mut short);
+            let opened = (&file, disk, files.as_deref());
+            let opened = self.open_segments(opened, count, marks.sweeps(), &mut short);
             segments.push(opened.map_err(self.checker.failed(disk, "open a segment"))?);
         }
         let regions = u64::from(geometry.segment_pages / REGION_PAGES);
@@ -168,7 +173,8 @@ impl<'a, 'b> SetCheck<'a, 'b> {
             .iter()
             .for_each(|region| table.rewrite(*region));
         let directories = self.all_directories(shard, directories)?;
-        let repaired = repair(file, directories, segments, &short, table);
+        let sweep = marks.sweeps().over;
+        let repaired = repair((file, sweep), directories, segments, &short, table);
         repaired.map_err(self.checker.failed(0, "repair a set"))?;
         tracing::info!(set = self.name, shard = self.shard, by_index, "repaired");
         Ok(())
@@ -224,9 +230,9 @@ impl<'a, 'b> SetCheck<'a, 'b> {
 
     fn open_segments(
         &mut self,
-        disk: usize,
-        files: Option<&dyn Files>,
+        (of, disk, files): (&SetFile, usize, Option<&dyn Files>),
         count: u32,
+        sweeps: Sweeps,
         short: &mut Vec<(usize, u32)>,
     ) -> io::Result<Segments> {
         let bytes = self.geometry.map_or(0, |geometry| geometry.segment_bytes());
@@ -235,12 +241,36 @@ impl<'a, 'b> SetCheck<'a, 'b> {
             let name = segment_name(number);
             let entry = files.map_or(Ok(None), |files| files.entry(&name))?;
             let is_file = entry.is_some_and(|entry| entry.kind == EntryKind::File);
-            let file = match files.filter(|_| is_file) {
+            let mut file = match files.filter(|_| is_file) {
                 Some(files) => files.open(&name)?,
                 None => None,
             };
+            if let (Some(opened), Some(files)) = (&file, files) {
+                lock_file(opened.as_ref())?;
+                let has = opened.bytes()?;
+                let swept = match has {
+                    0 => Ok(true),
+                    _ => is_swept(of, (disk, number), opened.as_ref(), sweeps),
+                };
+                let found = match swept {
+                    Ok(true) => None,
+                    Ok(false) => Some((FindingKind::Segment, UNSWEPT.to_owned())),
+                    Err(error) => {
+                        let what = format!("its first headers cannot be read: {error}");
+                        Some((FindingKind::Unreadable, what))
+                    }
+                };
+                if let Some((kind, what)) = found {
+                    let place = self.file(disk, &name);
+                    self.checker.find(kind, place, what, Some(SEGMENT_REMOVED));
+                    file = None;
+                    if self.checker.repair {
+                        files.remove(&name)?;
+                        files.sync()?;
+                    }
+                }
+            }
             if let Some(file) = &file {
-                lock_file(file.as_ref())?;
                 let has = file.bytes()?;
                 if has < bytes {
                     let place = self.file(disk, &name);
@@ -562,7 +592,7 @@ fn differing(index: &Index, headers: &Headers) -> BTreeSet<u32> {
 
 /// Writes what the table says. Each step leaves files that a start reads.
 fn repair(
-    file: SetFile,
+    (file, sweep): (SetFile, u32),
     directories: Vec<Arc<dyn Files>>,
     segments: Vec<Segments>,
     short: &[(usize, u32)],
@@ -577,11 +607,17 @@ fn repair(
     }
     let bytes = file.geometry.segment_bytes();
     for (disk, number) in short {
-        segment_of(&segments, *disk, *number)?.allocate(bytes)?;
+        let segment = segment_of(&segments, *disk, *number)?;
+        let is_new = segment.bytes()? == 0;
+        segment.allocate(bytes)?;
+        if is_new {
+            write_sweep(&file, (*disk, *number), segment.as_ref(), sweep)?;
+        }
     }
     // A slot is overwritten only while the other one is durable.
     for opened in segments.iter().flatten().flatten() {
         opened.sync()?;
     }
-    DiskSet::new(file, directories, segments, Arc::new(Room::none()), table).close()
+    let room = Arc::new(Room::none());
+    DiskSet::new(file, directories, segments, (room, sweep), table).close()
 }

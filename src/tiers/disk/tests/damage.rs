@@ -226,6 +226,10 @@ fn a_new_block_costs_its_bytes_and_one_header() {
     let mut world = filled();
     let set = world.set();
     let geometry = *set.geometry();
+    for extent in geometry.extents(7 * REGION_PAGES, 20) {
+        let segment = set.segment(extent.disk, extent.segment);
+        segment.expect("created");
+    }
     let before = world.disks[0].written();
     let record = world.record(7 * REGION_PAGES, (0, 20), 1);
     world.store(&record).expect("stored");

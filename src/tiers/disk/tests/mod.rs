@@ -10,6 +10,7 @@ mod fsck;
 mod fsck_files;
 #[path = "../../../../tests/support/loop_disk.rs"]
 mod loop_disk;
+mod put_back;
 mod scrub;
 mod segments;
 mod sim_files;

@@ -15,7 +15,7 @@ use super::super::format::DiskIdentity;
 
 type Unit = Arc<[u8]>;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 struct Inode {
     /// Lengths since the last sync; the first one is durable.
     lengths: Vec<u64>,
@@ -265,6 +265,15 @@ impl SimDisk {
         };
         let directory = disk.directories.iter().position(has);
         (directory.expect("a directory with the file"), inode)
+    }
+
+    /// Makes a copy of a file, without a name: see [`Self::keep`].
+    pub(in super::super) fn copy(&self, name: &str) -> (usize, usize) {
+        let (directory, inode) = self.keep(name);
+        let mut disk = self.lock();
+        let copy = disk.inodes[inode].clone();
+        disk.inodes.push(copy);
+        (directory, disk.inodes.len() - 1)
     }
 
     /// Another process writes this identity and ends, right before a lock is taken.
