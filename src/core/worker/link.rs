@@ -6,7 +6,9 @@
 //! meanwhile, because they touch no engine's memory.
 //!
 //! The statement of the memory includes how many pages the *tiers* below host memory have. When that changes alone, as
-//! each time that a disk opens, fails or is full, it is stated by itself, and copies of the engine's memory go on.
+//! each time that a disk opens, fails or is full, it is stated by itself, and copies of the engine's memory go on. Each
+//! change is stated at once: a leader that received two of them as one would not learn that a disk was closed meanwhile,
+//! and would go on to order moves that cannot begin.
 
 use std::time::Duration;
 
@@ -72,6 +74,8 @@ struct FoundLeader {
     memory: Statement,
     /// What changed in the tiers below host memory since the memory was stated.
     tiers: Statement,
+    /// The leader has answered a statement of the memory.
+    stated: bool,
     /// Number of the last inventory read that was accepted.
     read: u64,
 }
@@ -134,6 +138,7 @@ impl LeaderLink {
             attach: Statement::Due,
             memory: Statement::Due,
             tiers: Statement::Accepted,
+            stated: false,
             read: 0,
         });
     }
@@ -149,14 +154,20 @@ impl LeaderLink {
         }
     }
 
-    /// The tiers below host memory have another number of pages than the leader knows. A statement of the memory that is to
-    /// be sent has that number; one that was sent has an earlier number, and the leader may know it already.
+    /// The tiers below host memory have another number of pages than the leader knows, or were closed meanwhile.
     fn tiers_changed(&mut self) {
         self.has_tiers = true;
-        if let Some(link) = &mut self.link
-            && link.memory != Statement::Due
-        {
-            link.tiers = Statement::Due;
+        let Some(link) = &mut self.link else {
+            return;
+        };
+        match link.memory {
+            // The leader knows none of them yet.
+            Statement::Due if !link.stated => {}
+            // No later statement may be sent before this one is answered: it is sent again, with the pages of now.
+            Statement::Open { .. } => link.memory = Statement::Due,
+            Statement::Due | Statement::Accepted | Statement::Refused => {
+                link.tiers = Statement::Due;
+            }
         }
     }
 
@@ -308,9 +319,13 @@ impl Worker {
                 };
             }
         }
-        if matches!(link.memory, Statement::Accepted | Statement::Refused)
-            && let Some(number) = link.tiers.next(now, every, last_memory)
-        {
+        let tiers_alone = match link.memory {
+            Statement::Accepted | Statement::Refused => true,
+            // Copies of other memory have not ended yet.
+            Statement::Due => link.stated && link.attach == Statement::Accepted,
+            Statement::Open { .. } => false,
+        };
+        if tiers_alone && let Some(number) = link.tiers.next(now, every, last_memory) {
             let number = MemoryId(number);
             effects.push(WorkerEffect::StateTiers { number });
         }
@@ -347,6 +362,7 @@ impl Worker {
         if !link.memory.answered(number.0, after.is_some()) {
             return;
         }
+        link.stated = true;
         let Some(after) = after else {
             // The leader has taken nothing from the statement.
             if has_tiers {

@@ -169,15 +169,38 @@ fn the_pages_of_a_tier_are_stated_with_the_memory_that_is_yet_to_be_stated() {
     step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
     assert_eq!(step(&mut worker, 5, WorkerEvent::TiersChanged), []);
     assert_eq!(worker_attached(&mut worker, 6), [states(2)]);
-    // What was sent has an earlier number of pages, and the leader may have received it.
-    assert_eq!(step(&mut worker, 6, WorkerEvent::TiersChanged), []);
-    let admitted = admit_memory(&mut worker, 6, 2, 0);
-    assert_eq!(admitted[1..], [states_tiers(3)]);
+    // What was sent has an earlier number of pages, and the leader may have received it: each change is sent.
+    assert_eq!(step(&mut worker, 6, WorkerEvent::TiersChanged), [states(3)]);
+    assert_eq!(step(&mut worker, 6, WorkerEvent::TiersChanged), [states(4)]);
+    assert_eq!(admit_memory(&mut worker, 6, 2, 0), [], "an older one");
+    assert_eq!(admit_memory(&mut worker, 6, 4, 0).len(), 1, "registered");
+    assert_eq!(worker.next_timeout(), None);
     // Other memory is stated instead.
+    let effects = step(&mut worker, 7, WorkerEvent::TiersChanged);
+    assert_eq!(effects, [states_tiers(5)]);
     let effects = register(&mut worker, 7, EngineId([2; 16]), RequestId(0));
-    assert_eq!(effects, [states(4)]);
-    assert_eq!(admit_tiers(&mut worker, 7, 3, true), []);
-    assert_eq!(admit_memory(&mut worker, 7, 4, 0).len(), 1, "registered");
+    assert_eq!(effects, [states(6)]);
+    assert_eq!(admit_tiers(&mut worker, 7, 5, true), []);
+    assert_eq!(admit_memory(&mut worker, 7, 6, 0).len(), 1, "registered");
+    assert_eq!(worker.next_timeout(), None);
+}
+
+/// A disk that was closed and opened again has the same number of pages as before, and lists other ones.
+#[test]
+fn each_change_of_the_tiers_is_stated_while_the_memory_waits_for_copies() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1)]);
+    let effects = register(&mut worker, 2, EngineId([2; 16]), RequestId(0));
+    assert_eq!(effects, [WorkerEffect::Stop(TransferId(1))]);
+    for number in [2, 3] {
+        let effects = step(&mut worker, 2, WorkerEvent::TiersChanged);
+        assert_eq!(effects, [states_tiers(number)]);
+    }
+    let effects = ended(&mut worker, 3, vec![refused(TransferId(1))]);
+    let said = report(1, vec![refused(TransferId(1))]);
+    assert_eq!(effects, [said, states(4)]);
+    assert_eq!(admit_tiers(&mut worker, 3, 3, true), []);
+    assert_eq!(admit_memory(&mut worker, 3, 4, 1).len(), 1, "registered");
     assert_eq!(worker.next_timeout(), None);
 }
 
@@ -241,11 +264,11 @@ fn a_memory_statement_that_is_repeated_does_not_stand_for_what_changed_after_the
     let mut worker = worker();
     step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
     assert_eq!(worker_attached(&mut worker, 6), [states(2)]);
-    step(&mut worker, 6, WorkerEvent::TiersChanged);
+    assert_eq!(step(&mut worker, 6, WorkerEvent::TiersChanged), [states(3)]);
     let next = worker.next_timeout().expect("stated again").0;
-    assert_eq!(step(&mut worker, next, WorkerEvent::Tick), [states(2)]);
-    let admitted = admit_memory(&mut worker, next, 2, 0);
-    assert_eq!(admitted[1..], [states_tiers(3)]);
+    assert_eq!(step(&mut worker, next, WorkerEvent::Tick), [states(3)]);
+    assert_eq!(admit_memory(&mut worker, next, 2, 0), [], "an older one");
+    assert_eq!(admit_memory(&mut worker, next, 3, 0).len(), 1);
 }
 
 #[test]
