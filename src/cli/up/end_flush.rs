@@ -1,13 +1,18 @@
 //! The flush at the end of `up`, which makes a planned restart warm.
 
+use std::future::Future;
 use std::path::Path;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use crate::cli::{socket_paths::SocketPaths, status};
-use kvferry_protocol::StatusAnswer;
+use kvferry_client::Failure;
+use kvferry_protocol::{ErrorCode, StatusAnswer};
 use kvferry_types::TierId;
+
+/// Pause before a flush that was refused is requested again.
+const AGAIN_EVERY: Duration = Duration::from_millis(200);
 
 /// Moves what is stored to the disk before the processes end, so that the next start serves it. Takes at most `limit`.
 pub(super) async fn flush(socket_dir: &Path, limit: Duration) {
@@ -27,18 +32,38 @@ pub(super) async fn flush(socket_dir: &Path, limit: Duration) {
         }
         Err(_) => status::admin(&socket_paths, "up"),
     };
-    let left = limit.saturating_sub(begun.elapsed());
-    match leader.flush(left).await {
+    match until_taken(|left| leader.flush(left), begun + limit).await {
         Ok(pages) => {
             tracing::info!(pages, took = ?begun.elapsed(), "the pages on the disk are durable");
         }
         Err(failure) => {
             let found = status::request(&socket_paths, false).await;
             let missing = found.map_or_else(|error| error.to_string(), |status| durable(&status));
+            let took = begun.elapsed();
             tracing::warn!(
                 %failure,
-                "after {limit:?} not all stored pages are on the disk: {missing}; those that are missing are computed again. Give flush_limit_s more, or run `kvferry flush --timeout SECONDS` before the end"
+                "after {took:?} not all stored pages are on the disk: {missing}; those that are missing are computed again. Give flush_limit_s more, or run `kvferry flush --timeout SECONDS` before the end"
             );
+        }
+    }
+}
+
+/// Requests a flush, and again while it is refused because the disk is not ready: one that is being opened, or whose pages the
+/// leader reads, is ready a moment later.
+async fn until_taken<F: Future<Output = Result<u32, Failure>>>(
+    request: impl Fn(Duration) -> F,
+    until: Instant,
+) -> Result<u32, Failure> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        match request(left).await {
+            Err(failure)
+                if failure.code == ErrorCode::NotReady && Instant::now() + AGAIN_EVERY < until =>
+            {
+                tracing::debug!(%failure, "the flush is requested again");
+                tokio::time::sleep(AGAIN_EVERY).await;
+            }
+            ended => return ended,
         }
     }
 }
@@ -68,6 +93,41 @@ fn holds_nothing(status: &StatusAnswer) -> bool {
 mod tests {
     use super::*;
     use kvferry_protocol::{DiskStatus, MovesStatus, RankStatus, TierStatus};
+    use std::cell::Cell;
+
+    /// Requests a flush that is refused with this code so many times. Returns how it ended, and after which time.
+    async fn refused(
+        code: ErrorCode,
+        times: u32,
+        limit: Duration,
+    ) -> (Result<u32, ErrorCode>, Duration) {
+        let (begun, left_out) = (Instant::now(), Cell::new(times));
+        let request = |left: Duration| {
+            assert!(left <= limit);
+            let refused = left_out.get() > 0;
+            left_out.set(left_out.get().saturating_sub(1));
+            async move {
+                match refused {
+                    true => Err(Failure::new(code, "refused")),
+                    false => Ok(7),
+                }
+            }
+        };
+        let ended = until_taken(request, begun + limit).await;
+        (ended.map_err(|failure| failure.code), begun.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flush_is_requested_until_the_disk_is_open_and_no_longer_than_the_limit() {
+        let limit = Duration::from_secs(10);
+        let (ended, took) = refused(ErrorCode::NotReady, 3, limit).await;
+        assert_eq!((ended, took), (Ok(7), 3 * AGAIN_EVERY));
+        let (ended, took) = refused(ErrorCode::NotReady, u32::MAX, limit).await;
+        assert_eq!(ended, Err(ErrorCode::NotReady));
+        assert!(took <= limit && took >= limit - 2 * AGAIN_EVERY, "{took:?}");
+        let (ended, took) = refused(ErrorCode::Invalid, 1, limit).await;
+        assert_eq!((ended, took), (Err(ErrorCode::Invalid), Duration::ZERO));
+    }
 
     #[test]
     fn the_numbers_of_durable_pages_are_those_of_the_slowest_disk() {
