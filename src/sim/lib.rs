@@ -6,6 +6,7 @@ mod error;
 pub mod links;
 pub mod sequential;
 pub mod timed;
+#[cfg(any(test, feature = "worlds"))]
 pub mod world;
 
 pub use error::ReplayError;
