@@ -190,9 +190,14 @@ def pages(list_of_pages: list[Any]) -> list[int]:
     return found
 
 
+def is_map(value: Any) -> bool:
+    """The plain decoder returns a map as a list of its keys and values."""
+    return isinstance(value, list) and any(isinstance(each, tuple) for each in value)
+
+
 def page_by_page(value: Any, name: str = "") -> Any:
     """A value of the plain decoder in which the lists of pages of both versions have one form."""
-    if name == "pages" and isinstance(value, list) and not any(isinstance(each, tuple) for each in value):
+    if name == "pages" and isinstance(value, list) and not any(is_map(each) for each in [value, *value]):
         return pages(value)
     if name == "pairs":
         both = [(source, target) if isinstance(source, list) else ([source], [target]) for source, target in value]
