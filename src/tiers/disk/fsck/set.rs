@@ -248,20 +248,14 @@ impl<'a, 'b> SetCheck<'a, 'b> {
             if let (Some(opened), Some(files)) = (&file, files) {
                 lock_file(opened.as_ref())?;
                 let has = opened.bytes()?;
+                // A disk that cannot be read at the moment tells nothing of the segment: its pages are kept.
                 let swept = match has {
-                    0 => Ok(true),
-                    _ => is_swept(of, (disk, number), opened.as_ref(), sweeps),
+                    0 => true,
+                    _ => is_swept(of, (disk, number), opened.as_ref(), sweeps)?,
                 };
-                let found = match swept {
-                    Ok(true) => None,
-                    Ok(false) => Some((FindingKind::Segment, UNSWEPT.to_owned())),
-                    Err(error) => {
-                        let what = format!("its first headers cannot be read: {error}");
-                        Some((FindingKind::Unreadable, what))
-                    }
-                };
-                if let Some((kind, what)) = found {
+                if !swept {
                     let place = self.file(disk, &name);
+                    let (kind, what) = (FindingKind::Segment, UNSWEPT.to_owned());
                     self.checker.find(kind, place, what, Some(SEGMENT_REMOVED));
                     file = None;
                     if self.checker.repair {
