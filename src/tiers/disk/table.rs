@@ -61,8 +61,8 @@ pub(super) struct Table {
     regions: HashMap<u32, Slots>,
     /// Regions whose newest slot lacks a change.
     dirty: BTreeSet<u32>,
-    /// Regions of which a slot lists pages that a reset removed, with the number of stale slots: 2 before the first write
-    /// after the reset, 1 before the second one.
+    /// Regions with a slot that lists pages that a reset removed, and how many writes have to end until none does: 2, and one
+    /// more for a write that had begun before the reset.
     stale: BTreeMap<u32, u8>,
     /// Regions whose slot on the disk lists pages that were removed since, by these pages' number: a process writes them
     /// before it overwrites the pages.
@@ -122,7 +122,13 @@ impl Table {
     /// Both slots of a region are to be written, because the disk has other bytes in one of them.
     pub(super) fn rewrite(&mut self, region: u32) {
         self.dirty.insert(region);
-        self.stale.insert(region, 2);
+        self.set_stale(region);
+    }
+
+    /// Both slots of a region are stale. A write that is under way has the headers from before, and makes neither good.
+    fn set_stale(&mut self, region: u32) {
+        let writes = 2 + u8::from(self.writing.contains(&region));
+        self.stale.insert(region, writes);
     }
 
     /// Cuts a block to its first `keep` pages, so that no slot lists the others any longer.
@@ -315,7 +321,7 @@ impl Table {
         let region = start / REGION_PAGES;
         self.dirty.insert(region);
         if both {
-            self.stale.insert(region, 2);
+            self.set_stale(region);
         }
         // The slot on the disk may list more of the block than this process did.
         for page in (start + keep) / REGION_PAGES..=(start + had - 1) / REGION_PAGES {
@@ -496,8 +502,9 @@ impl Table {
         };
         // The first write after a reset makes one slot good, and the next one to the other slot both.
         match self.stale.get(&region) {
-            Some(2) => {
-                self.stale.insert(region, 1);
+            Some(writes @ 2..) => {
+                let writes = writes - 1;
+                self.stale.insert(region, writes);
             }
             Some(_) if other => {
                 self.stale.remove(&region);
@@ -717,5 +724,25 @@ mod tests {
             assert!(table.removals_of(run).is_empty());
             assert!(table.removals.is_empty());
         }
+    }
+
+    #[test]
+    fn a_write_that_began_before_a_reset_makes_no_slot_good() {
+        let mut table = Table::default();
+        let write = |table: &mut Table| table.begin_write(0, true).expect("to be written");
+        assert_eq!(list(&mut table, 0, 0, 4, 1), Ok(()));
+        let first = write(&mut table);
+        table.end_write(0, first, (true, true));
+        assert_eq!(list(&mut table, 8, 0, 4, 2), Ok(()));
+        let before = write(&mut table);
+        table.cut_both(0, 0);
+        table.end_write(0, before, (true, true));
+        // One write for each slot.
+        for slot in [1 - before.slot, before.slot] {
+            let next = write(&mut table);
+            assert_eq!(next.slot, slot);
+            table.end_write(0, next, (true, true));
+        }
+        assert!(table.begin_write(0, true).is_none(), "both slots are good");
     }
 }
