@@ -9,7 +9,9 @@ use kvferry_types::{DepotId, Scope, Stored};
 use super::buffer::AlignedBuffer;
 use super::directories::{DiskDirectories, DiskError, failed};
 use super::files::{Files, UNIT_BYTES};
-use super::format::{DiskIdentity, Geometry, Mark, Marks, SetKey, ShardDirectory, shard_name};
+use super::format::{
+    DiskIdentity, Geometry, Mark, Marks, SetKey, ShardDirectory, Sweeps, shard_name,
+};
 use super::recover::{Recovered, SetOf, open_set};
 use super::room::{Room, remove_set};
 use super::set::DiskSet;
@@ -215,10 +217,13 @@ impl DiskTier {
         let (Some(set), Some(first)) = (self.open_set(), self.disks.first()) else {
             return Ok(());
         };
-        let swept = self.begin_sweep(&set, first.as_ref())?;
+        let begun = self.begin_sweep(&set, first.as_ref());
+        // Also on a disk without room for the marks: what is listed has its room.
         set.flush()?;
+        let begun = begun?;
         let mut state = self.state();
-        if swept == Some(state.changes) {
+        // The headers followed this sweep if no mark was added since, and no other sweep has begun.
+        if begun == Some((state.changes, state.marks.sweeps())) {
             let swept = state.marks.swept();
             swept.write(first.as_ref())?;
             state.marks = swept;
@@ -226,8 +231,9 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Begins a sweep if there are marks that need not be kept after it. Returns how often marks were added before.
-    fn begin_sweep(&self, set: &DiskSet, first: &dyn Files) -> io::Result<Option<u64>> {
+    /// Begins a sweep if there are marks that need not be kept after it. Returns how often marks were added before, and the
+    /// sweeps with this one.
+    fn begin_sweep(&self, set: &DiskSet, first: &dyn Files) -> io::Result<Option<(u64, Sweeps)>> {
         let mut state = self.state();
         // A reset that is being carried out has pages that are still listed.
         if state.resets > 0 || state.marks.is_empty() {
@@ -242,11 +248,11 @@ impl DiskTier {
         }
         let marks = state.marks.clone().with_sweep()?;
         marks.write(first)?;
-        let (sweep, changes) = (marks.sweeps().begun, state.changes);
+        let (sweeps, changes) = (marks.sweeps(), state.changes);
         state.marks = marks;
         drop(state);
-        set.begin_sweep(sweep);
-        Ok(Some(changes))
+        set.begin_sweep(sweeps.begun);
+        Ok(Some((changes, sweeps)))
     }
 
     /// Writes and removes a small file on each disk, durably, in the room that is kept for the marks of resets.

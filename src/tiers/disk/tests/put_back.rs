@@ -204,3 +204,36 @@ fn segments_without_the_number_of_a_sweep_are_used_until_one_is_over() {
     world.tier = None;
     assert_eq!(check_served(&mut world, through, "swept"), 20);
 }
+
+#[test]
+fn segments_of_a_disk_that_reads_nothing_for_a_time_are_kept_by_fsck() {
+    let mut world = written();
+    world.reset(None).expect("noted");
+    world.tier().flush().expect("flushed");
+    store_in_both(&mut world);
+    let table = world.set().geometry().table_bytes();
+    end(&mut world, false);
+    for segment in 0..2 {
+        world.disks[0].fail_place(&segment_name(segment), 0..table, false);
+    }
+    let roots: Vec<_> = world.disks.iter().map(SimDisk::root).collect();
+    let error = check(&world.paths(), &roots, true, &|_, _| {}).expect_err("nothing is read");
+    assert!(error.to_string().contains("open a segment"), "{error}");
+    world.disks[0].mend();
+    world.start(key(1)).expect("opened");
+    assert_eq!(world.served().len(), 20);
+}
+
+#[test]
+fn what_is_stored_becomes_durable_although_no_sweep_can_begin() {
+    let mut world = written();
+    let through = world.reset(None).expect("noted");
+    store_in_both(&mut world);
+    world.disks[0].set_new_files(false);
+    let flushed = world.tier().flush();
+    assert!(flushed.is_err(), "the marks cannot be replaced");
+    world.disks[0].set_new_files(true);
+    world.disks[0].crash(&mut fastrand::Rng::with_seed(1));
+    world.tier = None;
+    assert_eq!(check_served(&mut world, through, "after a crash"), 20);
+}

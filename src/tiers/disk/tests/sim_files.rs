@@ -89,6 +89,8 @@ struct Disk {
     bad: Vec<BadPlace>,
     /// Bytes that files may still be allocated; `None` for any number.
     room: Option<u64>,
+    /// No file is created.
+    no_new_files: bool,
     /// Reads, writes and allocations of files wait.
     silent: bool,
     /// Writes that wait.
@@ -224,6 +226,11 @@ impl SimDisk {
     /// The disk has room for files of this many bytes, besides those that it has.
     pub(in super::super) fn set_room(&self, room: Option<u64>) {
         self.lock().room = room;
+    }
+
+    /// Files can be created, or cannot, as on a full file system that still takes writes into the files that it has.
+    pub(in super::super) fn set_new_files(&self, possible: bool) {
+        self.lock().no_new_files = !possible;
     }
 
     /// Lets reads, writes and allocations wait until the value is dropped.
@@ -386,6 +393,9 @@ impl Files for SimFiles {
 
     fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
         let mut disk = self.0.change()?;
+        if disk.no_new_files {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
         if disk.directories[self.1].now().contains_key(name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
