@@ -465,7 +465,10 @@ fn after_kills_every_count_is_that_of_others() {
         let status = live.status(|status| reported(status, "loaded_pages") > loaded + 1_000);
         signal(number(&status, "/ranks/1/pid"), Signal::KILL);
     });
-    assert!(number(&report, "/disturbed_requests") > 0, "nobody noticed");
+    assert!(
+        number(&report, "/disturbed_requests") > 0,
+        "the kills disturbed no request"
+    );
     let status = live.at_rest().0;
     let counted = |name| live.counted.sums[name];
     for name in ["hit_pages", "hit_tokens", "loaded_pages"] {

@@ -195,7 +195,7 @@ fn of_worker(disk: &DiskStatus) -> String {
         write!(text, ", {scrubbed} scrubbed").ok();
     }
     for (pages, what) in [
-        (disk.bad_pages + disk.bad_reads, "bad"),
+        (disk.bad_pages.saturating_add(disk.bad_reads), "bad"),
         (disk.unreadable_pages, "unreadable"),
         (disk.quarantined_pages, "quarantined"),
     ] {
