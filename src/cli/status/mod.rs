@@ -66,7 +66,8 @@ impl Arguments {
             request_at(&place, check).await
         })?;
         if self.json {
-            print_line(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
+            let json = with_zeros(&answer).map_err(CommandError::failed)?;
+            print_line(&serde_json::to_string_pretty(&json).map_err(CommandError::failed)?);
         } else {
             print_line(&table::table(&answer));
         }
@@ -75,6 +76,22 @@ impl Arguments {
             Some(found) => Err(CommandError::Found(format!("second count: {found}"))),
         }
     }
+}
+
+/// The answer as JSON, with the counters that messages leave out at 0.
+fn with_zeros(answer: &StatusAnswer) -> serde_json::Result<serde_json::Value> {
+    let mut json = serde_json::to_value(answer)?;
+    let zero = |object: Option<&mut serde_json::Value>, name: &str| {
+        if let Some(fields) = object.and_then(serde_json::Value::as_object_mut) {
+            fields.entry(name).or_insert(0.into());
+        }
+    };
+    zero(json.get_mut("moves"), "gone");
+    let ranks = json.get_mut("ranks").and_then(|ranks| ranks.as_array_mut());
+    for rank in ranks.into_iter().flatten() {
+        zero(rank.get_mut("disk"), "bad_reads");
+    }
+    Ok(json)
 }
 
 /// Waits until lookups are served: every rank of one engine is attached, and the leader has read the inventories.
@@ -203,6 +220,10 @@ pub(super) fn stage(rank: &RankStatus) -> String {
         (0, None) => {
             "its worker has ended, or is on another machine and waits for its engine".to_owned()
         }
+        (pid, Some(false)) => format!(
+            "its worker, process {pid}, runs and has no connection to the leader: run kill -CONT {pid} if it is stopped \
+             (state T), and end it if it hangs"
+        ),
         _ => preparation(rank),
     }
 }
@@ -322,6 +343,10 @@ mod tests {
         );
         rank.host_pinned_bytes = Some(8 << 30);
         assert_eq!(stage(&rank), "waits for its engine to register its memory");
+        rank.connected = Some(false);
+        let text = stage(&rank);
+        assert!(text.contains("process 7, runs and has no"), "{text}");
+        rank.connected = None;
         rank.attached = true;
         assert_eq!(stage(&rank), "ready");
         rank.attached = false;
@@ -339,6 +364,21 @@ mod tests {
             ..StatusAnswer::default()
         };
         assert_eq!(unready(&status), "rank 1: no memory");
+    }
+
+    #[test]
+    fn the_json_has_counters_at_0_that_messages_leave_out() {
+        let answer = StatusAnswer {
+            ranks: vec![RankStatus {
+                disk: Some(Box::default()),
+                ..RankStatus::default()
+            }],
+            moves: Some(Box::default()),
+            ..StatusAnswer::default()
+        };
+        let json = with_zeros(&answer).expect("JSON");
+        assert_eq!(json["moves"]["gone"], 0);
+        assert_eq!(json["ranks"][0]["disk"]["bad_reads"], 0);
     }
 
     #[test]
