@@ -22,7 +22,7 @@ HEARTBEAT_MS = 1000
 
 def replay(run: Run, *flags: str) -> dict[str, Any]:
     """Runs the engine to its end; returns its report. Every byte that it loads is compared with what it computes."""
-    command = [PROGRAM, "replay", "--socket-dir", str(run.socket_dir), "--ranks", str(RANKS), "--g2", "16MiB"]
+    command = [PROGRAM, "replay", "--socket-dir", str(run.socket_dir), "--ranks", str(RANKS)]
     command += ["--g1-pages", str(DEVICE_PAGES), "--json", "-", "--quiet", *flags]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr

@@ -84,3 +84,57 @@ fn an_operator_changes_the_log_of_every_process_and_drains_the_leader() {
         "that came after it: {errors}"
     );
 }
+
+#[test]
+fn a_replay_with_a_running_up_takes_no_settings_of_it_and_reports_what_it_did_itself() {
+    let folder = socket_dir();
+    let sockets = folder.path().to_str().expect("UTF-8");
+    let up = ["up", "--ranks", "2", "--g2", "64MiB", "--ratio", "8"];
+    let up = Running::start(&[&up[..], &["--socket-dir", sockets]].concat());
+    status_once(sockets, |_| true);
+    for flag in [["--ratio", "8"], ["--g2", "64MiB"], ["--g2-pages", "99"]] {
+        let (good, _, errors) = run(sockets, &[&["replay"], &flag[..]].concat());
+        assert!(!good && errors.contains(flag[0]), "{errors}");
+        assert!(
+            errors.contains("has no effect with --socket-dir"),
+            "{errors}"
+        );
+    }
+    let replay = [
+        "replay",
+        "--sequential",
+        "--requests",
+        "8",
+        "--g1-pages",
+        "0",
+    ];
+    let reports = [0, 1].map(|_| {
+        let json = ["--quiet", "--json", "-"];
+        let (good, text, errors) = run(sockets, &[&replay[..], &json].concat());
+        assert!(good, "{errors}");
+        serde_json::from_str::<Value>(&text).expect("a report")
+    });
+    let [first, second] = &reports;
+    let stored = |report: &Value| report["blocks"]["stored"].as_u64();
+    assert!(stored(first) > Some(0), "{first}");
+    assert_eq!(stored(second), Some(0), "all was stored before: {second}");
+    // The same lookups, and more hits.
+    assert_eq!(second["bytes"]["scattered"], second["bytes"]["verified"]);
+    assert_eq!(second["setup"]["ratio"], 8);
+
+    for command in [&["reset", "--all"][..], &["drain"], &["drain", "--resume"]] {
+        let (good, _, errors) = run(sockets, command);
+        assert!(good, "{errors}");
+    }
+    up.signal(Signal::TERM);
+    let (code, log) = up.end(LIMIT);
+    assert_eq!(code, Some(0), "{log}");
+    for (line, times) in [
+        ("engine gone", 2),
+        ("a reset has removed pages", 1),
+        ("drains, by order of an operator", 1),
+        ("takes requests again", 1),
+    ] {
+        assert_eq!(log.matches(line).count(), times, "{line}: {log}");
+    }
+}

@@ -142,9 +142,9 @@ impl Live {
     /// The arguments of a replay that writes its events.
     fn arguments(&self, more: &[&str]) -> Vec<String> {
         let (sockets, events) = (self.path("s"), self.path("events"));
-        let (model, ratio) = (self.pages.model.to_string(), RATIO.to_string());
+        let model = self.pages.model.to_string();
         let fixed = ["--socket-dir", &sockets, "--events", &events];
-        let fixed = [&fixed[..], &["--model", &model, "--ratio", &ratio]].concat();
+        let fixed = [&fixed[..], &["--model", &model]].concat();
         let all = fixed.iter().chain(more);
         all.map(|text| (*text).to_owned()).collect()
     }

@@ -49,6 +49,7 @@ impl Site {
 
     /// Replays some requests, and compares the bytes that came back.
     fn replay(&self, requests: &str) {
+        status_of(self.sockets(), |_| true);
         let common = [
             "--requests",
             requests,

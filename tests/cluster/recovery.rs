@@ -39,9 +39,11 @@ fn pages_stored_once_for_two_ranks_outlive_them() {
 fn outlives(started: &[&str], replayed: &[&str]) {
     let folder = socket_dir();
     let sockets = folder.path().to_str().expect("UTF-8");
-    let common = ["--g2", "1GiB", "--socket-dir", sockets];
-    let _up = Running::start(&[&["up", "--ranks", "2"], started, &common].concat());
+    let common = ["--socket-dir", sockets];
+    let up = ["up", "--ranks", "2", "--g2", "1GiB"];
+    let _up = Running::start(&[&up[..], started, &common].concat());
     let serve = || {
+        status_of(sockets, |_| true);
         let sequential = ["--sequential", "--g1-pages", "0"];
         let report = replay(&[replayed, &sequential, &common].concat());
         assert_eq!(number(&report, "/bytes/mismatched"), 0);
@@ -92,9 +94,10 @@ fn outlives(started: &[&str], replayed: &[&str]) {
 fn everything_ends_with_up_and_the_next_start_begins_empty() {
     let folder = socket_dir();
     let sockets = folder.path().to_str().expect("UTF-8");
-    let common = ["--g2", "256MiB", "--socket-dir", sockets];
-    let up = [&["up", "--ranks", "2"], &common[..]].concat();
+    let common = ["--socket-dir", sockets];
+    let up = [&["up", "--ranks", "2", "--g2", "256MiB"], &common[..]].concat();
     let serve = || {
+        status_of(sockets, |_| true);
         let sequential = ["--sequential", "--g1-pages", "0", "--requests", "20"];
         let report = replay(&[&sequential, &common[..]].concat());
         assert_eq!(number(&report, "/bytes/mismatched"), 0);

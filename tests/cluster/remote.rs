@@ -7,6 +7,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use super::processes::signal;
+use super::recovery::status_of;
 use crate::support::{Running, kvferry, number, replay, socket_dir};
 
 /// Keys, a socket directory, and the address of a leader for two ranks.
@@ -84,14 +85,8 @@ impl Deployment {
     /// Runs a replay. Returns the tokens that its engine found in host memory.
     fn serve(&self) -> u64 {
         let sockets = self.sockets();
-        let attached = [
-            "--socket-dir",
-            text(&sockets),
-            "--ranks",
-            "2",
-            "--g2",
-            "64MiB",
-        ];
+        status_of(text(&sockets), |_| true);
+        let attached = ["--socket-dir", text(&sockets), "--ranks", "2"];
         let replayed = ["--sequential", "--requests", "40", "--g1-pages", "0"];
         let report = replay(&[&attached[..], &replayed].concat());
         assert_eq!(number(&report, "/bytes/mismatched"), 0);

@@ -137,6 +137,7 @@ fn the_events_of_a_live_replay_rebuild_what_the_leader_has() {
     let up = ["up", "--ranks", "2", "--g2", "1500x4KiB", "--g3", "64MiB"];
     let up = [&up[..], &["--g3-dir", disk, "--socket-dir", sockets]].concat();
     let _up = Running::start(&up);
+    status_of(sockets, |_| true);
     let path = folder.path().join("events");
     let name = path.to_str().expect("UTF-8");
     let requests = [

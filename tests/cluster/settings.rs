@@ -60,7 +60,8 @@ impl Alone {
 
     /// Runs a replay. Returns the tokens that its engine found in host memory.
     fn serve(&self) -> u64 {
-        let sockets = ["--socket-dir", self.sockets(), "--g2", "512MiB"];
+        status_of(self.sockets(), |_| true);
+        let sockets = ["--socket-dir", self.sockets()];
         let engine = ["--ranks", "1", "--g1-pages", "0"];
         let replayed = ["--sequential", "--requests", "20"];
         let report = replay(&[&engine[..], &replayed, &sockets].concat());

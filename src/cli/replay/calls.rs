@@ -23,7 +23,7 @@ use kvferry_types::{ByteSize, EngineId, Rank, Ratio, Replica, TierId, WorkerId};
 const BUFFER_BYTES: usize = 1 << 20;
 
 pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError> {
-    check_sizes(arguments)?;
+    arguments.check_sizes()?;
     let refuse = |why: &dyn std::fmt::Display| {
         CommandError::Data(format!("--calls {}: {why}", path.display()))
     };
@@ -64,7 +64,8 @@ pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError
             ratio: sizes.ratio,
             g2_bytes: sizes.g2_bytes,
             arguments,
-        })?;
+        })
+        .await?;
         let socket_paths = up.socket_paths();
         let played = tokio::select! {
             played = play(arguments, &plan, &socket_paths, sizes.g2_pages, source) => played,
@@ -80,25 +81,6 @@ pub(super) fn run(arguments: &Arguments, path: &Path) -> Result<(), CommandError
         print_line(&table(&report));
     }
     verdict(&report)
-}
-
-/// Refuses sizes beside a `kvferry up` that runs already, where they would have no effect.
-fn check_sizes(arguments: &Arguments) -> Result<(), CommandError> {
-    let sizes = [
-        ("--ratio", arguments.ratio.is_some()),
-        ("--g2", arguments.g2.is_some()),
-        ("--g2-pages", arguments.g2_pages.is_some()),
-        ("--g2-policy", arguments.g2_policy.is_some()),
-        ("--g3", arguments.g3.is_some()),
-    ];
-    let given = sizes.into_iter().find(|(_, given)| *given);
-    match (given, &arguments.socket_dir) {
-        (Some((flag, _)), Some(directory)) => Err(CommandError::Config(format!(
-            "{flag} has no effect with --socket-dir {}: the kvferry up there has its own sizes; leave one of them out",
-            directory.display()
-        ))),
-        _ => Ok(()),
-    }
 }
 
 /// The sizes of the leader.

@@ -71,6 +71,26 @@ impl Arguments {
         Ok(())
     }
 
+    /// Refuses the settings of an `up` together with one that runs already, where they would have no effect.
+    pub(super) fn check_sizes(&self) -> Result<(), CommandError> {
+        let sizes = [
+            ("--ratio", self.ratio.is_some()),
+            ("--g2", self.g2.is_some()),
+            ("--g2-pages", self.g2_pages.is_some()),
+            ("--g2-policy", self.g2_policy.is_some()),
+            ("--g3", self.g3.is_some()),
+        ];
+        let given = sizes.into_iter().find(|(_, given)| *given);
+        match (given, &self.socket_dir) {
+            (Some((flag, _)), Some(directory)) => Err(CommandError::Config(format!(
+                "{flag} has no effect with --socket-dir {}: the kvferry up there has its own settings; leave one of them \
+                 out",
+                directory.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses flags that have no effect in this kind of replay.
     pub(super) fn check_flags(&self) -> Result<(), CommandError> {
         let kind = self.kind();
@@ -128,6 +148,7 @@ impl Arguments {
             let disk = [("--g3-pages", self.g3_pages.is_some())];
             refuse(&disk, "simulates a disk, use --mode offline")?;
         }
+        self.check_sizes()?;
         if self.socket_dir.is_some() {
             let restarts = [
                 ("--restart-at", self.restart_at.is_some()),

@@ -61,7 +61,9 @@ pub(super) fn run(
                     _ => workload.g2_bytes.max(1),
                 },
                 arguments,
-            })?;
+            })
+            .await?;
+            replay.before = up.before().cloned();
             let socket_paths = up.socket_paths();
             let played = tokio::select! {
                 played = replay.play_until_stop(&socket_paths) => played,
@@ -125,6 +127,8 @@ struct Replay<'a> {
     arrived: usize,
     fleet: Option<Fleet>,
     events: Option<SharedFile>,
+    /// What the leader of an `up` that already ran had counted before.
+    before: Option<StatusAnswer>,
     /// Sums over all leaders and engines.
     counters: BTreeMap<String, u64>,
     evicted_below: u64,
@@ -147,6 +151,7 @@ impl<'a> Replay<'a> {
             arrived: 0,
             fleet: None,
             events,
+            before: None,
             counters: BTreeMap::new(),
             evicted_below: 0,
             observed: EngineMetrics::default(),
@@ -228,6 +233,10 @@ impl<'a> Replay<'a> {
                     std::mem::take(&mut self.observed),
                 );
                 self.report.moves.g3_evicted_pages = self.evicted_below;
+                if self.before.is_some() {
+                    self.report.setup.ratio = status.ratio;
+                    self.report.setup.g2_pages = self.report.arena.capacity_pages;
+                }
             }
         }
         Ok(stop)
@@ -264,18 +273,26 @@ impl<'a> Replay<'a> {
         self.report.stopped(by, used, digest);
     }
 
-    /// Adds the counters of a leader that ends.
+    /// Adds what a leader has counted in this replay, at its end.
     fn count(&mut self, status: &StatusAnswer) {
+        // A leader that has started in this replay has counted from 0.
+        let before = self.before.as_ref();
+        let before = before.filter(|before| before.epoch == status.epoch);
         for (name, value) in &status.counters {
             let sum = self.counters.entry(name.clone()).or_default();
+            let before = before.and_then(|before| before.counters.get(name));
+            let before = before.copied().unwrap_or(0);
             *sum = match name.starts_with("largest_") {
+                true if *value == before => *sum,
                 true => (*sum).max(*value),
-                false => *sum + value,
+                false => *sum + value.saturating_sub(before),
             };
         }
-        self.evicted_below += status
-            .tier(TierId::Disk.number())
-            .map_or(0, |tier| tier.evicted_pages);
+        let evicted = |status: &StatusAnswer| {
+            let disk = status.tier(TierId::Disk.number());
+            disk.map_or(0, |tier| tier.evicted_pages)
+        };
+        self.evicted_below += evicted(status).saturating_sub(before.map_or(0, evicted));
     }
 
     /// Adds what a leader that ends still holds, which is nothing unless something leaked.
@@ -406,7 +423,6 @@ impl<'a> Replay<'a> {
     }
 }
 
-/// A tier of a status.
 /// Starts the ranks of one engine, and the connection of its scheduler.
 fn start_engine(
     arguments: &Arguments,

@@ -10,9 +10,10 @@ use tokio::process::{Child, ChildStdin};
 use tokio::time::Instant;
 
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{engine_rank, program, temporary};
+use crate::cli::{engine_rank, program, status, temporary};
 use crate::error::CommandError;
 use kvferry_engine::rank_pipe::RankPipe;
+use kvferry_protocol::StatusAnswer;
 use kvferry_types::{EngineId, Rank, Ratio, Replica, WorkerId};
 
 use super::Arguments;
@@ -35,13 +36,24 @@ pub(super) enum Up {
         _input: Option<ChildStdin>,
         directory: TempDir,
     },
-    Attached(SocketPaths),
+    Attached {
+        socket_paths: SocketPaths,
+        /// What its leader had counted before the replay.
+        before: Box<StatusAnswer>,
+    },
 }
 
 impl Up {
-    pub(super) fn start(settings: &UpSettings<'_>) -> Result<Self, CommandError> {
+    /// # Errors
+    /// Also if no leader answers in the directory of an `up` that is to be used.
+    pub(super) async fn start(settings: &UpSettings<'_>) -> Result<Self, CommandError> {
         if let Some(directory) = &settings.arguments.socket_dir {
-            return Ok(Self::Attached(SocketPaths::new(directory)));
+            let socket_paths = SocketPaths::new(directory);
+            let before = Box::new(status::request(&socket_paths, false).await?);
+            return Ok(Self::Attached {
+                socket_paths,
+                before,
+            });
         }
         let directory = temporary::socket_dir("kvferry-replay-")?;
         let mut child = start_up(settings, directory.path())?;
@@ -56,7 +68,15 @@ impl Up {
     pub(super) fn socket_paths(&self) -> SocketPaths {
         match self {
             Self::Started { directory, .. } => SocketPaths::new(directory.path()),
-            Self::Attached(socket_paths) => socket_paths.clone(),
+            Self::Attached { socket_paths, .. } => socket_paths.clone(),
+        }
+    }
+
+    /// What the leader of an `up` that already ran had counted before the replay.
+    pub(super) fn before(&self) -> Option<&StatusAnswer> {
+        match self {
+            Self::Started { .. } => None,
+            Self::Attached { before, .. } => Some(before),
         }
     }
 
@@ -64,7 +84,7 @@ impl Up {
     /// here.
     pub(super) async fn ended_early(&mut self) -> CommandError {
         match self {
-            Self::Attached(_) => std::future::pending().await,
+            Self::Attached { .. } => std::future::pending().await,
             Self::Started { child, .. } => CommandError::Failed(match child.wait().await {
                 Ok(status) => format!("kvferry up ended early with {status}"),
                 Err(error) => format!("kvferry up: {error}"),
@@ -99,7 +119,7 @@ impl Up {
     /// Ends the started `up`, which must end in time and with success.
     pub(super) async fn end(self) -> Result<(), CommandError> {
         match self {
-            Self::Attached(_) => Ok(()),
+            Self::Attached { .. } => Ok(()),
             Self::Started { mut child, .. } => end_up(&mut child).await,
         }
     }

@@ -94,7 +94,7 @@ pub struct Setup {
     pub engine_page_tokens: u32,
     /// Pages of the largest block.
     pub ratio: u32,
-    /// The policy of G2, as in the setting `g2_policy`.
+    /// The policy of G2, as in the setting `g2_policy`; `unknown` with `--socket-dir`.
     pub g2_policy: String,
     /// Pages that the cache of an engine keeps.
     pub g1_pages: u32,
@@ -127,7 +127,7 @@ pub struct Tokens {
     pub computed: u64,
 }
 
-/// Blocks, counted since the start.
+/// Blocks, counted since the start of the replay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct BlockCounts {
     /// New blocks.
@@ -153,7 +153,7 @@ pub struct ArenaInfo {
     pub capacity_pages: Option<u64>,
     /// Pages in use at the end.
     pub used_pages: u64,
-    /// Most pages evicted for one allocation.
+    /// Most pages evicted for one allocation. With `--socket-dir`: 0 if there was one of as many pages before.
     pub largest_eviction_pages: u64,
     /// Pages evicted in all.
     pub evicted_pages: u64,
@@ -306,7 +306,10 @@ impl ReplayReport {
                 replicas: arguments.replicas,
                 engine_page_tokens: workload.unit_tokens,
                 ratio: workload.ratio.pages(),
-                g2_policy: arguments.policy().to_string(),
+                g2_policy: match arguments.socket_dir {
+                    Some(_) => "unknown".to_owned(),
+                    None => arguments.policy().to_string(),
+                },
                 g1_pages: arguments.g1_pages,
                 page_bytes: workload.page_bytes(),
                 g2_pages: (workload.arena_pages < ARENA_PAGES_MAX)

@@ -111,6 +111,8 @@ impl Workload {
         let shards = u64::from(sharding.shards());
         let page_bytes = largest_page_bytes(&groups);
         let (arena_pages, g2_bytes) = match (arguments.g2_pages, arguments.mode) {
+            // An `up` that runs already has its own.
+            _ if arguments.socket_dir.is_some() => (0, 0),
             (Some(ArenaPages::Unlimited), Mode::Offline) => (ARENA_PAGES_MAX, 0),
             (Some(ArenaPages::Unlimited), Mode::Live) => {
                 return Err(CommandError::Config(
@@ -125,7 +127,8 @@ impl Workload {
                 (Depot::pages_in(bytes / shards, page_bytes), bytes)
             }
         };
-        let none = arguments.g2_pages == Some(ArenaPages::Count(0))
+        let none = arguments.socket_dir.is_some()
+            || arguments.g2_pages == Some(ArenaPages::Count(0))
             || arguments.g2.is_some_and(|size| size.0 == 0);
         if arena_pages < ratio.pages() && !none {
             let least = shards * Depot::bytes_for(ratio.pages(), page_bytes);

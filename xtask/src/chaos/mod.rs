@@ -114,7 +114,15 @@ struct Chaos {
 
 impl Chaos {
     fn start(seed: u64, device: Device, model: &str) -> Result<Self, String> {
-        let cluster = Cluster::start(device, model, seed)?;
+        let mut cluster = Cluster::start(device, model, seed)?;
+        let begun = Instant::now();
+        // A replay gives up where no leader listens.
+        while cluster.status(false)?.is_none() {
+            if begun.elapsed() > RECOVERY_MAX {
+                return Err(format!("no leader answers after {RECOVERY_MAX:?}"));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
         let engines = Engines::start(&cluster, 0)?;
         Ok(Self {
             rng: fastrand::Rng::with_seed(seed),

@@ -201,8 +201,7 @@ impl Engines {
             .arg(trace)
             .args(["--quiet", "--model", &cluster.model]);
         command.args(["--trace-block-tokens", &block_tokens, "--g1-pages", "128"]);
-        command.args(["--concurrency", "6", "--ratio", "8"]);
-        command.args(["--g2", host_memory(&cluster.model)]);
+        command.args(["--concurrency", "6"]);
         command.args(["--request-timeout-ms", &timeout, "--layout", layout]);
         command.args(["--ranks", &ranks, "--replicas", &replicas]);
         command.arg("--socket-dir").arg(cluster.sockets());

@@ -184,14 +184,7 @@ impl<'a> FirstHour<'a> {
                 &format!("{}:/programs", self.programs.display()),
             ])
             .args([&self.image.name, "/programs/kvferry", "replay"])
-            .args([
-                "--socket-dir",
-                "/sockets/kvferry",
-                "--ranks",
-                "2",
-                "--g2",
-                "256Mi",
-            ])
+            .args(["--socket-dir", "/sockets/kvferry", "--ranks", "2"])
             .args([
                 "--g1-pages",
                 "0",

@@ -137,16 +137,7 @@ impl PodOfTheDocs {
             .args(["--rm", "--pid", &shared, "--ipc", &shared])
             .args([&image.name, PROGRAM])
             .args(["replay", "--socket-dir", &socket_dir, "--ranks", "1"])
-            .args([
-                "--g2",
-                "64Mi",
-                "--g1-pages",
-                "0",
-                "--requests",
-                "40",
-                "--concurrency",
-                "4",
-            ])
+            .args(["--g1-pages", "0", "--requests", "40", "--concurrency", "4"])
             .args(["--quiet", "--json", "-"])
             .output();
         let report = succeeded("the engine", engine)?;
