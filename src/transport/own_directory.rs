@@ -65,17 +65,14 @@ impl OwnDirectory {
                 AtFlags::EACCESS,
             ) {
                 // The root of a volume, or a directory such as /tmp.
-                Ok(()) => format!(
-                    "name a directory below it, such as {}, which kvferry makes itself",
-                    path.join("kvferry").display()
-                ),
+                Ok(()) => self.below(),
                 Err(_) => format!("use a directory that belongs to uid {}", own_uid()),
             };
             let problem = "belongs to another user";
             return Err(refuse(path, found.st_mode, problem, remedy));
         }
         if ![PRIVATE, PASSABLE].contains(&(found.st_mode & 0o777)) {
-            let remedy = format!("run chmod 700 {}", path.display());
+            let remedy = self.closing(found.st_mode);
             let problem = "must be open to its owner alone";
             return Err(refuse(path, found.st_mode, problem, remedy));
         }
@@ -84,6 +81,25 @@ impl OwnDirectory {
             return Err(refuse(path, found.st_mode, problem, "mount it".to_owned()));
         }
         Ok(())
+    }
+
+    /// How other users are kept out of a directory of this user with this mode. Others use one with the sticky bit, such as
+    /// /tmp, and may use one that holds something.
+    fn closing(&self, mode: u32) -> String {
+        let close = format!("run chmod 700 {}", self.path.display());
+        let is_empty = fs::read_dir(&self.path).is_ok_and(|mut entries| entries.next().is_none());
+        match (mode & Mode::SVTX.as_raw_mode() != 0, is_empty) {
+            (true, _) => self.below(),
+            (false, true) => close,
+            (false, false) => format!("{close} if kvferry alone uses it, or {}", self.below()),
+        }
+    }
+
+    fn below(&self) -> String {
+        format!(
+            "name a directory below it, such as {}, which kvferry makes itself",
+            self.path.join("kvferry").display()
+        )
     }
 
     fn stat(&self) -> Result<Stat, TransportError> {

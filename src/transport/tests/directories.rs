@@ -68,6 +68,24 @@ async fn refuses_a_directory_that_others_can_reach() {
 }
 
 #[tokio::test]
+async fn a_directory_that_others_use_is_not_to_be_closed_to_them() {
+    let root = tempfile::tempdir().expect("temporary directory");
+    let path = root.path().join("shared");
+    fs::create_dir(&path).expect("made");
+    set_mode(&path, 0o1777);
+    let below = format!("such as {}", path.join("kvferry").display());
+    let text = refused(&path).await;
+    assert!(text.contains(&below) && !text.contains("chmod"), "{text}");
+    set_mode(&path, 0o755);
+    fs::create_dir(path.join("of another program")).expect("made");
+    let text = refused(&path).await;
+    assert!(
+        text.contains(&below) && text.contains("if kvferry alone uses it"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
 async fn refuses_links_and_files() {
     let root = tempfile::tempdir().expect("temporary directory");
     let real = root.path().join("real");
