@@ -15,7 +15,7 @@ pub const EXIT_CODES: &[(u8, &str)] = &[
     (0, "done"),
     (
         1,
-        "the command failed, or it completed and found something wrong",
+        "the command failed, such as because another process uses a directory, or it completed and found something wrong",
     ),
     (2, "the command line cannot be parsed"),
     (65, "a named file cannot be used, such as a trace"),
@@ -29,7 +29,7 @@ pub const EXIT_CODES: &[(u8, &str)] = &[
     ),
     (
         MISCONFIGURED,
-        "a setting is out of bounds, or settings contradict each other",
+        "a setting is out of bounds or names a directory that cannot be used, or settings contradict each other",
     ),
 ];
 

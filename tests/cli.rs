@@ -276,7 +276,7 @@ fn a_socket_directory_that_others_can_write_is_refused() {
     for command in ["up", "leader"] {
         refused(
             &[command, "--g2", "16MiB", "--socket-dir", name],
-            1,
+            78,
             &["777", "chmod 700", name],
         );
     }
@@ -289,7 +289,7 @@ fn a_socket_directory_without_a_parent_is_refused() {
     let name = nowhere.to_str().expect("UTF-8");
     refused(
         &["up", "--g2", "16MiB", "--socket-dir", name],
-        1,
+        78,
         &[name, "parent is missing"],
     );
 }

@@ -14,8 +14,10 @@ use crate::cli::shutdown::{
     ChildReport, DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor,
 };
 use crate::cli::{
-    ConfigArguments, block_on, disk_room, lock_holder::lock_holder, namespaces, restarts,
-    socket_paths::SocketPaths,
+    ConfigArguments, block_on, disk_room,
+    lock_holder::lock_holder,
+    namespaces, restarts,
+    socket_paths::{SocketPaths, prepare_sockets},
 };
 use crate::config::Config;
 use crate::error::CommandError;
@@ -59,7 +61,7 @@ impl Arguments {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let socket_paths = SocketPaths::new(&config.socket_dir);
             let users = config.users.others();
-            prepare_for(socket_paths.root(), &users).map_err(CommandError::failed)?;
+            prepare_sockets(socket_paths.root(), &users)?;
             let namespaces = Arc::new(namespaces::load(&config)?);
             namespaces::log_doubts(&config, &namespaces);
             let limits = Limits::of_leader(config.ranks, config.replicas).with_users(users);
@@ -194,7 +196,7 @@ async fn take(directory: &Path, tier: &Path) -> Result<fs::File, CommandError> {
             Err(Errno::AGAIN) => {
                 let process = lock_holder(directory)
                     .map_or_else(String::new, |pid| format!(", process {pid}"));
-                return Err(CommandError::Config(format!(
+                return Err(CommandError::Failed(format!(
                     "g3_dir {} is in use by another leader or by fsck{process}: end it, or name another g3_dir",
                     tier.display()
                 )));

@@ -1,9 +1,29 @@
 //! Directories of a deployment's processes, one for each, below the socket directory.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
-use kvferry_transport::Address;
+use crate::error::CommandError;
+use kvferry_transport::{Address, OtherUsers, TransportError, prepare_for};
 use kvferry_types::WorkerId;
+
+/// Creates the socket directory, or checks an existing one. See [`prepare_for`].
+pub(super) fn prepare_sockets(root: &Path, users: &OtherUsers) -> Result<(), CommandError> {
+    match prepare_for(root, users) {
+        Ok(_) => Ok(()),
+        Err(error) if names_no_usable_place(&error) => Err(CommandError::Config(error.to_string())),
+        Err(error) => Err(CommandError::failed(error)),
+    }
+}
+
+/// Whether another setting is needed, and not another attempt.
+fn names_no_usable_place(error: &TransportError) -> bool {
+    match error {
+        TransportError::Directory { .. } => true,
+        TransportError::Io { source, .. } => source.kind() == io::ErrorKind::NotFound,
+        _ => false,
+    }
+}
 
 /// The socket directory.
 #[derive(Debug, Clone)]

@@ -10,7 +10,10 @@ use tokio::sync::watch;
 
 use crate::cli::remote::LeaderArguments;
 use crate::cli::shutdown::{ChildReport, EndedBy, Ending, end_with_supervisor};
-use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
+use crate::cli::{
+    ConfigArguments, block_on,
+    socket_paths::{SocketPaths, prepare_sockets},
+};
 use crate::config::Config;
 use crate::error::CommandError;
 use kvferry_actors::{DepotSettings, DiskSettings, WorkerArguments, run_worker};
@@ -19,7 +22,7 @@ use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role};
 use kvferry_tiers::disk::DiskDirectories;
 use kvferry_transport::{
     Address, CertificateHolder, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings,
-    Transport, ZmqTransport, prepare_for,
+    Transport, ZmqTransport,
 };
 use kvferry_types::{Epoch, Rank, Replica, WorkerId};
 
@@ -83,7 +86,7 @@ impl Arguments {
         block_on(2, async move {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let users = config.users.others();
-            prepare_for(socket_paths.root(), &users).map_err(CommandError::failed)?;
+            prepare_sockets(socket_paths.root(), &users)?;
             let directory = socket_paths.worker(worker);
             let listener = ZmqTransport
                 .listen(

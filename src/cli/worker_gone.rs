@@ -85,9 +85,8 @@ fn lock(socket_paths: &SocketPaths, worker: WorkerId) -> Result<DirectoryLock, C
         )));
     }
     DirectoryLock::of_listener(&directory).map_err(|error| match error {
-        TransportError::InUse { pid, .. } => {
-            let pid = pid.map_or(String::new(), |pid| format!(" as process {pid}"));
-            CommandError::Failed(format!("the worker of {worker} runs{pid}: end it first"))
+        TransportError::InUse { by, .. } => {
+            CommandError::Failed(format!("the worker of {worker} runs as {by}: end it first"))
         }
         error => CommandError::failed(error),
     })

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, FlockOperation, OFlags, Stat};
 
-use super::{Address, OtherUsers, OwnDirectory, TransportError, own_uid};
+use super::{Address, OtherUsers, OwnDirectory, TransportError, UsedBy, own_uid};
 
 /// File name of the socket that clients connect to.
 pub(super) const SOCKET_NAME: &str = "kvferry.sock";
@@ -26,7 +26,7 @@ pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, Trans
     }
 }
 
-/// A lock file, held with `flock`, that contains the holder's process id. Dropping it releases the lock; the file
+/// A lock file, held with `flock`, that contains the holder's process id and PID namespace. Dropping it releases the lock; the file
 /// stays.
 #[derive(Debug)]
 pub struct DirectoryLock(#[expect(dead_code, reason = "held open, which is the lock")] File);
@@ -43,7 +43,7 @@ impl DirectoryLock {
     /// Takes the lock on the file `name` in a directory, without waiting.
     ///
     /// # Errors
-    /// [`TransportError::InUse`] with the holder's process id; another error if other users can change the directory, or
+    /// [`TransportError::InUse`] with the holder; another error if other users can change the directory, or
     /// if the file cannot be opened, locked or written.
     pub fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
         Self::take_in(&OwnDirectory::open(directory)?, name)
@@ -59,13 +59,13 @@ impl DirectoryLock {
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 return Err(TransportError::InUse {
                     address: Address::Directory(directory.path().to_owned()),
-                    pid: read_pid(&mut lock),
+                    by: read_holder(&mut lock, pid_namespace().as_deref()),
                 });
             }
             Err(errno) => return Err(TransportError::io("cannot lock", &path)(errno.into())),
         }
         // The number is for messages alone; a full disk has no room for it.
-        if let Err(error) = write_pid(&mut lock) {
+        if let Err(error) = write_holder(&mut lock) {
             tracing::debug!(%error, path = %path.display(), "the lock has no process id");
         }
         Ok(Self(lock))
@@ -97,7 +97,7 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Takes the lock; fails with the holder's process id.
+    /// Takes the lock; fails with the holder.
     pub(super) fn take(
         directory: OwnDirectory,
         name: &'static str,
@@ -183,14 +183,50 @@ impl Drop for Claim {
     }
 }
 
-/// Reads the process id of the lock's holder; `None` before the holder has written it.
-fn read_pid(lock: &mut File) -> Option<i32> {
+/// Reads the holder of a lock, for a process of the PID namespace `own`. Unknown before the holder has written it. The lock
+/// of an earlier version has no namespace, and is taken for one of this namespace.
+fn read_holder(lock: &mut File, own: Option<&str>) -> UsedBy {
     let mut text = String::new();
-    lock.take(16).read_to_string(&mut text).ok()?;
-    text.trim().parse().ok()
+    if lock.take(64).read_to_string(&mut text).is_err() {
+        return UsedBy::Unknown;
+    }
+    let mut lines = text.lines();
+    let pid = lines.next().and_then(|line| line.parse().ok());
+    match (pid, lines.next(), own) {
+        (Some(_), Some(namespace), Some(own)) if namespace != own => UsedBy::OtherNamespace,
+        (Some(pid), ..) => UsedBy::Process(pid),
+        (None, ..) => UsedBy::Unknown,
+    }
 }
 
-fn write_pid(lock: &mut File) -> io::Result<()> {
+fn write_holder(lock: &mut File) -> io::Result<()> {
     lock.set_len(0)?;
-    writeln!(lock, "{}", std::process::id())
+    let namespace = pid_namespace().unwrap_or_default();
+    write!(lock, "{}\n{namespace}", std::process::id())
+}
+
+/// Names the PID namespace of this process, such as `pid:[4026531836]`; `None` without /proc.
+fn pid_namespace() -> Option<String> {
+    let link = std::fs::read_link("/proc/self/ns/pid").ok()?;
+    link.into_os_string().into_string().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_holder_of_a_lock_is_named_where_its_number_means_something() {
+        for (text, expected) in [
+            ("7\npid:[1]", UsedBy::Process(7)),
+            ("7\npid:[2]", UsedBy::OtherNamespace),
+            ("7\n", UsedBy::Process(7)),
+            ("", UsedBy::Unknown),
+        ] {
+            let mut file = tempfile::tempfile().expect("a file");
+            file.write_all(text.as_bytes()).expect("written");
+            std::io::Seek::rewind(&mut file).expect("a file");
+            assert_eq!(read_holder(&mut file, Some("pid:[1]")), expected, "{text}");
+        }
+    }
 }

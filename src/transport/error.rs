@@ -6,6 +6,27 @@ use std::time::Duration;
 
 use super::{Address, Violation};
 
+/// The process that holds an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum UsedBy {
+    /// A process of this PID namespace.
+    #[error("process {0}")]
+    Process(i32),
+    /// A process of another PID namespace, whose number means nothing here.
+    #[error("a process of another container (PID namespace)")]
+    OtherNamespace,
+    /// The holder is not known.
+    #[error("another process")]
+    Unknown,
+}
+
+impl UsedBy {
+    /// The process with this id, if it is known.
+    pub(super) fn process(pid: impl TryInto<i32>) -> Self {
+        pid.try_into().map_or(Self::Unknown, Self::Process)
+    }
+}
+
 /// Why a listener or a connection could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
@@ -31,12 +52,12 @@ pub enum TransportError {
     #[error("{} is longer than the 107 bytes of a socket's path; choose a shorter directory", .0.display())]
     PathTooLong(PathBuf),
     /// Another listener holds the address.
-    #[error("{address} is in use{}", .pid.map(|pid| format!(" by process {pid}")).unwrap_or_default())]
+    #[error("{address} is in use by {by}")]
     InUse {
         /// The requested address.
         address: Address,
-        /// The process that holds the address, if known.
-        pid: Option<i32>,
+        /// The process that holds the address.
+        by: UsedBy,
     },
     /// No listener accepted by the deadline.
     #[error("no process listens at {address} (waited {waited:?})")]

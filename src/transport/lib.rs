@@ -69,7 +69,7 @@ pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming, PendingAnswer};
 pub use clock::Clock;
 pub use connection::Connection;
 pub use directory::DirectoryLock;
-pub use error::{CloseReason, Closed, SendError, TransportError};
+pub use error::{CloseReason, Closed, SendError, TransportError, UsedBy};
 pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
 };

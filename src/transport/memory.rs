@@ -16,7 +16,7 @@ use kvferry_types::User;
 
 use super::{
     Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, Origin,
-    Transport, TransportError, Violation,
+    Transport, TransportError, UsedBy, Violation,
 };
 
 /// Connects listeners and clients by name. Clones share their names; separate instances share nothing.
@@ -106,7 +106,7 @@ impl MemoryTransport {
         if slots.contains_key(name) {
             return Err(TransportError::InUse {
                 address: address.clone(),
-                pid: i32::try_from(std::process::id()).ok(),
+                by: UsedBy::process(std::process::id()),
             });
         }
         let claim = Claim {

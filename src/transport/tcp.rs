@@ -18,7 +18,7 @@ use super::stream::{self, FrameReader, FrameWriter, Ping, StreamEnd};
 use super::zmq;
 use super::{
     Address, BoxFuture, CertificateHolder, Closed, Connection, Credentials, Limits, Listener,
-    Transport, TransportError,
+    Transport, TransportError, UsedBy,
 };
 
 /// First and longest pause between two attempts to connect.
@@ -67,7 +67,7 @@ impl TlsTransport {
         let failed = |source: io::Error| match source.kind() {
             io::ErrorKind::AddrInUse => TransportError::InUse {
                 address: Address::Tcp(at.to_string()),
-                pid: None,
+                by: UsedBy::Unknown,
             },
             _ => TransportError::Io {
                 what: "cannot listen at",

@@ -184,7 +184,7 @@ fn a_directory_is_used_by_one_leader_at_a_time() {
     }
     let second = kvferry(&other.iter().map(String::as_str).collect::<Vec<_>>());
     let errors = String::from_utf8_lossy(&second.stderr);
-    assert_eq!(second.status.code(), Some(78), "{errors}");
+    assert_eq!(second.status.code(), Some(1), "{errors}");
     assert!(errors.contains("in use by another leader"), "{errors}");
     let check = kvferry(&["fsck", path]);
     let errors = String::from_utf8_lossy(&check.stderr);

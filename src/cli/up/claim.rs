@@ -4,10 +4,10 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use super::system::System;
-use crate::cli::socket_paths::SocketPaths;
+use crate::cli::socket_paths::{SocketPaths, prepare_sockets};
 use crate::config::Config;
 use crate::error::CommandError;
-use kvferry_transport::{DirectoryLock, TransportError, prepare_for};
+use kvferry_transport::{DirectoryLock, TransportError, UsedBy};
 
 /// Lock file, held while an `up` uses a directory.
 const LOCK_NAME: &str = "up.lock";
@@ -20,7 +20,7 @@ pub(super) fn claim_sockets(
 ) -> Result<DirectoryLock, CommandError> {
     let socket_paths = SocketPaths::new(&config.socket_dir);
     let root = socket_paths.root();
-    prepare_for(root, &config.users.others()).map_err(CommandError::failed)?;
+    prepare_sockets(root, &config.users.others())?;
     lock(system, root, |by| {
         CommandError::Failed(format!(
             "{} is in use by {by}: end it, or name another --socket-dir",
@@ -41,8 +41,8 @@ pub(super) fn claim_disks(
     // A link in the place of the directory is followed, as everywhere below g3_dir.
     let first = &std::fs::canonicalize(named)
         .map_err(|error| CommandError::Failed(format!("g3_dir {}: {error}", named.display())))?;
-    let in_use = |by: String| {
-        CommandError::Config(format!(
+    let in_use = |by: UsedBy| {
+        CommandError::Failed(format!(
             "g3_dir {} is in use by {by}: end it, or name another g3_dir",
             named.display()
         ))
@@ -53,18 +53,16 @@ pub(super) fn claim_disks(
 fn lock(
     system: &impl System,
     directory: &Path,
-    in_use: impl FnOnce(String) -> CommandError,
+    in_use: impl FnOnce(UsedBy) -> CommandError,
 ) -> Result<DirectoryLock, CommandError> {
     system
         .lock(directory, LOCK_NAME)
         .map_err(|error| match error {
-            TransportError::InUse { pid, .. } => in_use(pid.map_or_else(
-                || "another process".to_owned(),
-                |pid| format!("process {pid}"),
-            )),
+            TransportError::InUse { by, .. } => in_use(by),
             error => CommandError::failed(error),
         })
 }
+
 /// Says which folders keep the users of the setting from the sockets. An access list may let them pass all the same.
 pub(super) fn warn_of_closed_folders(config: &Config) {
     if config.users.others().is_empty() {

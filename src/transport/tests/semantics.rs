@@ -1,6 +1,6 @@
 //! Behaviour that all transports share: each test runs over each of them.
 
-use super::super::{Closed, SendError, TransportError};
+use super::super::{Closed, SendError, TransportError, UsedBy};
 use super::bench::Bench;
 use super::pressure::*;
 use super::*;
@@ -184,11 +184,13 @@ async fn frees_the_address_at_close(bench: Bench) {
 async fn refuses_a_second_listener(bench: Bench) {
     let _listener = bench.listen(&Limits::default()).await;
     let second = bench.transport.listen(&bench.address, Limits::default());
-    let own = i32::try_from(std::process::id()).expect("a process id");
-    let own = (!matches!(bench.address, Address::Tcp(_))).then_some(own);
+    let own = match bench.address {
+        Address::Tcp(_) => UsedBy::Unknown,
+        _ => UsedBy::process(std::process::id()),
+    };
     match second.await.err() {
-        Some(TransportError::InUse { address, pid }) => {
-            assert_eq!((address, pid), (bench.address.clone(), own));
+        Some(TransportError::InUse { address, by }) => {
+            assert_eq!((address, by), (bench.address.clone(), own));
         }
         other => panic!("not in use: {other:?}"),
     }
