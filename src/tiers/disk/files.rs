@@ -183,8 +183,13 @@ impl RealDirectory {
         let ours = rustix::process::getuid().as_raw();
         if stat.st_uid != ours {
             let owner = stat.st_uid;
+            let or_give = match ours {
+                // The files below it would stay with their owner.
+                0 => String::new(),
+                _ => format!(", or give the directory and all below it to user {ours}"),
+            };
             let text = format!(
-                "the directory belongs to user {owner}, and this process runs as user {ours}: give it to that user"
+                "the directory belongs to user {owner}, and this process runs as user {ours}: run it as user {owner}{or_give}"
             );
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
         }
