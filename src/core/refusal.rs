@@ -243,8 +243,11 @@ pub enum Refusal {
         /// Stores that have not been answered.
         stores: u32,
     },
-    /// The leader is shutting down and begins no new request.
-    #[error("the leader is shutting down: retry at its successor")]
+    /// The leader drains, by an operator's order or before it ends, and begins no new request.
+    #[error(
+        "the leader drains: it takes requests again after `kvferry drain --resume` if an operator has ordered that, or when its \
+         successor serves"
+    )]
     Draining,
     /// Pages of the reset are held.
     #[error("{holders} lookups or loads hold some of these pages: retry when they have finished")]
@@ -338,7 +341,7 @@ pub enum RefusalReason {
     Invalid,
     /// The deadline passed.
     Deadline,
-    /// The leader is shutting down.
+    /// The leader drains.
     Draining,
     /// Pages of a reset are held.
     Leased,
