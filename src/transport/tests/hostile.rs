@@ -97,6 +97,19 @@ async fn refused_before_open(bytes: &[u8]) {
     assert_eq!((refused.handshakes, refused.violations), (2, 0));
 }
 
+#[tokio::test]
+async fn a_client_that_only_looks_whether_a_process_listens_is_not_refused() {
+    let (_root, address, mut listener) = zmq_listener(Limits::default()).await;
+    for bytes in [&b""[..], &zmtp::greeting()] {
+        let mut stream = raw(&address).await;
+        write(&mut stream, bytes).await;
+        stream.shutdown().await.expect("closed");
+        read_to_end(&mut stream).await;
+    }
+    serves(&address, &mut listener).await;
+    assert_eq!(listener.sender().refused().handshakes, 0);
+}
+
 /// Asserts that the bytes close an open connection for this reason, sent in one piece and byte by byte.
 async fn closed_after_open(bytes: &[u8], violation: Violation) {
     let (_root, address, mut listener) = zmq_listener(Limits::default()).await;
