@@ -579,6 +579,12 @@ impl Leader {
         }
     }
 
+    /// Number of running requests of an engine.
+    pub fn slots_of(&self, engine: EngineId) -> usize {
+        let session = self.sessions.get(engine);
+        session.map_or(0, |session| session.slot_ids().len())
+    }
+
     /// True while the leader keeps state of this engine.
     pub fn knows(&self, engine: EngineId) -> bool {
         self.sessions.get(engine).is_some()

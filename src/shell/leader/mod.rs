@@ -66,6 +66,8 @@ pub struct LeaderShell<P> {
     readiness: BTreeMap<WorkerId, Readiness>,
     problems: LogLimit,
     refused_orders: LogLimit,
+    /// Resets by engines may be many.
+    reset_lines: LogLimit,
     refused_workers: LogLimit,
     /// The users of the peers that are not of kvferry's own: at most one for each connection.
     other_users: BTreeMap<PeerId, User>,
@@ -96,6 +98,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             readiness: BTreeMap::new(),
             problems: LogLimit::new(),
             refused_orders: LogLimit::new(),
+            reset_lines: LogLimit::of(SEAT_LINES_MAX),
             refused_workers: LogLimit::new(),
             other_users: BTreeMap::new(),
             seat_lines: LogLimit::of(SEAT_LINES_MAX),
@@ -191,6 +194,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 host.reply(peer, correlation, Message::ProbeAnswer(answer));
             }
             (Some(PeerRole::Admin(..)), Message::Drain(drain)) => {
+                let drained = self.core.is_draining();
                 match drain.resume {
                     true => self.core.resume(),
                     false => self.core.drain(),
@@ -198,6 +202,18 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 let loads = (self.core.open_loads() + self.core.parked_requests()) as u64;
                 let stores = self.core.open_stores() as u64;
                 let transfers = self.core.copies_under_way() as u64;
+                match (drained, self.core.is_draining()) {
+                    (false, true) => tracing::info!(
+                        loads,
+                        stores,
+                        transfers,
+                        "drains, by order of an operator: new lookups, loads and stores are refused"
+                    ),
+                    (true, false) => {
+                        tracing::info!("takes requests again, by order of an operator")
+                    }
+                    _ => {}
+                }
                 let answer = DrainAnswer {
                     drained: self.core.is_draining() && loads + stores + transfers == 0,
                     loads,
@@ -587,6 +603,22 @@ impl<P: fmt::Debug> LeaderShell<P> {
         let Some(peer) = self.engines.get(&engine).map(|holder| holder.peer) else {
             return;
         };
+        if let Ok(Answer::Reset(reset)) = &answer
+            && let Some(left_out) = self.reset_lines.line(host.now())
+        {
+            let by = match self.roles.get(&peer) {
+                Some(PeerRole::Engine(engine)) => engine.to_string(),
+                _ => "an operator".to_owned(),
+            };
+            let (pages, below_pages) = (reset.pages, &reset.below_pages);
+            tracing::info!(
+                by,
+                pages,
+                ?below_pages,
+                left_out,
+                "a reset has removed pages"
+            );
+        }
         let message = match answer {
             Ok(answer) => answer.into(),
             Err(refusal) => Message::Error(to_error(&refusal)),

@@ -347,10 +347,19 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.readers.forget(peer);
         self.other_users.remove(&peer);
         match self.roles.remove(&peer) {
-            Some(PeerRole::Engine(engine) | PeerRole::Admin(engine, _)) => {
+            Some(role @ (PeerRole::Engine(engine) | PeerRole::Admin(engine, _))) => {
                 let holds = |holder: &Holder<P>| holder.peer == peer;
                 if !self.engines.get(&engine).is_some_and(holds) {
                     return;
+                }
+                if matches!(role, PeerRole::Engine(_))
+                    && let Some(left_out) = self.seat_lines.line(host.now())
+                {
+                    let requests = self.core.slots_of(engine);
+                    tracing::info!(
+                        %engine, requests, left_out,
+                        "engine gone: its requests are finished unless it connects again within 10 s"
+                    );
                 }
                 self.engines.remove(&engine);
                 self.batches.forget(engine);
