@@ -79,7 +79,10 @@ pub enum DepotError {
     #[error(transparent)]
     Buffer(#[from] BufferError),
     /// No room for anything after the header.
-    #[error("a depot of {bytes} bytes holds no page: give it more than {DEPOT_HEADER_BYTES} bytes")]
+    #[error(
+        "a depot of {bytes} bytes holds no page: each shard needs {DEPOT_HEADER_BYTES} bytes for its header, and room for one page \
+         of its KV at least"
+    )]
     TooSmall {
         /// Bytes that were requested or found.
         bytes: u64,

@@ -11,10 +11,16 @@ use crate::support::skipped::skipped;
 use crate::support::{Running, kvferry, socket_dir};
 use crate::{LIMIT, refused, status_once};
 
-/// Runs `status`, which must fail sooner than it would wait for an answer. Returns what it says.
+/// Runs `status` and `replay`, which must fail sooner than they would wait for an answer. Returns what both say.
 fn no_status(sockets: &Path) -> String {
+    let said = ["status", "replay"].map(|command| no_answer(command, sockets));
+    assert_eq!(said[0], said[1]);
+    said.into_iter().next().expect("two")
+}
+
+fn no_answer(command: &str, sockets: &Path) -> String {
     let begun = Instant::now();
-    let output = kvferry(&["status", "--socket-dir", sockets.to_str().expect("UTF-8")]);
+    let output = kvferry(&[command, "--socket-dir", sockets.to_str().expect("UTF-8")]);
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{errors}");
     assert!(begun.elapsed() < Duration::from_secs(4), "{errors}");
@@ -87,6 +93,15 @@ fn negative_sizes_are_refused_as_sizes() {
         2,
         &["--g2", "-1", "is not a size"],
     );
+}
+
+#[test]
+fn a_share_of_host_memory_without_room_for_a_page_is_named_with_all_of_it() {
+    let folder = socket_dir();
+    let sockets = folder.path().join("s");
+    let up = ["up", "--g2", "5000", "--ranks", "2", "--socket-dir"];
+    let up = [&up[..], &[sockets.to_str().expect("UTF-8")]].concat();
+    refused(&up, 78, &["g2 is", "each of 2 shards", "2500 bytes", "4096"]);
 }
 
 #[test]

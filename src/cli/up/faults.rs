@@ -56,6 +56,8 @@ struct World {
     /// The memory of each worker, by its file.
     memory: BTreeMap<String, u64>,
     problems: Vec<String>,
+    /// How long a child takes to end when that is requested.
+    takes: BTreeMap<&'static str, Duration>,
 }
 
 impl World {
@@ -213,7 +215,25 @@ impl System for Fake {
 
     async fn end(&self, child: &mut FakeChild) -> io::Result<()> {
         // Its input is closed, whether the byte before that was written or not.
-        child.end(ExitStatus::from_raw(0));
+        let takes = {
+            let world = self.0.borrow();
+            let role = world.processes[child.1].role.as_str();
+            world.takes.get(role).copied()
+        };
+        match takes {
+            None => child.end(ExitStatus::from_raw(0)),
+            Some(takes) => {
+                let end = self.0.borrow().processes[child.1].end.clone();
+                tokio::spawn(async move {
+                    tokio::time::sleep(takes).await;
+                    end.send_if_modified(|end| {
+                        let runs = end.is_none();
+                        *end = end.or(Some(ExitStatus::from_raw(0)));
+                        runs
+                    });
+                });
+            }
+        }
         Ok(self.call()?)
     }
 
@@ -236,10 +256,9 @@ fn config(sockets: &Path) -> Config {
 }
 
 /// Runs an `up` whose children die, and which is ended at last. Returns its result and the world after it.
-fn run(faults: Faults) -> (Result<(), CommandError>, World) {
+fn run(world: World) -> (Result<(), CommandError>, World) {
     let folder = tempfile::tempdir().expect("a directory");
-    let system = Fake::default();
-    system.0.borrow_mut().faults = faults;
+    let system = Fake(Rc::new(RefCell::new(world)));
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_all().start_paused(true).build();
     let ended = runtime.expect("a runtime").block_on(async {
@@ -293,7 +312,10 @@ fn run(faults: Faults) -> (Result<(), CommandError>, World) {
 
 /// Checks one run.
 fn check(faults: Faults) -> World {
-    let (ended, world) = run(faults);
+    let (ended, world) = run(World {
+        faults,
+        ..World::default()
+    });
     let faults = &world.faults;
     assert_eq!(world.problems, [""; 0], "{faults:?}");
     for role in ROLES {
@@ -345,5 +367,27 @@ fn whichever_call_fails_up_goes_on_or_ends_in_order_and_names_it() {
         };
         let faults = vec![fault(), fault()];
         check(faults);
+    }
+}
+
+#[test]
+fn a_child_that_does_not_end_costs_no_other_its_time() {
+    for stopped in ["leader", "worker 0"] {
+        let takes = [
+            (stopped, Duration::from_secs(86_400)),
+            ("worker 1", Duration::from_secs(9)),
+        ];
+        let (ended, world) = run(World {
+            takes: takes.into(),
+            ..World::default()
+        });
+        ended.expect("an end in order");
+        let how = |role: &str| {
+            let mut of_role = world.processes.iter().filter(|found| found.role == role);
+            let last = of_role.next_back().expect("a process");
+            last.end.borrow().map(|status| status.into_raw())
+        };
+        assert_eq!(how(stopped), Some(KILLED));
+        assert_eq!(how("worker 1"), Some(0), "{stopped} does not end");
     }
 }

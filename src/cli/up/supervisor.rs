@@ -9,7 +9,6 @@ use std::task::Poll;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio::time::Instant;
 
 use super::deaths::Deaths;
 use super::part::{ChildKind, Part};
@@ -18,14 +17,16 @@ use super::system::System;
 use crate::cli::monitor;
 use crate::cli::remote_workers::RemoteWorkers;
 use crate::cli::restarts::{Cause, Restarts};
-use crate::cli::shutdown::{ChildReport, FenceWorker};
+use crate::cli::shutdown::{ChildReport, DRAIN_LIMIT, FenceWorker};
 use crate::cli::socket_paths::SocketPaths;
 use crate::config::Config;
 use crate::error::CommandError;
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
-use kvferry_types::{Shard, WorkerId};
+use kvferry_types::{ByteSize, Shard, WorkerId};
 
-/// Time in which children must end before they are killed.
+/// Time in which the leader must end before it is killed: its copies have [`DRAIN_LIMIT`] of it.
+const LEADER_END_LIMIT: Duration = DRAIN_LIMIT.saturating_add(Duration::from_secs(2));
+/// The same for every other child, from when the leader has ended.
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// Time in which a child that was killed must end. One that the kernel does not let go is left to it.
 const KILL_LIMIT: Duration = Duration::from_secs(2);
@@ -75,7 +76,12 @@ impl<S: System> Supervisor<S> {
             if let Entry::Vacant(depot) = depots.entry(config.kv_shards.of(worker.rank)) {
                 let created = system.create_depot(each);
                 depot.insert(created.map_err(|error| {
-                    CommandError::Config(format!("g2 is {}: {error}", config.g2))
+                    let shards = config.kv_shards.shards();
+                    let each = ByteSize(each);
+                    CommandError::Config(format!(
+                        "g2 is {}, {each} for each of {shards} shards: {error}",
+                        config.g2
+                    ))
                 })?);
             }
         }
@@ -263,37 +269,60 @@ impl<S: System> Supervisor<S> {
         }
     }
 
-    /// Ends the leader first, so that its copies end while the workers run; then the workers.
+    /// Ends the leader first, so that its copies end while the workers run; then all others at once: a child that does
+    /// not end takes no time from the others.
     pub(super) async fn end_all(&mut self) {
-        let limit = Instant::now() + END_LIMIT;
+        let parts = self.parts.iter_mut();
+        let (leader, others) = parts.partition(|part| part.kind == ChildKind::Leader);
+        end_each(&self.system, leader, LEADER_END_LIMIT).await;
+        end_each(&self.system, others, END_LIMIT).await;
         for part in &mut self.parts {
-            let kind = part.kind;
-            part.due = None;
-            let Some(mut child) = part.child.take() else {
-                continue;
-            };
-            // Not by a signal: children leave signals to this process, which may have received the same one.
-            if let Err(error) = self.system.end(&mut child).await {
-                tracing::debug!(%error, "{kind} had ended");
-            }
-            let ended = tokio::time::timeout_at(limit, self.system.wait(&mut child)).await;
-            if !matches!(ended, Ok(Ok(_))) {
-                tracing::warn!("{kind} does not end: killed");
-                if let Err(error) = self.system.kill(&mut child) {
-                    tracing::warn!(%error, "{kind} cannot be killed");
-                }
-                let ended = tokio::time::timeout(KILL_LIMIT, self.system.wait(&mut child)).await;
-                if !matches!(ended, Ok(Ok(_))) {
-                    tracing::warn!("{kind} was killed and may still run");
-                }
-            }
-            if let (Some(remote), ChildKind::Worker(worker)) = (&self.remote, kind) {
+            if let (Some(remote), ChildKind::Worker(worker), true) =
+                (&self.remote, part.kind, part.child.take().is_some())
+            {
                 part.stating = Some(remote.state_gone(worker));
             }
         }
         for index in 0..self.parts.len() {
             self.await_statement(index).await;
         }
+    }
+}
+
+/// Ends children, and kills those that run after `limit`.
+async fn end_each<S: System>(system: &S, parts: Vec<&mut Part<S::Child>>, limit: Duration) {
+    let ends = parts.into_iter().filter_map(|part| {
+        part.due = None;
+        let child = part.child.as_mut()?;
+        Some(Box::pin(end(system, part.kind, child, limit)))
+    });
+    let mut ends: Vec<_> = ends.collect();
+    std::future::poll_fn(|context| {
+        ends.retain_mut(|end| end.as_mut().poll(context).is_pending());
+        match ends.is_empty() {
+            true => Poll::Ready(()),
+            false => Poll::Pending,
+        }
+    })
+    .await;
+}
+
+async fn end<S: System>(system: &S, kind: ChildKind, child: &mut S::Child, limit: Duration) {
+    // Not by a signal: children leave signals to this process, which may have received the same one.
+    if let Err(error) = system.end(child).await {
+        tracing::debug!(%error, "{kind} had ended");
+    }
+    let ended = tokio::time::timeout(limit, system.wait(child)).await;
+    if matches!(ended, Ok(Ok(_))) {
+        return;
+    }
+    tracing::warn!("{kind} does not end: killed");
+    if let Err(error) = system.kill(child) {
+        tracing::warn!(%error, "{kind} cannot be killed");
+    }
+    let ended = tokio::time::timeout(KILL_LIMIT, system.wait(child)).await;
+    if !matches!(ended, Ok(Ok(_))) {
+        tracing::warn!("{kind} was killed and may still run");
     }
 }
 
