@@ -101,7 +101,11 @@ fn a_share_of_host_memory_without_room_for_a_page_is_named_with_all_of_it() {
     let sockets = folder.path().join("s");
     let up = ["up", "--g2", "5000", "--ranks", "2", "--socket-dir"];
     let up = [&up[..], &[sockets.to_str().expect("UTF-8")]].concat();
-    refused(&up, 78, &["g2 is", "each of 2 shards", "2500 bytes", "4096"]);
+    refused(
+        &up,
+        78,
+        &["g2 is", "each of 2 shards", "2500 bytes", "4096"],
+    );
 }
 
 #[test]

@@ -395,3 +395,20 @@ impl RealFile {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn root_is_told_to_run_as_the_owner_of_a_directory() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a directory");
+        std::os::unix::fs::chown(folder.path(), Some(12_345), None).expect("given");
+        let refused = RealDirectory::open_existing(folder.path());
+        let text = refused.err().expect("not of this user").to_string();
+        assert!(text.ends_with("run it as user 12345"), "{text}");
+    }
+}
