@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::beside::on_two_threads;
 use super::disturbed::LIMIT;
+use super::recovery::status_of;
 use super::restarts;
 use crate::support::{Running, number, replay, socket_dir};
 
