@@ -408,7 +408,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a directory");
         std::os::unix::fs::chown(folder.path(), Some(12_345), None).expect("given");
         let refused = RealDirectory::open_existing(folder.path());
-        let text = refused.err().expect("not of this user").to_string();
+        let text = refused.expect_err("not of this user").to_string();
         assert!(text.ends_with("run it as user 12345"), "{text}");
     }
 }
