@@ -398,6 +398,7 @@ fn disk_reported(
         DiskReport::Grown | DiskReport::Released => shell.tiers_changed(host)?,
         DiskReport::ReadOnly(why) => disk.only_read(why),
         DiskReport::Writable => disk.writable(),
+        DiskReport::Fits => disk.fits(),
         DiskReport::Status => {}
         DiskReport::Ended(end) => {
             let before = disk.is_read_only();

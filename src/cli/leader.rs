@@ -1,8 +1,10 @@
 //! `kvferry leader`
 
 use std::fs;
+use std::io::{self, ErrorKind};
 use std::num::NonZeroU64;
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -13,6 +15,7 @@ use crate::cli::remote::{ListenArguments, listen};
 use crate::cli::shutdown::{
     ChildReport, DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor,
 };
+use crate::cli::worker::{disks, open_as_many_files_as_allowed};
 use crate::cli::{
     ConfigArguments, block_on, disk_room,
     lock_holder::lock_holder,
@@ -24,12 +27,16 @@ use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, ReadRestarts, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings, MoveEdge};
 use kvferry_protocol::{FEATURE_TAILS, Role};
+use kvferry_tiers::disk::{KnownTier, is_full};
 use kvferry_transport::{Limits, OtherUsers, OwnDirectory, Server, ServerSettings, prepare_for};
 use kvferry_types::{Epoch, PerTier, TierId, WorkerId};
 
 /// How long a leader waits for the one before, which may still be ending.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
+/// How long a leader waits for disks that are not mounted. `up` starts another one then, a few times.
+const MOUNT_LIMIT: Duration = Duration::from_secs(60);
+const MOUNT_PAUSE: Duration = Duration::from_millis(200);
 /// File with the secret key of the anchors.
 const ANCHOR_KEY: &str = "anchor-key";
 /// File with the epoch of the last leader.
@@ -47,6 +54,9 @@ pub(super) struct Arguments {
     /// Serve lookups without any tier: every store is refused.
     #[arg(long, hide = true)]
     no_tiers: bool,
+    /// The disk tier that the supervisor has opened.
+    #[arg(long, hide = true)]
+    g3_tier: Option<KnownTier>,
 }
 
 impl Arguments {
@@ -54,7 +64,7 @@ impl Arguments {
         let config = self.config.load()?;
         let remote = self.remote.load()?;
         end_with_supervisor(self.supervised)?;
-        crate::cli::worker::open_as_many_files_as_allowed();
+        open_as_many_files_as_allowed();
         // One thread: a message passes through several tasks, and waking another thread for each would take longer than
         // most requests.
         block_on(1, async move {
@@ -65,14 +75,19 @@ impl Arguments {
             let namespaces = Arc::new(namespaces::load(&config)?);
             namespaces::log_doubts(&config, &namespaces);
             let limits = Limits::of_leader(config.ranks, config.replicas).with_users(users);
+            let mut requested = pin!(ending.requested());
+            let has_disks = tokio::select! {
+                () = &mut requested => return Ok(()),
+                found = until_mounted(&config, self.g3_tier.as_ref()) => found?,
+            };
             let listener = listen(&socket_paths.leader_address(), remote, limits)
                 .await
                 .map_err(CommandError::failed)?;
             // Held to the end: two leaders would give the same numbers to different stores.
             let mut lock = None;
             // Beside the tier that lasts longest: without the key, nothing in it is found.
-            let directory = match crate::cli::worker::disks(&config)? {
-                Some(_) => {
+            let directory = match has_disks {
+                true => {
                     let directory = config.g3_dir.0[0].join("leader");
                     let prepared = prepare_for(&directory, &OtherUsers::default())
                         .map_err(CommandError::failed)?;
@@ -80,9 +95,11 @@ impl Arguments {
                     disk_room::warn_of_small_disks(config.g3, &config.g3_dir.0);
                     prepared
                 }
-                None => OwnDirectory::open(&socket_paths.leader()).map_err(CommandError::failed)?,
+                false => {
+                    OwnDirectory::open(&socket_paths.leader()).map_err(CommandError::failed)?
+                }
             };
-            let epoch = next_epoch(&directory)?;
+            let epoch = next_epoch(&directory, write_epoch)?;
             if lock.is_some() && !directory.contains(ANCHOR_KEY) {
                 warn_of_lost_key(&config.g3_dir.0[0]);
             }
@@ -142,7 +159,7 @@ impl Arguments {
                 ChildReport::Ready.send();
             }
             tokio::select! {
-                () = ending.requested() => {}
+                () = requested => {}
                 why = process.failed() => return Err(CommandError::Failed(why)),
             }
             if !leader.drain(DRAIN_LIMIT).await {
@@ -154,6 +171,27 @@ impl Arguments {
             Ok(())
         })
     }
+}
+
+/// Returns whether there is a disk tier. Waits until the disks of one that the supervisor has opened are mounted: on another
+/// disk, the key of the tier and its epoch would be made anew, and no page would be found.
+async fn until_mounted(config: &Config, known: Option<&KnownTier>) -> Result<bool, CommandError> {
+    let Some(directories) = disks(config, known)? else {
+        return Ok(false);
+    };
+    let until = Instant::now() + MOUNT_LIMIT;
+    let mut warned = false;
+    while let (Some(_), Err(error)) = (known, directories.reopened()) {
+        if Instant::now() >= until {
+            return Err(CommandError::Failed(error.to_string()));
+        }
+        if !warned {
+            tracing::warn!(%error, "no leader can start: waiting for the disk");
+            warned = true;
+        }
+        tokio::time::sleep(MOUNT_PAUSE).await;
+    }
+    Ok(true)
 }
 
 /// The features of a leader with this configuration.
@@ -187,7 +225,7 @@ pub(super) async fn until_free(tier: &Path) -> Result<(), CommandError> {
 async fn take(directory: &Path, tier: &Path) -> Result<fs::File, CommandError> {
     let until = Instant::now() + LOCK_LIMIT;
     let failed =
-        |error: std::io::Error| CommandError::Failed(format!("{}: {error}", directory.display()));
+        |error: io::Error| CommandError::Failed(format!("{}: {error}", directory.display()));
     let opened = fs::File::open(directory).map_err(failed)?;
     loop {
         match flock(&opened, FlockOperation::NonBlockingLockExclusive) {
@@ -224,8 +262,7 @@ fn warn_of_lost_key(tier: &Path) {
 /// depots would be found.
 fn anchor_key(directory: &OwnDirectory) -> Result<[u8; 32], CommandError> {
     let path = directory.path().join(ANCHOR_KEY);
-    let failed =
-        |error: std::io::Error| CommandError::Failed(format!("{}: {error}", path.display()));
+    let failed = |error: io::Error| CommandError::Failed(format!("{}: {error}", path.display()));
     match directory.read(ANCHOR_KEY) {
         Ok(bytes) => <[u8; 32]>::try_from(bytes.as_slice()).map_err(|_| {
             CommandError::Failed(format!(
@@ -234,7 +271,7 @@ fn anchor_key(directory: &OwnDirectory) -> Result<[u8; 32], CommandError> {
                 bytes.len()
             ))
         }),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
             let mut key = [0; 32];
             random(&mut key)?;
             directory.replace(ANCHOR_KEY, &key).map_err(failed)?;
@@ -248,7 +285,10 @@ fn anchor_key(directory: &OwnDirectory) -> Result<[u8; 32], CommandError> {
 /// If the file is missing, the number is the time in milliseconds: depots and workers may have seen epochs of earlier
 /// leaders, which counted from an earlier time, and leaders start less often than once a millisecond. If the clock was
 /// set back in between, a worker reports the epoch that its depot has seen, and [`raise_epoch`] raises the file.
-fn next_epoch(directory: &OwnDirectory) -> Result<Epoch, CommandError> {
+fn next_epoch(
+    directory: &OwnDirectory,
+    write: impl FnOnce(&OwnDirectory, u64) -> io::Result<()>,
+) -> Result<Epoch, CommandError> {
     let path = directory.path().join(EPOCH);
     let path = path.display();
     let last = match directory.read(EPOCH) {
@@ -261,7 +301,7 @@ fn next_epoch(directory: &OwnDirectory) -> Result<Epoch, CommandError> {
                 ))
             })?
         }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => unix_ms(),
+        Err(error) if error.kind() == ErrorKind::NotFound => unix_ms(),
         Err(error) => return Err(CommandError::Failed(format!("{path}: {error}"))),
     };
     let next = last.checked_add(1).ok_or_else(|| {
@@ -269,21 +309,27 @@ fn next_epoch(directory: &OwnDirectory) -> Result<Epoch, CommandError> {
             "{path} holds the largest possible number: stop the workers, remove it, and start them again"
         ))
     })?;
-    write_epoch(directory, next)?;
-    Ok(Epoch(next))
+    match write(directory, next) {
+        Ok(()) => Ok(Epoch(next)),
+        // Host memory is served all the same. The time is later than the epochs of all leaders before, as without a file.
+        Err(error) if is_full(&error) || error.kind() == ErrorKind::ReadOnlyFilesystem => {
+            tracing::warn!(%path, %error, "the disk takes no writes: the epoch of this leader is the time");
+            Ok(Epoch(next.max(unix_ms())))
+        }
+        Err(error) => Err(CommandError::Failed(format!("{path}: {error}"))),
+    }
 }
 
 /// Makes the next leader of this directory start after an epoch that a depot has seen.
 fn raise_epoch(directory: &OwnDirectory, seen: Epoch) -> Result<(), CommandError> {
-    write_epoch(directory, seen.0)
-}
-
-fn write_epoch(directory: &OwnDirectory, epoch: u64) -> Result<(), CommandError> {
-    let written = directory.replace(EPOCH, format!("{epoch}\n").as_bytes());
-    written.map_err(|error| {
+    write_epoch(directory, seen.0).map_err(|error| {
         let path = directory.path().join(EPOCH);
         CommandError::Failed(format!("{}: {error}", path.display()))
     })
+}
+
+fn write_epoch(directory: &OwnDirectory, epoch: u64) -> io::Result<()> {
+    directory.replace(EPOCH, format!("{epoch}\n").as_bytes())
 }
 
 /// Milliseconds since 1970; 0 before.
@@ -308,5 +354,29 @@ pub(super) fn random(bytes: &mut [u8]) -> Result<(), CommandError> {
             bytes.len()
         ))),
         Err(error) => Err(CommandError::failed(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_leader_whose_disk_takes_no_writes_has_an_epoch_after_all_before() {
+        let root = tempfile::tempdir().expect("a directory");
+        let directory = prepare_for(&root.path().join("leader"), &OtherUsers::default());
+        let directory = directory.expect("made");
+        let first = next_epoch(&directory, write_epoch).expect("noted");
+        for kind in [ErrorKind::StorageFull, ErrorKind::ReadOnlyFilesystem] {
+            let next = next_epoch(&directory, |_, _| Err(kind.into())).expect("the time");
+            assert!(next > first && next.0 >= unix_ms() - 1000, "{next:?}");
+        }
+        let ahead = unix_ms() + 1_000_000;
+        write_epoch(&directory, ahead).expect("noted");
+        let next = next_epoch(&directory, |_, _| Err(ErrorKind::StorageFull.into()));
+        assert_eq!(next.expect("the next"), Epoch(ahead + 1));
+        let refused = next_epoch(&directory, |_, _| Err(ErrorKind::Other.into()));
+        let text = refused.expect_err("not a full disk").to_string();
+        assert!(text.contains("leader/epoch"), "{text}");
     }
 }

@@ -19,7 +19,7 @@ use crate::error::CommandError;
 use kvferry_actors::{DepotSettings, DiskSettings, WorkerArguments, run_worker};
 use kvferry_memory::{DEPOT_HEADER_BYTES, NumaNode};
 use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role};
-use kvferry_tiers::disk::DiskDirectories;
+use kvferry_tiers::disk::{DiskDirectories, KnownTier};
 use kvferry_transport::{
     Address, CertificateHolder, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings,
     Transport, ZmqTransport,
@@ -41,6 +41,9 @@ pub(super) struct Arguments {
     /// Descriptor of the memory that a supervisor holds for this worker's depot.
     #[arg(long, hide = true)]
     depot_fd: Option<u32>,
+    /// The disk tier that the supervisor has opened.
+    #[arg(long, hide = true)]
+    g3_tier: Option<KnownTier>,
     /// Seconds for which a GPU is kept after its last engine has left.
     #[arg(long, hide = true)]
     gpu_idle_s: Option<u64>,
@@ -139,7 +142,7 @@ impl Arguments {
                     lock: config.g2_lock,
                     ready,
                 },
-                disk: disk(&config, worker)?,
+                disk: disk(&config, worker, self.g3_tier.as_ref())?,
                 copy_threads: threads,
                 store_bytes_per_s: NonZeroU64::new(config.store_bytes_per_s.0),
                 gpu_copy: config.gpu_copy,
@@ -171,18 +174,29 @@ async fn report_ready(supervised: bool, mut is_ready: watch::Receiver<bool>) {
     std::future::pending().await
 }
 
-/// The directories of the disk tier, with the setting. Creates those that do not exist.
-pub(super) fn disks(config: &Config) -> Result<Option<DiskDirectories>, CommandError> {
-    let opened = (config.g3.0 > 0).then(|| DiskDirectories::open(&config.g3_dir.0));
+/// The directories of the disk tier, with the setting. Creates those that do not exist, unless the supervisor has opened
+/// the tier: its disks may not be mounted now.
+pub(super) fn disks(
+    config: &Config,
+    known: Option<&KnownTier>,
+) -> Result<Option<DiskDirectories>, CommandError> {
+    let opened = (config.g3.0 > 0).then(|| match known {
+        Some(known) => DiskDirectories::of_known(&config.g3_dir.0, known.clone()),
+        None => DiskDirectories::open(&config.g3_dir.0),
+    });
     let opened = opened.transpose();
     let opened = opened.map(|opened| Some(opened?.for_shards(config.kv_shards.shards())));
     opened.map_err(|error| CommandError::Config(error.to_string()))
 }
 
 /// Settings of this worker's disk.
-fn disk(config: &Config, worker: WorkerId) -> Result<Option<DiskSettings>, CommandError> {
+fn disk(
+    config: &Config,
+    worker: WorkerId,
+    known: Option<&KnownTier>,
+) -> Result<Option<DiskSettings>, CommandError> {
     let shards = config.kv_shards.shards();
-    let disks = disks(config)?;
+    let disks = disks(config, known)?;
     Ok(disks.map(|directories| DiskSettings {
         directories,
         shard: config.kv_shards.of(worker.rank).0,

@@ -1,13 +1,16 @@
 //! A disk of real processes: when it opens, when its files are removed, and what `status` has about it.
 
+use std::io::Read as _;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
 use std::time::Instant;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 use serde_json::Value;
 
 use super::disturbed::LIMIT;
-use super::processes::signal;
+use super::processes::{leader_beside, signal};
 use super::recovery::status_of;
 use super::restarts::disk;
 use crate::support::{Running, kvferry, number, replay, socket_dir};
@@ -60,6 +63,27 @@ impl Site {
         ];
         let report = replay(&[&common[..], &["--socket-dir", self.sockets()]].concat());
         assert_eq!(number(&report, "/bytes/mismatched"), 0);
+    }
+
+    /// Waits until the processes have logged a text a number of times. Leaves what follows to the next call.
+    fn await_logged(&mut self, text: &str, times: usize) {
+        let up = self.up.as_mut().expect("it runs");
+        let errors = up.0.stderr.as_mut().expect("standard error");
+        let (begun, mut log) = (Instant::now(), Vec::new());
+        while String::from_utf8_lossy(&log).matches(text).count() < times {
+            let mut ready = [PollFd::new(errors, PollFlags::IN)];
+            let limit = Timespec {
+                tv_sec: 1,
+                tv_nsec: 0,
+            };
+            if poll(&mut ready, Some(&limit)).expect("a pipe") > 0 {
+                let mut part = [0; 4096];
+                let count = errors.read(&mut part).expect("a pipe");
+                log.extend(&part[..count]);
+            }
+            let log = String::from_utf8_lossy(&log);
+            assert!(begun.elapsed() < LIMIT, "'{text}' is not in: {log}");
+        }
     }
 
     /// Ends the processes. Returns what they have logged.
@@ -233,4 +257,45 @@ fn the_directory_of_a_shard_that_is_removed_is_made_again_and_resets_go_on() {
     let status = status_of(site.sockets(), ok);
     assert_eq!(workers(&status), before);
     assert!(number(&status, "/tiers/1/used_pages") > 0);
+}
+
+/// A disk that is not mounted leaves an empty directory behind.
+#[test]
+fn processes_that_start_while_the_disk_is_away_make_nothing_in_its_place_and_lose_no_page() {
+    let mut site = Site::new();
+    site.start("64MiB");
+    site.replay("30");
+    let flushed = kvferry(&["flush", "--socket-dir", site.sockets()]);
+    assert!(flushed.status.success(), "{flushed:?}");
+    let status = status_of(site.sockets(), |status| status["ready"] == false);
+    let pages = number(&status, "/tiers/1/used_pages");
+    assert!(pages > 0, "{status}");
+    let (mounted, away) = (site.disk.path(), site.disk.path().with_extension("away"));
+    let worker = number(&status, "/ranks/0/pid");
+    let leader = leader_beside(worker);
+    std::fs::rename(mounted, &away).expect("renamed");
+    let mut own = std::fs::DirBuilder::new();
+    own.mode(0o700).create(mounted).expect("created");
+    signal(number(&status, "/ranks/1/pid"), Signal::KILL);
+    site.await_logged("worker ready", 3);
+    signal(leader, Signal::KILL);
+    site.await_logged("waiting for the disk", 1);
+    let mounted = site.disk.path();
+    let found = std::fs::read_dir(mounted).expect("read").count();
+    assert_eq!(found, 0, "nothing is made in the empty directory");
+    std::fs::remove_dir(mounted).expect("empty");
+    std::fs::rename(&away, mounted).expect("renamed");
+    let found = |status: &Value| {
+        let disks = disks(status);
+        let missing = |disk: &&Value| disk["reason"].to_string().contains("missing");
+        disks.len() == 2 && !disks.iter().any(missing)
+    };
+    let status = status_of(site.sockets(), found);
+    assert_eq!(number(&status, "/ranks/0/pid"), worker, "it lives");
+    // An engine with the same pages finds all of them.
+    site.replay("30");
+    let status = status_of(site.sockets(), |_| true);
+    assert_eq!(number(&status, "/tiers/1/used_pages"), pages);
+    site.end();
+    assert_eq!(site.pages_of_files(), 2 * pages);
 }

@@ -90,6 +90,8 @@ pub(super) enum DiskReport {
     Released,
     /// The disk takes no writes, and is only read.
     ReadOnly(String),
+    /// Without a wanted set: the disk was found, and has at most the cap.
+    Fits,
     /// The disk takes writes again.
     Writable,
     /// Time to report the state of the disk.
@@ -276,15 +278,17 @@ impl Disk {
     }
 
     /// Closes the set, because no engine's memory is registered, so that a worker of another replica can open it. Without
-    /// other replicas an open set stays open, and is ready for the next engine.
+    /// other replicas the set stays open, or is opened once its disk is back, and is ready for the next engine.
     pub(super) fn leave(&mut self) {
-        if self.wanted.is_none() || (self.open.is_some() && !self.settings.shared) {
+        if self.wanted.is_none() || !self.settings.shared {
             return;
         }
         self.wanted = None;
         self.requested = None;
         self.open = None;
         self.read_only = None;
+        // Nothing is tried that would tell when it is over.
+        self.problem = None;
         self.running.iter().for_each(|copy| self.copier.stop(*copy));
         // A thread that takes no commands has the set open until the process ends.
         self.send(Command::Release);
@@ -338,6 +342,11 @@ impl Disk {
     pub(super) fn opens_anew(&mut self) -> bool {
         self.read_only = None;
         self.open.take().is_some()
+    }
+
+    /// Notes that the disk can be used, though no set is wanted.
+    pub(super) fn fits(&mut self) {
+        self.problem = None;
     }
 
     /// Notes that the disk takes no writes.

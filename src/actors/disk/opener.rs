@@ -345,7 +345,7 @@ impl Opener<'_> {
         match self.take() {
             Ok(true) => {
                 self.close();
-                (self.report)(DiskReport::Status);
+                (self.report)(DiskReport::Fits);
             }
             Ok(false) => self.next_try = Instant::now() + OPEN_EVERY,
             Err(why) => self.fail(why),

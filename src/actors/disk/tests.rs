@@ -110,6 +110,7 @@ impl Rig {
             DiskReport::Grown | DiskReport::Released => self.changes += 1,
             DiskReport::ReadOnly(why) => self.disk.only_read(why),
             DiskReport::Writable => self.disk.writable(),
+            DiskReport::Fits => self.disk.fits(),
             DiskReport::Status => {}
             DiskReport::Flushed(result) => {
                 let (_, _, flush) = self.disk.flushed().expect("a flush was ordered");

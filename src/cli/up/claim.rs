@@ -1,7 +1,6 @@
 //! What `up` claims before it starts anything, and what it warns of.
 
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
 
 use super::system::System;
 use crate::cli::socket_paths::{SocketPaths, prepare_sockets};
@@ -21,12 +20,14 @@ pub(super) fn claim_sockets(
     let socket_paths = SocketPaths::new(&config.socket_dir);
     let root = socket_paths.root();
     prepare_sockets(root, &config.users.others())?;
-    lock(system, root, |by| {
+    let in_use = |by: UsedBy| {
         CommandError::Failed(format!(
             "{} is in use by {by}: end it, or name another --socket-dir",
             root.display()
         ))
-    })
+    };
+    let locked = system.lock(root, LOCK_NAME);
+    locked.map_err(|error| refused(error, in_use))
 }
 
 /// Locks the disk tier, whose directories exist. A second `up` is refused here, and not by its leader and its workers after
@@ -47,20 +48,24 @@ pub(super) fn claim_disks(
             named.display()
         ))
     };
-    lock(system, first, in_use).map(Some)
+    match system.lock(first, LOCK_NAME) {
+        Err(TransportError::Io { source, .. })
+            if source.kind() == std::io::ErrorKind::ReadOnlyFilesystem =>
+        {
+            Err(CommandError::Config(format!(
+                "g3_dir {} is mounted read-only: mount it with writes, or start with --g3 0",
+                named.display()
+            )))
+        }
+        locked => locked.map(Some).map_err(|error| refused(error, in_use)),
+    }
 }
 
-fn lock(
-    system: &impl System,
-    directory: &Path,
-    in_use: impl FnOnce(UsedBy) -> CommandError,
-) -> Result<DirectoryLock, CommandError> {
-    system
-        .lock(directory, LOCK_NAME)
-        .map_err(|error| match error {
-            TransportError::InUse { by, .. } => in_use(by),
-            error => CommandError::failed(error),
-        })
+fn refused(error: TransportError, in_use: impl FnOnce(UsedBy) -> CommandError) -> CommandError {
+    match error {
+        TransportError::InUse { by, .. } => in_use(by),
+        error => CommandError::failed(error),
+    }
 }
 
 /// Says which folders keep the users of the setting from the sockets. An access list may let them pass all the same.

@@ -97,6 +97,9 @@ impl<S: System> Supervisor<S> {
                 add(&["--depot-fd", &DEPOT_FD.to_string()]);
             }
         }
+        if let (Some(tier), ChildKind::Leader | ChildKind::Worker(_)) = (&self.tier, kind) {
+            line.extend(["--g3-tier".into(), tier.to_string().into()]);
+        }
         line.extend(["--socket-dir".into(), config.socket_dir.clone().into()]);
         // The command line takes no empty path.
         if !config.namespaces.as_os_str().is_empty() {

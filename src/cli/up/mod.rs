@@ -85,7 +85,7 @@ async fn supervise<S: System>(
     let _alone = claim_sockets(&system, &config)?;
     drop(namespaces::load(&config)?);
     // A directory that cannot be used is reported here once, and not by each process at each start.
-    drop(disks(&config)?);
+    let tier = disks(&config, None)?.map(|disks| disks.known().clone());
     // Several `up` may share a disk for a leader on another machine: each has shards of its own there.
     let _disks = match &remote {
         None => claim_disks(&system, &config)?,
@@ -109,7 +109,7 @@ async fn supervise<S: System>(
     let lasts = config.g3.0 > 0 && !no_tiers && remote.is_none();
     let socket_dir = config.socket_dir.clone();
     let flush_limit = Duration::from_secs(config.flush_limit_s.into());
-    let mut supervisor = Supervisor::new(system, config, no_tiers, remote, &workers)?;
+    let mut supervisor = Supervisor::new(system, config, no_tiers, (remote, tier), &workers)?;
     tokio::select! {
         () = requested() => {}
         failed = supervisor.watch() => return Err(gave_up(failed)),

@@ -22,6 +22,7 @@ use crate::cli::socket_paths::SocketPaths;
 use crate::config::Config;
 use crate::error::CommandError;
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
+use kvferry_tiers::disk::KnownTier;
 use kvferry_types::{ByteSize, Shard, WorkerId};
 
 /// Time in which the leader must end before it is killed: its copies have [`DRAIN_LIMIT`] of it.
@@ -39,6 +40,8 @@ pub(super) struct Supervisor<S: System> {
     pub(super) no_tiers: bool,
     /// The leader and the workers, where the leader is on another machine.
     pub(super) remote: Option<RemoteWorkers>,
+    /// The disk tier, whose disks may not be mounted when a child starts.
+    pub(super) tier: Option<KnownTier>,
     pub(super) depots: BTreeMap<Shard, Depot>,
     /// The socket of the monitor, which stays open while the monitor starts again.
     pub(super) monitored: Option<TcpListener>,
@@ -63,7 +66,7 @@ impl<S: System> Supervisor<S> {
         system: S,
         config: Config,
         no_tiers: bool,
-        remote: Option<RemoteWorkers>,
+        (remote, tier): (Option<RemoteWorkers>, Option<KnownTier>),
         workers: &[WorkerId],
     ) -> Result<Self, CommandError> {
         let each = match no_tiers {
@@ -101,6 +104,7 @@ impl<S: System> Supervisor<S> {
             config,
             no_tiers,
             remote,
+            tier,
             depots,
             monitored,
             reports,

@@ -1,9 +1,11 @@
 //! The directories of a disk tier, and whether they are still there.
 
-use std::io;
+use std::num::ParseIntError;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use kvferry_types::DepotId;
 
@@ -78,12 +80,44 @@ pub struct DiskDirectories {
     pub(super) paths: Vec<PathBuf>,
     /// The open directories; none after [`Self::close`].
     pub(super) disks: Vec<Arc<dyn Files>>,
-    /// What the paths led to when the directories were opened last.
-    ids: Vec<(u64, u64)>,
+    known: KnownTier,
     opened_by: Open,
-    pub(super) tier: u128,
     /// Number of shards that use the tier; 0 if it is not known.
     shards: u16,
+}
+
+/// A tier that a process has opened, in a form for another one: the command line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KnownTier {
+    /// The tier of the identities.
+    tier: u128,
+    /// Device and inode of each directory when it was opened last.
+    ids: Vec<(u64, u64)>,
+}
+
+impl fmt::Display for KnownTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}", self.tier)?;
+        let mut ids = self.ids.iter();
+        ids.try_for_each(|(device, inode)| write!(f, ",{device:x}:{inode:x}"))
+    }
+}
+
+impl FromStr for KnownTier {
+    type Err = ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, ParseIntError> {
+        let (tier, ids) = text.split_once(',').unwrap_or((text, ""));
+        let number = |text: &str| u64::from_str_radix(text, 16);
+        let id = |text: &str| {
+            let (device, inode) = text.split_once(':').unwrap_or((text, ""));
+            Ok((number(device)?, number(inode)?))
+        };
+        Ok(Self {
+            tier: u128::from_str_radix(tier, 16)?,
+            ids: ids.split(',').map(id).collect::<Result<_, _>>()?,
+        })
+    }
 }
 
 type OpenDirectory = dyn Fn(&Path) -> io::Result<Arc<dyn Files>> + Send + Sync;
@@ -92,8 +126,8 @@ type OpenDirectory = dyn Fn(&Path) -> io::Result<Arc<dyn Files>> + Send + Sync;
 #[derive(Clone)]
 struct Open(Arc<OpenDirectory>);
 
-impl std::fmt::Debug for Open {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Open {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Open")
     }
 }
@@ -111,9 +145,36 @@ impl DiskDirectories {
             let directory = RealDirectory::open(path).map_err(failed(path, "open it"))?;
             disks.push(Arc::new(directory));
         }
-        Self::of(paths, disks, |path| {
-            Ok(Arc::new(RealDirectory::open_existing(path)?))
+        Self::of(paths, disks, open_existing)
+    }
+
+    /// The directories of a tier that another process has opened. None is open before [`Self::reopened`], and none is made
+    /// at the path of a disk that is not mounted now.
+    ///
+    /// # Errors
+    ///
+    /// Another number of directories than the tier has.
+    pub fn of_known(paths: &[PathBuf], known: KnownTier) -> Result<Self, DiskError> {
+        if known.ids.len() != paths.len() {
+            return Err(DiskError::Disks(paths.len()));
+        }
+        Ok(Self {
+            known,
+            paths: paths.to_vec(),
+            disks: Vec::new(),
+            opened_by: Open(Arc::new(open_existing)),
+            shards: 0,
         })
+    }
+
+    /// The tier, for another process that uses it.
+    pub fn known(&self) -> &KnownTier {
+        &self.known
+    }
+
+    /// The tier of the identities.
+    pub(super) fn tier(&self) -> u128 {
+        self.known.tier
     }
 
     /// Opens directories of another kind. `paths` are their names in errors; `open` opens the one that has a path later.
@@ -147,11 +208,13 @@ impl DiskDirectories {
         let ids = paths.iter().zip(&disks);
         let ids = ids.map(|(path, disk)| disk.id().map_err(failed(path, "read it")));
         Ok(Self {
-            ids: ids.collect::<Result<_, _>>()?,
+            known: KnownTier {
+                tier: tier.unwrap_or_default(),
+                ids: ids.collect::<Result<_, _>>()?,
+            },
             paths: paths.to_vec(),
             disks,
             opened_by: Open(Arc::new(open)),
-            tier: tier.unwrap_or_default(),
             shards: 0,
         })
     }
@@ -214,20 +277,20 @@ impl DiskDirectories {
         let mut disks: Vec<Arc<dyn Files>> = Vec::new();
         let mut ids = Vec::new();
         let count = u16::try_from(self.paths.len()).unwrap_or(u16::MAX);
-        for ((number, path), last) in (0_u16..).zip(&self.paths).zip(&self.ids) {
+        for ((number, path), last) in (0_u16..).zip(&self.paths).zip(&self.known.ids) {
             let disk = (self.opened_by.0)(path).map_err(failed(path, "open it"))?;
             let id = disk.id().map_err(failed(path, "read it"))?;
             ids.push(id);
             let found = DiskIdentity::read(disk.as_ref());
             match found.map_err(failed(path, "read its identity"))? {
-                Some(Ok(found)) if (found.tier, found.disk) == (self.tier, number) => {}
+                Some(Ok(found)) if (found.tier, found.disk) == (self.tier(), number) => {}
                 Some(Err(error)) => {
                     let directory = path.clone();
                     return Err(DiskError::Format { directory, error });
                 }
                 None if id == *last => {
                     let identity = DiskIdentity {
-                        tier: self.tier,
+                        tier: self.tier(),
                         disk: number,
                         disks: count,
                     };
@@ -238,9 +301,13 @@ impl DiskDirectories {
             }
             disks.push(disk);
         }
+        let known = KnownTier {
+            tier: self.tier(),
+            ids,
+        };
         Ok(Self {
             disks,
-            ids,
+            known,
             ..self.clone()
         })
     }
@@ -269,8 +336,12 @@ impl DiskDirectories {
 
     /// Id of the depot of a shard: random, and the same for every process.
     pub fn depot(&self, shard: u16) -> DepotId {
-        DepotId(self.tier ^ (u128::from(shard) + 1))
+        DepotId(self.tier() ^ (u128::from(shard) + 1))
     }
+}
+
+fn open_existing(path: &Path) -> io::Result<Arc<dyn Files>> {
+    Ok(Arc::new(RealDirectory::open_existing(path)?))
 }
 
 pub(super) fn failed<'a>(

@@ -22,7 +22,7 @@ mod verify;
 use std::time::Duration;
 
 pub use copy::{DISK_DEPTH, DISK_DEPTH_MAX, DiskCopier, DiskCopy, DiskCopyEnd, DiskIo};
-pub use directories::{DISKS_MAX, DiskDirectories, DiskError};
+pub use directories::{DISKS_MAX, DiskDirectories, DiskError, KnownTier};
 pub use faults::{is_full, is_read_only};
 pub use format::{SetKey, segment_bytes, segment_files};
 pub use recover::Recovered;

@@ -146,7 +146,7 @@ impl DiskTier {
         }
         self.room.count()?;
         let of = SetOf {
-            tier: self.directories.tier,
+            tier: self.directories.tier(),
             shard: self.shard,
             key,
         };

@@ -196,9 +196,9 @@ fn an_identity_that_another_process_wrote_before_the_lock_is_kept() {
     let tier = 77;
     world.disks[0].write_before_lock(DiskIdentity { tier, disk, disks });
     let directories = world.directories().expect("opened");
-    assert_eq!(directories.tier, tier);
+    assert_eq!(directories.tier(), tier);
     let again = world.directories().expect("opened");
-    assert_eq!(again.tier, tier);
+    assert_eq!(again.tier(), tier);
 }
 
 #[test]
@@ -208,6 +208,10 @@ fn an_empty_directory_does_not_take_the_place_of_a_disk() {
     let paths = [path.clone()];
     let directories = DiskDirectories::open(&paths).expect("opened");
     directories.check_present().expect("present");
+    // As another process knows them, that reads it from a command line.
+    let known = directories.known().to_string().parse().expect("as written");
+    assert_eq!(&known, directories.known());
+    let of_another = DiskDirectories::of_known(&paths, known).expect("one directory");
     std::fs::rename(&path, root.path().join("away")).expect("renamed");
     for empty in [false, true] {
         if empty {
@@ -216,6 +220,7 @@ fn an_empty_directory_does_not_take_the_place_of_a_disk() {
         assert!(directories.check_present().is_err(), "empty: {empty}");
         let missing = directories.reopened();
         assert!(missing.is_err(), "empty: {empty}");
+        assert!(of_another.reopened().is_err(), "empty: {empty}");
         if empty {
             assert!(matches!(missing, Err(DiskError::Missing(_))));
             let names = std::fs::read_dir(&path).expect("read").count();
@@ -225,6 +230,8 @@ fn an_empty_directory_does_not_take_the_place_of_a_disk() {
     }
     std::fs::rename(root.path().join("away"), &path).expect("renamed");
     directories.check_present().expect("it is back");
-    let again = directories.reopened().expect("it is back");
-    assert_eq!(again.depot(0), directories.depot(0));
+    for directories in [&directories, &of_another] {
+        let again = directories.reopened().expect("it is back");
+        assert_eq!(again.depot(0), directories.depot(0));
+    }
 }
