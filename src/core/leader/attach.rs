@@ -42,7 +42,11 @@ impl Leader {
         self.fail_copies_of(worker, effects);
         self.request_again(worker);
         self.settle_reads(worker);
-        self.roster.begin_attach(worker);
+        // A disk that was closed and opened again while the worker had no connection may have fewer pages.
+        for tier in self.roster.begin_attach(worker) {
+            self.stop_reading(tier);
+            self.close_tier(tier);
+        }
         self.idle_tiers.forget(worker);
         let verdict = self.validate(&attached);
         let verdict = verdict.map(|()| TransferId(self.next_id));

@@ -149,9 +149,12 @@ impl Leader {
             return;
         }
         if let Some(flush) = self.flushes.take(id, &mut self.timers) {
-            let pool = self.tiers.serving(TierId::Disk);
-            let pages = pool.map_or(0, |pool| pool.page_states().ready);
-            let answer = Ok(Answer::Flush(FlushAnswer { pages }));
+            // A disk whose list is being read again has pages that are not counted yet.
+            let pool = self.tiers.serving(TierId::Disk).ok_or(Refusal::NotOpen);
+            let answer = pool.map(|pool| {
+                let pages = pool.page_states().ready;
+                Answer::Flush(FlushAnswer { pages })
+            });
             self.answer(flush.reply_to.engine, flush.reply_to.id, answer, effects);
         }
     }

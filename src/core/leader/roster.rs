@@ -466,15 +466,16 @@ impl Roster {
     }
 
     /// All earlier orders of a worker have ended, and its attach request is about to be checked. It has no memory before
-    /// it states one.
-    pub(super) fn begin_attach(&mut self, worker: WorkerId) {
+    /// it states one. Returns the tiers below host memory that it had open.
+    pub(super) fn begin_attach(&mut self, worker: WorkerId) -> Vec<TierId> {
         self.begin_memory(worker);
-        if let Some(seat) = self.seat(worker) {
-            seat.attached = false;
-            seat.clear = true;
-            seat.last_memory = None;
-            seat.tiers = OpenTiers::default();
-        }
+        let Some(seat) = self.seat(worker) else {
+            return Vec::new();
+        };
+        seat.attached = false;
+        seat.clear = true;
+        seat.last_memory = None;
+        std::mem::take(&mut seat.tiers).tiers().collect()
     }
 
     /// All copies of a worker's earlier memory have ended, and what it states is about to be checked.
