@@ -1,10 +1,13 @@
 //! Locks and sockets in the directory of a process.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Weak;
+use std::time::Duration;
 
 use rustix::fs::{FileType, FlockOperation, OFlags, Stat};
 
@@ -14,6 +17,8 @@ use super::{Address, OtherUsers, OwnDirectory, TransportError, UsedBy, own_uid};
 pub(super) const SOCKET_NAME: &str = "kvferry.sock";
 /// File name of the socket that receives descriptors.
 pub(super) const FD_SOCKET_NAME: &str = "fds.sock";
+/// Pause between two looks whether a socket is still there.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Longest path of a Unix socket on Linux in bytes, without the terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
@@ -125,6 +130,12 @@ impl Claim {
         tokio::net::UnixListener::from_std(listener).map_err(set_up())
     }
 
+    /// False if the socket was removed, or another one has its path.
+    fn is_bound(&self) -> bool {
+        let found = fs::symlink_metadata(&self.socket).ok();
+        found.map(|found| (found.dev(), found.ino())) == self.bound
+    }
+
     /// Binds a socket with this mode, and returns it with what identifies its file. Replaces an existing socket: the lock
     /// is held, so no process listens on it.
     fn bind_with(&self, mode: u32) -> Result<(UnixListener, FileIdentity), TransportError> {
@@ -163,6 +174,22 @@ impl Claim {
             ));
         }
         Ok((listener, identity(&found)))
+    }
+}
+
+/// Logs that the socket of a listener was removed, until the listener is dropped. Its open connections go on, so that
+/// nothing else would tell.
+pub(super) async fn watch(claim: Weak<Claim>) {
+    let mut known = false;
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        let Some(claim) = claim.upgrade() else { return };
+        let lost = !claim.is_bound();
+        if lost && !known {
+            let path = claim.socket.display();
+            tracing::error!(%path, "the socket was removed: no process can connect; start kvferry again");
+        }
+        known = lost;
     }
 }
 

@@ -74,7 +74,7 @@ pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
 };
 pub use listener::{FrameSender, Listener};
-pub use listening::{Listening, listening_in};
+pub use listening::{Listening, has_socket, listening_in};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
 pub use own_directory::{OwnDirectory, prepare_for};

@@ -22,6 +22,11 @@ pub enum Listening {
     Process(Option<i32>),
 }
 
+/// False if no process can connect in a directory, whether or not one has connections there.
+pub fn has_socket(directory: &Path) -> bool {
+    directory.join(SOCKET_NAME).exists()
+}
+
 /// Looks which process listens in a directory of this user. The process sees a connection that closes at once.
 ///
 /// # Errors

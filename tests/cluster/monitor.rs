@@ -190,6 +190,16 @@ fn health_fails_and_names_the_process_while_it_stands_still_or_is_dead() {
         .await;
         signal(leader, Signal::CONT);
         is_ready(port).await;
+
+        // The connections of engine and monitor outlive the socket.
+        let socket = world.sockets().join("leader/kvferry.sock");
+        std::fs::remove_file(socket).expect("removed");
+        for path in ["/livez", "/startupz"] {
+            until(port, path, |status, text| {
+                status == 503 && text.contains("leader: failed: the socket in ")
+            })
+            .await;
+        }
     });
 }
 

@@ -46,16 +46,19 @@ pub(super) async fn started(deployment: &Deployment) -> Health {
     let leader = reading.leader.as_ref();
     health.add(
         "leader",
-        leader
-            .map(|_| "it listens".to_owned())
-            .map_err(Clone::clone),
+        match leader {
+            Ok(_) => deployment.reachable(None).map(|()| "it listens".to_owned()),
+            Err(why) => Err(why.clone()),
+        },
     );
     for (worker, measured) in &reading.workers {
         let status = leader.ok().map(|leader| &leader.status);
         let result = match (measured, status) {
             (Err(why), _) => Err(why.clone()),
             (Ok(_), None) => Err("its leader does not answer".to_owned()),
-            (Ok(_), Some(status)) => host_memory(status, *worker),
+            (Ok(_), Some(status)) => deployment
+                .reachable(Some(*worker))
+                .and_then(|()| host_memory(status, *worker)),
         };
         health.add(process_name(*worker), result);
     }
@@ -79,7 +82,11 @@ fn host_memory(status: &StatusAnswer, worker: WorkerId) -> Result<String, String
 /// actor.
 pub(super) async fn live(deployment: &Deployment) -> Health {
     let mut health = Health::default();
-    health.add("leader", deployment.probe_leader().await.map(looked_up));
+    let probed = deployment.probe_leader().await.and_then(|probed| {
+        deployment.reachable(None)?;
+        Ok(looked_up(probed))
+    });
+    health.add("leader", probed);
     health
 }
 

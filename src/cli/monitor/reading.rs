@@ -8,7 +8,7 @@ use crate::cli::{restarts, socket_paths::SocketPaths};
 use crate::config::Config;
 use kvferry_client::AdminClient;
 use kvferry_protocol::{MeasureAnswer, ProbeAnswer, RestartedProcess, StatusAnswer};
-use kvferry_transport::{Address, ZmqTransport};
+use kvferry_transport::{Address, ZmqTransport, has_socket};
 use kvferry_types::{Rank, Replica, WorkerId};
 
 /// Time limit of every request to a process. Processes are asked at the same time.
@@ -22,6 +22,7 @@ pub(super) fn process_name(worker: WorkerId) -> String {
 /// Connections to every process of a deployment: one to the leader and one to each worker, at most 4,097.
 #[derive(Debug)]
 pub(super) struct Deployment {
+    sockets: SocketPaths,
     leader: AdminClient,
     workers: Vec<(WorkerId, AdminClient)>,
     /// The file with the restarts of processes, where a supervisor writes it.
@@ -64,6 +65,22 @@ impl Deployment {
             leader: connect(socket_paths.leader_address()),
             workers: workers.collect(),
             restarts: supervised.then(|| socket_paths.restarts()),
+            sockets: socket_paths,
+        }
+    }
+
+    /// Why no engine can connect to the leader, or no rank to a worker: the connections of this process outlive the socket.
+    pub(super) fn reachable(&self, worker: Option<WorkerId>) -> Result<(), String> {
+        let directory = match worker {
+            Some(worker) => self.sockets.worker(worker),
+            None => self.sockets.leader(),
+        };
+        match has_socket(&directory) {
+            true => Ok(()),
+            false => Err(format!(
+                "the socket in {} was removed: start kvferry again",
+                directory.display()
+            )),
         }
     }
 
