@@ -307,11 +307,33 @@ fn fail_at_the_largest_file() {
     }
 }
 
+/// Fails where the system starts no further thread. The runtime panics there.
+fn can_start(threads: usize) -> Result<(), CommandError> {
+    let (end, ended) = crossbeam::channel::bounded::<()>(0);
+    let started: Result<Vec<_>, _> = (0..threads)
+        .map(|_| {
+            let ended = ended.clone();
+            std::thread::Builder::new().spawn(move || ended.recv().is_err())
+        })
+        .collect();
+    drop(end);
+    let started = started.map_err(|error| {
+        CommandError::Failed(format!(
+            "no thread can be started: {error}; end other processes of this user, or raise ulimit -u"
+        ))
+    })?;
+    for thread in started {
+        drop(thread.join());
+    }
+    Ok(())
+}
+
 /// Runs an async command on a runtime of its own.
 pub fn block_on<T>(
     threads: usize,
     command: impl Future<Output = Result<T, CommandError>>,
 ) -> Result<T, CommandError> {
+    can_start(threads)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(threads)
         .enable_all()

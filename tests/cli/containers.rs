@@ -217,6 +217,21 @@ fn the_mount_of_a_volume_as_the_socket_directory_is_refused_with_a_directory_in_
 }
 
 #[test]
+fn a_command_whose_user_may_start_no_thread_says_so() {
+    let Some(pod) = Pod::new() else { return };
+    let inner = pod.command(&["status", "--socket-dir", "/run/kvferry"]);
+    let mut command = Command::new("prlimit");
+    let command = command
+        .arg("--nproc=1")
+        .arg(inner.get_program())
+        .args(inner.get_args());
+    let output = command.output().expect("prlimit runs");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.contains("ulimit -u"), "{errors}");
+}
+
+#[test]
 fn files_of_secrets_are_read_by_the_group_of_the_pod_and_refused_where_all_can_read_them() {
     let Some(pod) = Pod::new() else { return };
     let keys = pod.folder.path().join("keys");
