@@ -177,8 +177,8 @@ impl Claim {
     }
 }
 
-/// Logs that the socket of a listener was removed, until the listener is dropped. Its open connections go on, so that
-/// nothing else would tell.
+/// Logs that the socket of a listener was removed, until the listener is dropped. Its open connections go on, so there is
+/// no other sign.
 pub(super) async fn watch(claim: Weak<Claim>) {
     let mut known = false;
     loop {

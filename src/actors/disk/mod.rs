@@ -287,7 +287,7 @@ impl Disk {
         self.requested = None;
         self.open = None;
         self.read_only = None;
-        // Nothing is tried that would tell when it is over.
+        // No attempt follows that would clear it.
         self.problem = None;
         self.running.iter().for_each(|copy| self.copier.stop(*copy));
         // A thread that takes no commands has the set open until the process ends.

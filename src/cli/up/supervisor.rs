@@ -40,7 +40,7 @@ pub(super) struct Supervisor<S: System> {
     pub(super) no_tiers: bool,
     /// The leader and the workers, where the leader is on another machine.
     pub(super) remote: Option<RemoteWorkers>,
-    /// The disk tier, whose disks may not be mounted when a child starts.
+    /// The disk tier that was found at the start. Its disks may be away when a child starts.
     pub(super) tier: Option<KnownTier>,
     pub(super) depots: BTreeMap<Shard, Depot>,
     /// The socket of the monitor, which stays open while the monitor starts again.

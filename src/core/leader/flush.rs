@@ -149,7 +149,7 @@ impl Leader {
             return;
         }
         if let Some(flush) = self.flushes.take(id, &mut self.timers) {
-            // A disk whose list is being read again has pages that are not counted yet.
+            // While the list of the disk is read again, its pages are not counted.
             let pool = self.tiers.serving(TierId::Disk).ok_or(Refusal::NotOpen);
             let answer = pool.map(|pool| {
                 let pages = pool.page_states().ready;
