@@ -28,6 +28,8 @@ const WAIT_FACTOR: u32 = 6;
 pub(super) enum StreamEnd {
     #[error("the other side closed the connection")]
     Closed,
+    #[error("the other side sent nothing and closed the connection")]
+    Unused,
     #[error("{0}")]
     Violation(#[from] Violation),
     #[error("{0}")]
@@ -100,8 +102,13 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
 
     /// Reads greeting and READY.
     pub(super) async fn handshake(&mut self) -> Result<(), StreamEnd> {
+        let mut first = true;
         loop {
-            self.fill().await?;
+            match self.fill().await {
+                Err(StreamEnd::Closed) if first => return Err(StreamEnd::Unused),
+                filled => filled?,
+            }
+            first = false;
             while let Some(item) = self.next()? {
                 if item == Item::Ready {
                     return Ok(());

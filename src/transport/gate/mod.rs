@@ -183,25 +183,13 @@ enum ConnectionRefusal {
     #[error("its handshake was the oldest of too many")]
     Crowded,
     #[error("{0}")]
-    Stream(StreamEnd),
+    Stream(#[from] StreamEnd),
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// A client that looks whether a process listens, or has ended meanwhile.
-    #[error("the other side closed the connection before its handshake")]
-    Closed,
     #[error("the listener is gone")]
     Gone(#[from] SendError),
     #[error("{0}")]
     Certificate(String),
-}
-
-impl From<StreamEnd> for ConnectionRefusal {
-    fn from(end: StreamEnd) -> Self {
-        match end {
-            StreamEnd::Closed => Self::Closed,
-            end => Self::Stream(end),
-        }
-    }
 }
 
 /// Carries out a handshake within its limits, then serves the connection until it or the listener is closed. Returns why
@@ -225,8 +213,8 @@ async fn serve<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
                 connection.run(gate).await;
                 None
             }
-            // Not refused here.
-            Err(ConnectionRefusal::Closed) => None,
+            // A client that looks whether a process listens.
+            Err(ConnectionRefusal::Stream(StreamEnd::Unused)) => None,
             Err(reason) => {
                 gate.intake.peers.note_refused();
                 Some(reason)

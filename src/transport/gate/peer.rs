@@ -108,7 +108,7 @@ async fn send<W: AsyncWrite + Unpin>(
 impl From<StreamEnd> for CloseReason {
     fn from(end: StreamEnd) -> Self {
         match end {
-            StreamEnd::Closed => Self::ByPeer,
+            StreamEnd::Closed | StreamEnd::Unused => Self::ByPeer,
             StreamEnd::Violation(violation) => Self::Violation(violation),
             StreamEnd::Io(error) => Self::Io(error.kind()),
             StreamEnd::Slow => Self::SlowConsumer,

@@ -329,7 +329,7 @@ impl Shared {
             Service::Replays => replays::serve(stream, reader, writer).await,
         };
         match reason {
-            StreamEnd::Closed => tracing::debug!("a subscriber has left"),
+            StreamEnd::Closed | StreamEnd::Unused => tracing::debug!("a subscriber has left"),
             reason => {
                 if let Some(left_out) = ENDS.line() {
                     tracing::info!(%reason, left_out, "closed the connection of a subscriber");
