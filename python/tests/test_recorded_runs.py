@@ -54,8 +54,7 @@ def test_loads_from_a_disk_replay_with_the_same_answers(tmp_path: Path) -> None:
     below = [pages for answer in answers for _, pages in answer.get("below_pages", [])]
     assert sum(below) > 20, "too little comes from the disk"
     rows = no_difference(run.path, "--g3", "4MiB", "--g3-dir", str(tmp_path / "other"))
-    # A machine with much else to do has fewer pages on the disk at some requests, and compares fewer.
-    assert int(rows["equal"][0]) > int(rows["compared"][0]) // 3
+    assert int(rows["equal"][0]) > int(rows["compared"][0]) * 3 // 4
     assert int(rows["bytes verified"][0]) > 20 * 1024
     # Without a disk the pages are not there.
     _, rows, _ = replayed(run.path)

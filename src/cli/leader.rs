@@ -179,9 +179,12 @@ async fn until_mounted(config: &Config, known: Option<&KnownTier>) -> Result<boo
     let Some(directories) = disks(config, known)? else {
         return Ok(false);
     };
+    if known.is_none() {
+        return Ok(true);
+    }
     let until = Instant::now() + MOUNT_LIMIT;
     let mut warned = false;
-    while let (Some(_), Err(error)) = (known, directories.reopened()) {
+    while let Err(error) = directories.reopened() {
         if Instant::now() >= until {
             return Err(CommandError::Failed(error.to_string()));
         }
@@ -312,6 +315,7 @@ fn next_epoch(
     match write(directory, next) {
         Ok(()) => Ok(Epoch(next)),
         // Host memory is served all the same. The time is later than the epochs of all leaders before, as without a file.
+        // The next leader whose epoch is noted again may begin before it, and is raised by what the depots have seen.
         Err(error) if is_full(&error) || error.kind() == ErrorKind::ReadOnlyFilesystem => {
             tracing::warn!(%path, %error, "the disk takes no writes: the epoch of this leader is the time");
             Ok(Epoch(next.max(unix_ms())))

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rustix::fs::{FileType, FlockOperation, OFlags, Stat};
@@ -31,8 +31,8 @@ pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, Trans
     }
 }
 
-/// A lock file, held with `flock`, that contains the holder's process id and PID namespace. Dropping it releases the lock; the file
-/// stays.
+/// A lock file, held with `flock`, that contains the holder's process id and PID namespace. Dropping it releases the lock;
+/// the file stays.
 #[derive(Debug)]
 pub struct DirectoryLock(#[expect(dead_code, reason = "held open, which is the lock")] File);
 
@@ -130,6 +130,13 @@ impl Claim {
         tokio::net::UnixListener::from_std(listener).map_err(set_up())
     }
 
+    /// Logs when the socket that was bound is removed.
+    pub(super) fn watched(self) -> Arc<Self> {
+        let claim = Arc::new(self);
+        tokio::spawn(watch(Arc::downgrade(&claim)));
+        claim
+    }
+
     /// False if the socket was removed, or another one has its path.
     fn is_bound(&self) -> bool {
         let found = fs::symlink_metadata(&self.socket).ok();
@@ -179,7 +186,7 @@ impl Claim {
 
 /// Logs that the socket of a listener was removed, until the listener is dropped. Its open connections go on, so there is
 /// no other sign.
-pub(super) async fn watch(claim: Weak<Claim>) {
+async fn watch(claim: Weak<Claim>) {
     let mut known = false;
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
@@ -234,7 +241,7 @@ fn write_holder(lock: &mut File) -> io::Result<()> {
 
 /// Names the PID namespace of this process, such as `pid:[4026531836]`; `None` without /proc.
 fn pid_namespace() -> Option<String> {
-    let link = std::fs::read_link("/proc/self/ns/pid").ok()?;
+    let link = fs::read_link("/proc/self/ns/pid").ok()?;
     link.into_os_string().into_string().ok()
 }
 

@@ -12,7 +12,7 @@ pub enum UsedBy {
     /// A process of this PID namespace.
     #[error("process {0}")]
     Process(i32),
-    /// A process of another PID namespace, whose number means nothing here.
+    /// A process of another PID namespace: its number there is another process here.
     #[error("a process of another container (PID namespace)")]
     OtherNamespace,
     /// The holder is not known.

@@ -83,7 +83,7 @@ pub enum FdError {
 /// Receives descriptors until it is dropped, and then closes those not taken.
 pub struct FdReceiver {
     untaken: Arc<Untaken>,
-    _claim: Claim,
+    _claim: Arc<Claim>,
     _alive: watch::Sender<()>,
 }
 
@@ -177,7 +177,7 @@ impl FdReceiver {
         tokio::spawn(accept(socket, users, Arc::downgrade(&untaken), gone));
         Ok(Self {
             untaken,
-            _claim: claim,
+            _claim: claim.watched(),
             _alive: alive,
         })
     }

@@ -60,8 +60,7 @@ pub(super) fn open(
     let directory = prepare_for(path, &limits.users)?;
     let mut claim = Claim::take(directory, SOCKET_NAME)?;
     let public = claim.bind(&limits.users)?;
-    let claim = Arc::new(claim);
-    tokio::spawn(directory::watch(Arc::downgrade(&claim)));
+    let claim = claim.watched();
     let limits = Arc::new(limits);
     let (listener, intake) = Listener::new(address.clone(), &limits, |_| Box::new(claim));
     let gate = Arc::new(Gate::new(intake, limits));

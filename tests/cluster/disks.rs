@@ -259,7 +259,7 @@ fn the_directory_of_a_shard_that_is_removed_is_made_again_and_resets_go_on() {
     assert!(number(&status, "/tiers/1/used_pages") > 0);
 }
 
-/// A disk that is not mounted leaves an empty directory behind.
+/// Below a mount point without its disk is an empty directory.
 #[test]
 fn processes_that_start_while_the_disk_is_away_make_nothing_in_its_place_and_lose_no_page() {
     let mut site = Site::new();

@@ -579,6 +579,11 @@ impl Leader {
         }
     }
 
+    /// How long the requests of an engine wait for it after its connection broke.
+    pub fn engine_grace(&self) -> Duration {
+        self.settings.engine_grace
+    }
+
     /// Number of running requests of an engine.
     pub fn slots_of(&self, engine: EngineId) -> usize {
         let session = self.sessions.get(engine);

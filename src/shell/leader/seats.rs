@@ -355,10 +355,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 if matches!(role, PeerRole::Engine(_))
                     && let Some(left_out) = self.seat_lines.line(host.now())
                 {
-                    let requests = self.core.slots_of(engine);
+                    let (requests, within) = (self.core.slots_of(engine), self.core.engine_grace());
                     tracing::info!(
-                        %engine, requests, left_out,
-                        "engine gone: its requests are finished unless it connects again within 10 s"
+                        %engine, requests, ?within, left_out,
+                        "engine gone: its requests are finished unless it connects again in time"
                     );
                 }
                 self.engines.remove(&engine);

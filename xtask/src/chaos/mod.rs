@@ -116,7 +116,7 @@ impl Chaos {
     fn start(seed: u64, device: Device, model: &str) -> Result<Self, String> {
         let mut cluster = Cluster::start(device, model, seed)?;
         let begun = Instant::now();
-        // A replay gives up where no leader listens.
+        // A replay fails at once without a leader.
         while cluster.status(false)?.is_none() {
             if begun.elapsed() > RECOVERY_MAX {
                 return Err(format!("no leader answers after {RECOVERY_MAX:?}"));

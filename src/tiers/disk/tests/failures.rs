@@ -211,6 +211,9 @@ fn an_empty_directory_does_not_take_the_place_of_a_disk() {
     // As another process knows them, that reads it from a command line.
     let known = directories.known().to_string().parse().expect("as written");
     assert_eq!(&known, directories.known());
+    let two = ["first", "second"].map(|name| root.path().join(name));
+    let two = DiskDirectories::open(&two).expect("opened");
+    assert_eq!(two.known().to_string().parse().as_ref(), Ok(two.known()));
     let of_another = DiskDirectories::of_known(&paths, known).expect("one directory");
     std::fs::rename(&path, root.path().join("away")).expect("renamed");
     for empty in [false, true] {
