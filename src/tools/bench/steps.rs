@@ -61,11 +61,12 @@ impl Arguments {
     fn look_up(&self, below: Below) -> Result<(), CommandError> {
         let mut leader = leader(below, 0)?;
         let prompts = (0..u64::from(ROUNDS_MAX)).map(|round| round % PROMPTS);
-        let lookups = prompts.map(|prompt| Ok((prompt, leader.encoded(prompt)?)));
+        let lookups = prompts.map(|prompt| leader.encoded(prompt));
         let lookups = lookups.collect::<Result<Vec<_>, CommandError>>()?;
-        for (prompt, lookup) in &lookups[..self.rounds as usize] {
+        // No finish in between: ids of requests grow, and those of all lookups are drawn above. A lookup replaces the
+        // one before in its slot.
+        for lookup in &lookups[..self.rounds as usize] {
             leader.lookup(lookup)?;
-            leader.finish(*prompt)?;
         }
         Ok(())
     }
@@ -114,4 +115,22 @@ fn leader(below: Below, free_pages: u32) -> Result<PreloadedLeader, CommandError
         below,
         page_index: false,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::ValueEnum as _;
+
+    use super::*;
+
+    #[test]
+    fn each_work_can_be_repeated() {
+        for work in Work::value_variants() {
+            let work = *work;
+            // More rounds than prompts: each slot is used again.
+            let rounds = 2 * PROMPTS as u32;
+            let ran = Arguments { work, rounds }.run();
+            ran.unwrap_or_else(|error| panic!("{work:?}: {error}"));
+        }
+    }
 }

@@ -70,13 +70,14 @@ pub(super) fn measure(sides: &[Side; 2], only: &str) -> Vec<Row> {
     }
     let rows = selected.into_iter().map(|(name, work)| {
         println!("counting {name}");
-        let sides = in_turn(COUNTS, |side| {
+        let run = |side: usize| {
             let count = |rounds| count(&sides[side].program(work.program), work.command, rounds);
             let [few, many] = work.rounds;
             let more = count(many)?.checked_sub(count(few)?);
             let more = more.ok_or("more rounds took fewer instructions")?;
             Ok(more as f64 / f64::from(many - few))
-        });
+        };
+        let sides = in_turn([COUNTS; 2], run, |_| true);
         Row {
             name,
             unit: Unit::Instructions,

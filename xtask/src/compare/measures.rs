@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::side::Side;
 use super::verdict::Verdict;
-use super::{RUNS, Row, in_turn};
+use super::{Measured, RUNS, Row, in_turn};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
@@ -167,16 +167,17 @@ pub(super) fn measure(sides: &[Side; 2], only: &str) -> Vec<Row> {
     let (name, command) = REPLAY;
     if name.contains(only) {
         println!("measuring {name}");
-        let sides = in_turn(RUNS, |side| {
+        let run = |side: usize| {
             let begun = Instant::now();
             output(Command::new(sides[side].program("kvferry")).args(command))?;
             Ok(begun.elapsed().as_secs_f64() * 1e3)
-        });
-        rows.push(Row {
+        };
+        let row = |times: &[Measured; 2]| Row {
             name: name.to_owned(),
             unit: Ms,
-            sides,
-        });
+            sides: times.clone(),
+        };
+        rows.push(row(&in_turn(RUNS, run, |times| row(times).is_settled())));
     }
     rows
 }
@@ -189,24 +190,29 @@ impl Bench {
             return Vec::new();
         }
         println!("measuring bench {}", self.command.join(" "));
-        let reports = in_turn(RUNS, |side| {
+        let run = |side: usize| {
             let mut bench = Command::new(sides[side].program(self.program));
             let output = output(bench.arg("bench").args(self.command).arg("--json"))?;
             serde_json::from_slice::<Value>(&output.stdout)
                 .map_err(|error| format!("bench {} prints no JSON: {error}", self.command[0]))
-        });
-        let rows = selected.into_iter().map(|(name, unit, pointer)| Row {
-            name: (*name).to_owned(),
-            unit: *unit,
-            sides: reports.each_ref().map(|reports| {
-                let reports = reports.as_ref().map_err(Clone::clone)?;
-                reports
-                    .iter()
-                    .map(|report| value(report, pointer, *unit))
-                    .collect()
-            }),
-        });
-        rows.collect()
+        };
+        let rows = |reports: &[Result<Vec<Value>, String>; 2]| -> Vec<Row> {
+            let rows = selected.iter().map(|(name, unit, pointer)| Row {
+                name: (*name).to_owned(),
+                unit: *unit,
+                sides: reports.each_ref().map(|reports| {
+                    let reports = reports.as_ref().map_err(Clone::clone)?;
+                    reports
+                        .iter()
+                        .map(|report| value(report, pointer, *unit))
+                        .collect()
+                }),
+            });
+            rows.collect()
+        };
+        rows(&in_turn(RUNS, run, |reports| {
+            rows(reports).iter().all(Row::is_settled)
+        }))
     }
 }
 
