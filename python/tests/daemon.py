@@ -129,6 +129,15 @@ class Daemon:
 
         eventually("nothing is held", idle)
 
+    def wait_moved(self) -> None:
+        """Waits until every move between host memory and the disk has ended."""
+
+        def moved() -> bool:
+            moves = self.status()["moves"]
+            return not (moves["under_way"] or moves["waiting"])
+
+        eventually("the moves have ended", moved)
+
     def children(self, command: str) -> list[int]:
         assert self._up is not None
         found = []

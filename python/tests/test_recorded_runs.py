@@ -48,7 +48,8 @@ def test_loads_from_a_disk_replay_with_the_same_answers(tmp_path: Path) -> None:
     with running(ranks=1, ratio=4, g2="30x32KiB", g3="16MiB", g3_dir=tmp_path / "disk") as daemon:
         run = Recorded(daemon, tmp_path)
         run.wait_recorded()
-        run.turns(20)
+        # Moves that are slower than the turns leave too few pages on the disk.
+        run.turns(20, each=lambda turn: daemon.wait_moved())
         run.end()
     answers = [frame.fields[1] for frame in frames(run.path) if frame.kind == ANSWER]
     below = [pages for answer in answers for _, pages in answer.get("below_pages", [])]
