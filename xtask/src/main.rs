@@ -207,9 +207,20 @@ fn check() -> Result<(), String> {
     test()
 }
 
-/// The cargo that runs this program.
+/// The cargo that runs this program, without the variables of this package: build scripts that look at them (that of
+/// `ring`) would run again after each change between `cargo` and `cargo xtask`, and all that depends on them be compiled.
 fn cargo_command() -> Command {
-    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    for (name, _) in std::env::vars_os() {
+        let of_package = ["CARGO_PKG_", "CARGO_MANIFEST_"];
+        if of_package
+            .iter()
+            .any(|of| name.to_string_lossy().starts_with(of))
+        {
+            cargo.env_remove(name);
+        }
+    }
+    cargo
 }
 
 fn cargo(arguments: &[&str]) -> Result<(), String> {
