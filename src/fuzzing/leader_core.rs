@@ -725,13 +725,12 @@ impl World {
 fn end(input: &mut Input<'_>, transfer: TransferId) -> EndedCopy {
     let complete = input.below(4) > 0;
     EndedCopy {
-        transfer,
-        complete,
         complete_pages: if complete { 0 } else { input.number32() },
         bytes: input.number(),
         copy_us: input.number(),
         bad_source: input.rarely(),
         faulty_page: input.rarely().then(|| input.number32()),
+        ..EndedCopy::new(transfer, complete)
     }
 }
 

@@ -360,13 +360,12 @@ impl World {
         }
         ids.into_iter()
             .map(|transfer| EndedCopy {
-                transfer,
-                complete: input.below(4) > 0,
                 complete_pages: input.number32(),
                 bytes: input.number(),
                 copy_us: input.number(),
                 bad_source: input.rarely(),
                 faulty_page: input.rarely().then(|| input.number32()),
+                ..EndedCopy::new(transfer, input.below(4) > 0)
             })
             .collect()
     }
@@ -477,15 +476,7 @@ impl World {
             self.step(WorkerEvent::MemoryGone(engine));
         }
         let running = std::mem::take(&mut self.running);
-        let ends = running.into_keys().map(|transfer| EndedCopy {
-            transfer,
-            complete: true,
-            complete_pages: 0,
-            bytes: 0,
-            copy_us: 0,
-            bad_source: false,
-            faulty_page: None,
-        });
+        let ends = running.into_keys().map(EndedCopy::complete);
         self.step(WorkerEvent::CopiesEnded(ends.collect()));
         assert_eq!(self.worker.open_copies(), 0, "copies are left");
     }

@@ -474,23 +474,11 @@ fn of_each_kind() -> Vec<(&'static str, Message)> {
                 rank: 1,
                 copies: vec![
                     EndedCopy {
-                        transfer: TransferId(40),
-                        complete: true,
-                        complete_pages: 0,
                         bytes: 16_384,
                         copy_us: 12,
-                        bad_source: false,
-                        faulty_page: None,
+                        ..EndedCopy::complete(TransferId(40))
                     },
-                    EndedCopy {
-                        transfer: TransferId(41),
-                        complete: false,
-                        complete_pages: 0,
-                        bytes: 0,
-                        copy_us: 0,
-                        bad_source: false,
-                        faulty_page: None,
-                    },
+                    EndedCopy::failed(TransferId(41)),
                 ],
             }),
         ),

@@ -128,15 +128,10 @@ impl TransferOrder {
 
     /// The results of the transfers of an order that was never sent: none has started.
     pub fn unsent(&self) -> Vec<EndedCopy> {
-        let ended = self.transfers.iter().map(|transfer| EndedCopy {
-            transfer: TransferId(transfer.id),
-            complete: false,
-            complete_pages: 0,
-            bytes: 0,
-            copy_us: 0,
-            bad_source: false,
-            faulty_page: None,
-        });
+        let ended = self
+            .transfers
+            .iter()
+            .map(|transfer| EndedCopy::failed(TransferId(transfer.id)));
         ended.collect()
     }
 

@@ -271,15 +271,7 @@ impl Sequential {
                     workers,
                     transfer: copy,
                 } => {
-                    let ended = EndedCopy {
-                        transfer: copy.id,
-                        complete: true,
-                        complete_pages: 0,
-                        bytes: 0,
-                        copy_us: 0,
-                        bad_source: false,
-                        faulty_page: None,
-                    };
+                    let ended = EndedCopy::complete(copy.id);
                     let to_disk = copy.edge.to == TierId::Disk;
                     if to_disk {
                         let pages = copy.pairs.iter().flat_map(|pair| pair.dst.iter_pages());

@@ -151,6 +151,31 @@ pub struct EndedCopy {
     pub faulty_page: Option<u32>,
 }
 
+impl EndedCopy {
+    /// The end of a copy of which nothing else is known: no byte counted, no source or place blamed.
+    pub const fn new(transfer: TransferId, complete: bool) -> Self {
+        Self {
+            transfer,
+            complete,
+            complete_pages: 0,
+            bytes: 0,
+            copy_us: 0,
+            bad_source: false,
+            faulty_page: None,
+        }
+    }
+
+    /// Every byte was copied.
+    pub const fn complete(transfer: TransferId) -> Self {
+        Self::new(transfer, true)
+    }
+
+    /// Not every byte was copied, and no page from the first one on.
+    pub const fn failed(transfer: TransferId) -> Self {
+        Self::new(transfer, false)
+    }
+}
+
 /// Places of failed pages that a tier keeps out of use, at most. A disk that fails at so many places is about to fail
 /// altogether, and the list must not grow with it.
 pub const QUARANTINED_PAGES_MAX: usize = 1024;

@@ -521,15 +521,7 @@ fn answer_to(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
 fn end_everywhere(reader: &mut Reader, transfer: TransferId, complete: bool) -> Vec<LeaderEffect> {
     let mut effects = Vec::new();
     for rank in 0..RANKS {
-        let ended = EndedCopy {
-            transfer,
-            complete,
-            complete_pages: 0,
-            bytes: 0,
-            copy_us: 0,
-            bad_source: false,
-            faulty_page: None,
-        };
+        let ended = EndedCopy::new(transfer, complete);
         effects.extend(reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),
             epoch: EPOCH,
@@ -711,15 +703,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     };
     let (transfer, before) = store(&mut reader, 1, 0);
     for rank in 0..RANKS {
-        let ended = EndedCopy {
-            transfer,
-            complete: true,
-            complete_pages: 0,
-            bytes: 0,
-            copy_us: 0,
-            bad_source: false,
-            faulty_page: None,
-        };
+        let ended = EndedCopy::complete(transfer);
         reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),
             epoch: EPOCH,

@@ -23,13 +23,12 @@ impl Tiered {
     ) {
         let failed = faulty_page.is_some();
         let ended = EndedCopy {
-            transfer: transfer.id,
-            complete: !failed,
             complete_pages: if failed { complete_pages } else { RATIO },
             bytes: 64,
             copy_us: 1,
             bad_source: bad_source && failed,
             faulty_page,
+            ..EndedCopy::new(transfer.id, !failed)
         };
         self.step(LeaderEvent::Ended {
             worker: worker(0, rank),

@@ -34,13 +34,9 @@ fn took(tiered: &mut Tiered, transfer: &Transfer, ms: u64) {
     let pages: u64 = transfer.pairs.iter().map(|pair| pair.src.pages()).sum();
     for rank in 0..RANKS {
         let ended = EndedCopy {
-            transfer: transfer.id,
-            complete: true,
-            complete_pages: 0,
             bytes: pages * transfer.page_bytes,
             copy_us: ms * 1_000 * pages / u64::from(RATIO),
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::complete(transfer.id)
         };
         tiered.step(LeaderEvent::Ended {
             worker: worker(0, rank),

@@ -393,13 +393,10 @@ impl World {
             }
         }
         let ended = EndedCopy {
-            transfer,
-            complete,
             complete_pages,
             bytes: 64,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::new(transfer, complete)
         };
         self.event(LeaderEvent::Ended {
             worker: worker(engine, rank),

@@ -301,13 +301,11 @@ impl Tiered {
         bad: bool,
     ) {
         let ended = EndedCopy {
-            transfer: transfer.id,
-            complete,
             complete_pages: pages,
             bytes: 64,
             copy_us: 1,
             bad_source: bad,
-            faulty_page: None,
+            ..EndedCopy::new(transfer.id, complete)
         };
         self.step(LeaderEvent::Ended {
             worker: worker(0, rank),
@@ -574,15 +572,7 @@ fn no_move_begins_in_the_step_of_an_order_that_was_not_sent() {
     }
     let moves = tiered.take(DOWN);
     assert_eq!(moves.len(), 4, "as many as the edge may run");
-    let ended = EndedCopy {
-        transfer: moves[0].id,
-        complete: false,
-        complete_pages: 0,
-        bytes: 0,
-        copy_us: 0,
-        bad_source: false,
-        faulty_page: None,
-    };
+    let ended = EndedCopy::failed(moves[0].id);
     for rank in 0..RANKS {
         tiered.step(LeaderEvent::Unsent {
             worker: worker(0, rank),

@@ -144,13 +144,9 @@ impl Shared {
 
     fn ended(&mut self, rank: u16, transfer: TransferId) -> bool {
         let ended = EndedCopy {
-            transfer,
-            complete: true,
-            complete_pages: 0,
             bytes: 64,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::complete(transfer)
         };
         let effects = self.step(LeaderEvent::Ended {
             worker: place(rank),

@@ -202,13 +202,10 @@ impl Site {
 
     fn ended(&mut self, (replica, rank): (u8, u16), transfer: TransferId) -> Vec<LeaderEffect> {
         let ended = EndedCopy {
-            transfer,
-            complete: true,
             complete_pages: 8,
             bytes: 64,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::complete(transfer)
         };
         self.step(LeaderEvent::Ended {
             worker: worker(replica, rank),

@@ -479,15 +479,7 @@ impl State {
         if complete {
             place.wrote = Some(copy);
         }
-        let ended = EndedCopy {
-            transfer: copy.1,
-            complete,
-            complete_pages: 0,
-            bytes: 0,
-            copy_us: 0,
-            bad_source: false,
-            faulty_page: None,
-        };
+        let ended = EndedCopy::new(copy.1, complete);
         self.step(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
     }
 

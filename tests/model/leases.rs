@@ -447,15 +447,7 @@ impl Model for Leases {
             }
             Action::Ended(transfer, rank, complete) => {
                 let first_report = state.ended(self.rule, transfer, rank, complete);
-                let ended = EndedCopy {
-                    transfer,
-                    complete,
-                    complete_pages: 0,
-                    bytes: 0,
-                    copy_us: 0,
-                    bad_source: false,
-                    faulty_page: None,
-                };
+                let ended = EndedCopy::new(transfer, complete);
                 state.step(LeaderEvent::Ended {
                     worker: worker(rank),
                     epoch: EPOCH,

@@ -294,10 +294,10 @@ impl EvictionOrder {
 #[cfg(test)]
 mod tests {
     use crate::eviction::{EvictionPolicy, RuleLimits};
-    use crate::policy::TierPolicy;
+    use crate::index::shard_set::ShardSet;
+    use crate::pool::policy::TierPolicy;
+    use crate::pool::tests::{domain_of, sequence};
     use crate::pool::{BlockRun, Pool};
-    use crate::shard_set::ShardSet;
-    use crate::tests::{domain_of, sequence};
     use kvferry_types::{Ratio, Shard};
 
     /// A pool of 8 pages in blocks of up to 2, with this policy.

@@ -155,13 +155,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::anchor::{AnchorKey, Domain};
     use crate::eviction::EvictionPolicy;
-    use crate::namespaces::{NamespaceRule, Namespaces};
-    use crate::policy::TierPolicy;
+    use crate::index::anchor::{AnchorKey, Domain};
+    use crate::index::namespaces::{NamespaceRule, Namespaces};
+    use crate::index::shard_set::ShardSet;
     use crate::pool::Pool;
-    use crate::shard_set::ShardSet;
-    use crate::tests::sequence;
+    use crate::pool::policy::TierPolicy;
+    use crate::pool::tests::sequence;
     use kvferry_types::{GroupId, PageRun, PerTier, Ratio, Shard};
 
     const PAGES: u32 = 12;

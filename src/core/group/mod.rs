@@ -8,6 +8,8 @@
 //! Page `i` of a group with pages of `B` tokens has the tokens `i * B..(i + 1) * B`.
 
 mod error;
+pub(crate) mod model;
+pub(crate) mod presence;
 mod store;
 
 use std::ops::Range;

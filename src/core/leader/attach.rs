@@ -6,8 +6,8 @@
 
 use kvferry_types::{INVENTORY_ENTRY_BYTES, TierId, Time, TransferId, WorkerId};
 
-use crate::event::{AttachRequest, LeaderEffect, MemoryStatement, TiersStatement};
-use crate::refusal::Refusal;
+use crate::leader::event::{AttachRequest, LeaderEffect, MemoryStatement, TiersStatement};
+use crate::leader::refusal::Refusal;
 
 use super::Leader;
 use super::memory::SeatMemory;

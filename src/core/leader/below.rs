@@ -7,11 +7,11 @@
 
 use std::ops::Range;
 
-use crate::blocks::BlockRef;
-use crate::cells::Cells;
-use crate::cover::{ServedPages, TierRun};
 use crate::group::GroupKind;
-use crate::model::Sequence;
+use crate::group::model::Sequence;
+use crate::index::blocks::BlockRef;
+use crate::index::cells::Cells;
+use crate::pool::tier_walk::{ServedPages, TierRun};
 use crate::pool::{BlockRun, Pool};
 use kvferry_types::{Edge, GroupId, PagesBelow, PerTier, TierId};
 

@@ -2,10 +2,10 @@
 
 use super::tests::{ENGINE, geometry, serving, with_arena};
 use super::*;
-use crate::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
-use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
-use crate::refusal::Refusal;
-use crate::session::{HASH_BYTES_LEFT_MAX, HASH_BYTES_PER_ENGINE_MAX};
+use crate::leader::event::{AttachRequest, AttachedDepot, WorkerMemory};
+use crate::leader::refusal::Refusal;
+use crate::leader::session::{HASH_BYTES_LEFT_MAX, HASH_BYTES_PER_ENGINE_MAX};
+use crate::pool::store_window::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 use kvferry_types::{
     Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry, GroupId,
     LookupAnswer, PageHashes, PageList, PageRecord, PagesBelow, Part, PerTier, Rank, Replica,
@@ -93,15 +93,7 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
         },
     );
     let copies = effects.iter().filter_map(|effect| match effect {
-        LeaderEffect::Transfer { transfer: copy, .. } => Some(EndedCopy {
-            transfer: copy.id,
-            complete: true,
-            complete_pages: 0,
-            bytes: 0,
-            copy_us: 0,
-            bad_source: false,
-            faulty_page: None,
-        }),
+        LeaderEffect::Transfer { transfer: copy, .. } => Some(EndedCopy::complete(copy.id)),
         _ => None,
     });
     let ended = LeaderEvent::Ended {
@@ -624,15 +616,7 @@ fn the_hashes_of_stores_under_way_are_bounded() {
     let limit = "bytes of page hashes in stores under way";
     let max = HASH_BYTES_PER_ENGINE_MAX as u64;
     assert_eq!(refused, [Err(Refusal::Limit { limit, max })]);
-    let ended = EndedCopy {
-        transfer: transfers[0],
-        complete: true,
-        complete_pages: 0,
-        bytes: 0,
-        copy_us: 0,
-        bad_source: false,
-        faulty_page: None,
-    };
+    let ended = EndedCopy::complete(transfers[0]);
     let (epoch, copies) = (Epoch(1), vec![ended]);
     let ended = LeaderEvent::Ended {
         worker: WORKER,

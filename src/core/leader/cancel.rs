@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::event::LeaderEffect;
-use crate::refusal::Refusal;
+use crate::leader::event::LeaderEffect;
+use crate::leader::refusal::Refusal;
 use kvferry_types::{Answer, CancelStoresAnswer, EngineId, SlotId};
 
 use super::store::Stopped;

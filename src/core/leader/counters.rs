@@ -1,7 +1,7 @@
 //! The counters of a leader.
 
-use crate::pool_counts::PoolCounts;
-use crate::refusal::{Refusal, RefusalReason};
+use crate::leader::refusal::{Refusal, RefusalReason};
+use crate::pool::counts::PoolCounts;
 use kvferry_types::Request;
 
 /// Counters since the leader started.

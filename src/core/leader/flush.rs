@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 
 use crate::Contradiction;
-use crate::event::LeaderEffect;
-use crate::refusal::Refusal;
+use crate::leader::event::LeaderEffect;
+use crate::leader::refusal::Refusal;
 use kvferry_types::{Answer, FlushAnswer, FlushId, TierId, WorkerId};
 
 use super::by_shard::Confirmations;

@@ -7,7 +7,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use crate::cover::ServedPages;
+use crate::pool::tier_walk::ServedPages;
 use kvferry_types::{Edge, TierId, Time};
 
 use super::Leader;

@@ -1,11 +1,11 @@
 //! Limits on the pages that lookups hold: of the namespaces of one rule, and of one engine among several.
 
 use crate::Contradiction;
-use crate::cover::TierRun;
-use crate::held::{HeldCount, HoldOwners};
-use crate::model::Sequence;
-use crate::namespaces::NamespaceRule;
-use crate::refusal::Refusal;
+use crate::group::model::Sequence;
+use crate::index::namespaces::NamespaceRule;
+use crate::leader::refusal::Refusal;
+use crate::pool::held::{HeldCount, HoldOwners};
+use crate::pool::tier_walk::TierRun;
 use kvferry_types::{EngineId, GroupId, PerTier, TierId};
 
 use super::Leader;

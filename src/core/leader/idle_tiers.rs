@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::event::LeaderEffect;
+use crate::leader::event::LeaderEffect;
 use kvferry_types::{TierId, TierLayout, Time, WorkerId};
 
 use super::Leader;

@@ -8,12 +8,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::Contradiction;
-use crate::around::LooksAround;
-use crate::decision::Decision;
-use crate::event::LeaderEffect;
-use crate::held::HeldPages;
-use crate::refusal::Refusal;
-use crate::session::PinnedRun;
+use crate::leader::decision::Decision;
+use crate::leader::event::LeaderEffect;
+use crate::leader::refusal::Refusal;
+use crate::leader::session::PinnedRun;
+use crate::pool::held::HeldPages;
+use crate::pool::store_window::LooksAround;
 use kvferry_types::{
     Answer, DeviceEnd, Edge, FragmentPair, GroupId, LoadAnswer, PageCursor, PageList, PageRun,
     Part, RequestId, SlotId, TierId, Transfer, TransferId,

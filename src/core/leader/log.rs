@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::change::Change;
+use crate::pool::changes::Change;
 use kvferry_types::{TierId, Time};
 
 use super::Leader;
@@ -155,7 +155,7 @@ impl Leader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::change::{GoneReason, PlacedPages};
+    use crate::pool::changes::{GoneReason, PlacedPages};
     use kvferry_types::{DomainId, Fingerprint};
 
     fn stored(start: u32, pages: usize) -> Change {

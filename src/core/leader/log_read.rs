@@ -12,9 +12,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::anchor::Domain;
-use crate::blocks::BlockIndex;
-use crate::change::{Change, PlacedPages};
+use crate::index::anchor::Domain;
+use crate::index::blocks::BlockIndex;
+use crate::pool::changes::{Change, PlacedPages};
 use kvferry_types::{DomainId, Epoch, NamespaceId, TierId, Time};
 
 use super::Leader;

@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::blocks::BlockRef;
-use crate::cover::{ServedPages, TierRun, serving, walk_tiers};
-use crate::decision::{Decision, RequestDigest};
+use crate::group::model::Sequence;
+use crate::group::presence::Reach;
 use crate::group::{GroupKind, LookupBounds};
-use crate::held::HoldOwners;
-use crate::model::Sequence;
+use crate::index::blocks::BlockRef;
+use crate::leader::decision::{Decision, RequestDigest};
+use crate::leader::refusal::Refusal;
+use crate::leader::session::{PinnedRun, Slot};
 use crate::pool::Pool;
-use crate::reach::Reach;
-use crate::refusal::Refusal;
-use crate::session::{PinnedRun, Slot};
+use crate::pool::held::HoldOwners;
+use crate::pool::tier_walk::{ServedPages, TierRun, serving, walk_tiers};
 use kvferry_types::{Answer, LookupAnswer};
 use kvferry_types::{GroupId, PageHashes, SlotId, TierId, Time};
 

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::event::MemoryStatement;
-use crate::model::Model;
-use crate::refusal::Refusal;
+use crate::group::model::Model;
+use crate::leader::event::MemoryStatement;
+use crate::leader::refusal::Refusal;
 use kvferry_types::{EngineId, GroupGeometry, MemoryGeometry, PerTier, TierId, TierLayout};
 
 use super::tier::TierKey;

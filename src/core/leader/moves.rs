@@ -9,10 +9,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::admission::Offer;
-use crate::around::LooksAround;
-use crate::blocks::BlockRef;
-use crate::event::LeaderEffect;
+use crate::index::blocks::BlockRef;
+use crate::leader::event::LeaderEffect;
+use crate::pool::admission::Offer;
+use crate::pool::store_window::LooksAround;
 use crate::pool::{Pin, Reserved};
 use kvferry_types::{
     Edge, Fingerprint, FragmentPair, PageHashes, PageList, TierId, Time, Transfer, TransferId,

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::model::Model;
-use crate::refusal::Refusal;
+use crate::group::model::Model;
+use crate::leader::refusal::Refusal;
 use kvferry_types::{GroupId, PRIORITIES, PageRun, Part};
 
 /// Position after the last page of a part.

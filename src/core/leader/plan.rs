@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use crate::admission::Offer;
-use crate::anchor::Domain;
-use crate::around::{Looks, LooksAround};
-use crate::cells::Cells;
-use crate::index::{Match, MatchGoal};
+use crate::index::anchor::Domain;
+use crate::index::block_index::{Match, MatchGoal};
+use crate::index::cells::Cells;
+use crate::index::sequence_cursor::Trail;
+use crate::pool::admission::Offer;
+use crate::pool::store_window::{Looks, LooksAround};
 use crate::pool::{Pin, Pool, Reserved};
-use crate::trail::Trail;
 use kvferry_types::{HashView, PageRun, TransferId};
 
 /// A transfer that fills wanted pages.
@@ -158,12 +158,12 @@ fn before_own(
     let mut found = Vec::with_capacity(trail.map_or(0, Trail::len));
     let mut steps = trail
         .filter(|_| from == 0)
-        .map(|trail| trail.follow(&pool.blocks));
+        .map(|trail| trail.follow(pool.blocks()));
     let mut position = from;
     while let Some(at) = looks.next(position).filter(|at| *at < end) {
         let known = steps
             .as_mut()
-            .and_then(|steps| steps.next(&pool.blocks, at, end));
+            .and_then(|steps| steps.next(pool.blocks(), at, end));
         let present = MatchGoal::Present;
         let next = known.or_else(|| pool.longest(domain, hashes, at as usize, present));
         looks.note(at, next.is_some());

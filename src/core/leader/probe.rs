@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::anchor::Domain;
-use crate::cover::{ServedPages, walk_tiers};
-use crate::model::Sequence;
+use crate::group::model::Sequence;
+use crate::index::anchor::Domain;
+use crate::pool::tier_walk::{ServedPages, walk_tiers};
 use kvferry_types::{Fingerprint, GroupId, PageHashes, TierId};
 
 use super::Leader;

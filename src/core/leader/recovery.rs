@@ -10,8 +10,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::event::LeaderEffect;
-use crate::recover::Recovery;
+use crate::leader::event::LeaderEffect;
+use crate::pool::recover::Recovery;
 use kvferry_types::{DepotId, PageRecord, Shard, TierId, Time, WorkerId};
 
 use super::Leader;
@@ -480,11 +480,11 @@ mod tests {
     use std::ops::Range;
 
     use super::*;
-    use crate::anchor::AnchorKey;
-    use crate::event::LeaderEvent;
+    use crate::index::anchor::AnchorKey;
     use crate::leader::LeaderSettings;
+    use crate::leader::event::LeaderEvent;
     use crate::leader::tests::{ENGINE, arrival};
-    use crate::recover::UNMERGED_MAX;
+    use crate::pool::recover::UNMERGED_MAX;
     use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Rank, Ratio, Replica, Stored};
 
     fn worker(rank: u16) -> WorkerId {

@@ -7,10 +7,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::event::LeaderEffect;
-use crate::model::Model;
-use crate::refusal::Refusal;
-use crate::session::{RequestState, Session};
+use crate::group::model::Model;
+use crate::leader::event::LeaderEffect;
+use crate::leader::refusal::Refusal;
+use crate::leader::session::{RequestState, Session};
 use kvferry_types::{Answer, EngineId, Replica, Request, RequestId, SlotId, Time};
 
 use super::counters::Refusable;

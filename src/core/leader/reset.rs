@@ -10,9 +10,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::event::LeaderEffect;
-use crate::refusal::Refusal;
-use crate::sweep::Sweep;
+use crate::leader::event::LeaderEffect;
+use crate::leader::refusal::Refusal;
+use crate::pool::sweep::Sweep;
 use kvferry_types::{
     Answer, PagesBelow, PerTier, ResetAnswer, ResetId, ResetScope, Scope, Shard, TierId, Time,
     TransferId, WorkerId,

@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::arena::ARENA_PAGES_MAX;
-use crate::event::{AttachRequest, TiersStatement, Workers};
-use crate::model::Model;
-use crate::refusal::Refusal;
-use crate::shard_set::{SHARDS_MAX, ShardSet};
+use crate::group::model::Model;
+use crate::index::arena::ARENA_PAGES_MAX;
+use crate::index::shard_set::{SHARDS_MAX, ShardSet};
+use crate::leader::event::{AttachRequest, TiersStatement, Workers};
+use crate::leader::refusal::Refusal;
 use kvferry_types::{
     AttachId, DepotId, Edge, EngineId, MemoryId, PerTier, Rank, Replica, Shard, Sharding, TierId,
     TierLayout, Time, TransferId, WorkerId,

@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::Contradiction;
-use crate::admission::Offer;
-use crate::around::LooksAround;
-use crate::decision::Decision;
-use crate::event::{LeaderEffect, Workers};
 use crate::group::GroupKind;
-use crate::model::Sequence;
+use crate::group::model::Sequence;
+use crate::index::sequence_cursor::Trail;
+use crate::leader::decision::Decision;
+use crate::leader::event::{LeaderEffect, Workers};
+use crate::leader::refusal::Refusal;
+use crate::leader::session::HASH_BYTES_PER_ENGINE_MAX;
+use crate::pool::admission::Offer;
+use crate::pool::store_window::LooksAround;
 use crate::pool::{BlockRun, ReservationKind, Reserved};
-use crate::refusal::Refusal;
-use crate::session::HASH_BYTES_PER_ENGINE_MAX;
-use crate::trail::Trail;
 use kvferry_types::{Answer, DeviceEnd, Edge, StoreAnswer, Transfer};
 use kvferry_types::{
     EngineId, FragmentPair, GroupId, PageCursor, PageHashes, PageList, Part, RequestId, Shard,

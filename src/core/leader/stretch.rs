@@ -6,10 +6,10 @@
 use std::collections::BTreeSet;
 
 use crate::Contradiction;
-use crate::blocks::BlockRef;
-use crate::held::HeldPages;
-use crate::model::Sequence;
+use crate::group::model::Sequence;
+use crate::index::blocks::BlockRef;
 use crate::pool::Pin;
+use crate::pool::held::HeldPages;
 use kvferry_types::{
     GroupId, PageCursor, PageList, PageRun, Replica, RequestId, TierId, TransferId,
 };

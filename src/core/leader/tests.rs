@@ -1,14 +1,14 @@
 //! Tests of the independent recount and of the limit on the hash bytes of an engine.
 
 use super::*;
-use crate::anchor::Domain;
-use crate::event::{AttachRequest, AttachedDepot, WorkerMemory};
-use crate::model::Model;
+use crate::group::model::Model;
+use crate::index::anchor::Domain;
+use crate::index::sequence_cursor::Trail;
+use crate::index::shard_set::ShardSet;
+use crate::leader::event::{AttachRequest, AttachedDepot, WorkerMemory};
+use crate::leader::refusal::Refusal;
+use crate::leader::session::HASH_BYTES_PER_ENGINE_MAX;
 use crate::pool::Pool;
-use crate::refusal::Refusal;
-use crate::session::HASH_BYTES_PER_ENGINE_MAX;
-use crate::shard_set::ShardSet;
-use crate::trail::Trail;
 use kvferry_types::{
     Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, LookupAnswer, PageHashes,
     PageList, Part, PerTier, Rank, Replica, Request, Shard, StoreAnswer, TierId, TransferId,
@@ -489,15 +489,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
 
 /// Ends copies completely on the only rank.
 fn end(leader: &mut Leader, transfers: impl Iterator<Item = TransferId>) -> Vec<LeaderEffect> {
-    let copies = transfers.map(|transfer| kvferry_types::EndedCopy {
-        transfer,
-        complete: true,
-        complete_pages: 0,
-        bytes: 0,
-        copy_us: 0,
-        bad_source: false,
-        faulty_page: None,
-    });
+    let copies = transfers.map(kvferry_types::EndedCopy::complete);
     let ended = LeaderEvent::Ended {
         worker: WorkerId {
             replica: kvferry_types::Replica(0),
@@ -592,7 +584,7 @@ fn a_tail_is_found_loaded_and_not_stored_again() {
         .flat_map(|run| run.start..run.start + run.count)
         .collect();
     assert_eq!(read, [2, 3, 4, 5]);
-    let blocks = leader.pool().expect("a pool").blocks.by_age();
+    let blocks = leader.pool().expect("a pool").blocks().by_age();
     let pinned: Vec<_> = blocks
         .map(|(_, block)| (block.start, block.pinned_pages))
         .collect();
@@ -746,15 +738,7 @@ fn a_load_of_many_parts_is_answered_with_the_end_of_the_last_one() {
 
 /// Reports a transfer as failed.
 fn fail(leader: &mut Leader, transfer: TransferId) {
-    let ended = kvferry_types::EndedCopy {
-        transfer,
-        complete: false,
-        complete_pages: 0,
-        bytes: 0,
-        copy_us: 0,
-        bad_source: false,
-        faulty_page: None,
-    };
+    let ended = kvferry_types::EndedCopy::failed(transfer);
     let event = LeaderEvent::Ended {
         worker: WORKER,
         epoch: Epoch(1),

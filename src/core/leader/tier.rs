@@ -8,13 +8,13 @@
 use std::collections::BTreeMap;
 
 use crate::Contradiction;
-use crate::blocks::BlockIndex;
-use crate::cover::TierRun;
-use crate::event::LeaderEffect;
-use crate::model::Model;
+use crate::group::model::Model;
+use crate::index::blocks::BlockIndex;
+use crate::leader::event::LeaderEffect;
+use crate::pool::counts::PoolCounts;
+use crate::pool::recover::Recovery;
+use crate::pool::tier_walk::TierRun;
 use crate::pool::{Pin, Pool};
-use crate::pool_counts::PoolCounts;
-use crate::recover::Recovery;
 use kvferry_types::{DepotId, GroupId, PerTier, TierId, TierLayout, Time, WorkerId};
 use smallvec::SmallVec;
 

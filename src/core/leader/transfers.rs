@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::event::{CANCELLED_MAX, LeaderEffect, Workers};
+use crate::leader::event::{CANCELLED_MAX, LeaderEffect, Workers};
 use kvferry_types::{Direction, Edge, EndedCopy, TierId, Time, TransferId, WorkerId};
 
 use super::Leader;
@@ -458,7 +458,7 @@ impl Leader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::anchor::AnchorKey;
+    use crate::index::anchor::AnchorKey;
     use crate::leader::LeaderSettings;
     use kvferry_types::{Epoch, Rank, Ratio, Replica};
 

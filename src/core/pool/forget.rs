@@ -1,8 +1,8 @@
 //! Removal of blocks and of pages whose checksum is wrong. Held pages are freed with their last holder.
 
 use super::Pool;
-use crate::blocks::{BlockIndex, BlockRef};
-use crate::change::{Change, GoneReason};
+use crate::index::blocks::{BlockIndex, BlockRef};
+use crate::pool::changes::{Change, GoneReason};
 
 impl Pool {
     /// Forgets every block, so that no lookup finds one. Pinned and filling pages are freed with their last holder.

@@ -1,7 +1,7 @@
 //! Holds on pages: of lookups, loads and plans, and of moves on their sources.
 
 use super::Pool;
-use crate::blocks::{BlockIndex, BlockRef};
+use crate::index::blocks::{BlockIndex, BlockRef};
 use kvferry_types::{DomainId, Fingerprint};
 
 /// A hold on the first `pages` pages of a block. Not `Clone`: the holder releases the pin exactly once.

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::{Pool, Reservation, ReservationKind, ReservationStage, Reserved};
-use crate::anchor::Domain;
-use crate::blocks::{BlockIndex, Filling};
-use crate::change::GoneReason;
-use crate::index::Match;
-use crate::shard_set::ShardSet;
+use crate::index::anchor::Domain;
+use crate::index::block_index::Match;
+use crate::index::blocks::{BlockIndex, Filling};
+use crate::index::shard_set::ShardSet;
+use crate::pool::changes::GoneReason;
 use kvferry_types::{HashView, NamespaceId, PageRun, TransferId};
 
 impl Pool {

@@ -268,15 +268,7 @@ impl Worker {
 }
 
 pub(super) fn refused(transfer: TransferId) -> EndedCopy {
-    EndedCopy {
-        transfer,
-        complete: false,
-        complete_pages: 0,
-        bytes: 0,
-        copy_us: 0,
-        bad_source: false,
-        faulty_page: None,
-    }
+    EndedCopy::failed(transfer)
 }
 
 #[cfg(test)]

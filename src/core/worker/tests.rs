@@ -208,13 +208,9 @@ fn stale(order: u64, followed: u64) -> WorkerEffect {
 
 fn complete(transfer: u64) -> EndedCopy {
     EndedCopy {
-        transfer: TransferId(transfer),
-        complete: true,
-        complete_pages: 0,
         bytes: 1,
         copy_us: 1,
-        bad_source: false,
-        faulty_page: None,
+        ..EndedCopy::complete(TransferId(transfer))
     }
 }
 

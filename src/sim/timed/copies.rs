@@ -160,13 +160,8 @@ impl TimedCopies {
         self.links.cancel(now, flow)?;
         self.flows.remove(&flow);
         Some(EndedCopy {
-            transfer,
-            complete: false,
-            complete_pages: 0,
-            bytes: 0,
             copy_us: microseconds(task.started_at, now),
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::failed(transfer)
         })
     }
 
@@ -190,13 +185,9 @@ impl TimedCopies {
             let queued = (task.ready_at + alone).until(at).as_nanos();
             self.queue_ns[way].push(u64::try_from(queued).unwrap_or(u64::MAX));
             let copy = EndedCopy {
-                transfer,
-                complete: true,
-                complete_pages: 0,
                 bytes: task.bytes,
                 copy_us: microseconds(task.started_at, at),
-                bad_source: false,
-                faulty_page: None,
+                ..EndedCopy::complete(transfer)
             };
             ended.push((rank, copy));
         }

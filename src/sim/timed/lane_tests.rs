@@ -183,13 +183,8 @@ impl Bench {
             let (_, log) = self.log.get_mut(&transfer).expect("ordered");
             log.ended = at;
             let ended = EndedCopy {
-                transfer,
-                complete: true,
-                complete_pages: 0,
                 bytes: log.bytes,
-                copy_us: 0,
-                bad_source: false,
-                faulty_page: None,
+                ..EndedCopy::complete(transfer)
             };
             self.step(WorkerEvent::CopiesEnded(vec![ended]));
         }

@@ -527,15 +527,7 @@ fn transfers(effects: &[LeaderEffect]) -> impl Iterator<Item = TransferId> {
 }
 
 fn complete(transfer: TransferId) -> EndedCopy {
-    EndedCopy {
-        transfer,
-        complete: true,
-        complete_pages: 0,
-        bytes: 0,
-        copy_us: 0,
-        bad_source: false,
-        faulty_page: None,
-    }
+    EndedCopy::complete(transfer)
 }
 
 fn packed(hashes: Vec<u8>) -> Result<PageHashes, CommandError> {

@@ -285,15 +285,10 @@ pub(super) fn leader_address(socket_dir: &Path) -> Address {
 fn obey(order: Message) -> Option<Message> {
     match order {
         Message::Transfer(transfer) => {
-            let copies = transfer.transfers.iter().map(|transfer| EndedCopy {
-                transfer: TransferId(transfer.id),
-                complete: true,
-                complete_pages: 0,
-                bytes: 0,
-                copy_us: 0,
-                bad_source: false,
-                faulty_page: None,
-            });
+            let copies = transfer
+                .transfers
+                .iter()
+                .map(|transfer| EndedCopy::complete(TransferId(transfer.id)));
             let copies = copies.collect();
             Some(Message::Ended(Ended { rank: 0, copies }))
         }

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::{COUNTERS, LeaderCounts, Refusable};
-use crate::anchor::AnchorKey;
-use crate::event::{LeaderEffect, LeaderEvent};
+use crate::index::anchor::AnchorKey;
+use crate::leader::event::{LeaderEffect, LeaderEvent};
+use crate::leader::refusal::Refusal;
 use crate::leader::tests::{ENGINE, arrival, lookup, serving, store, with_arena};
 use crate::leader::{Leader, LeaderSettings};
-use crate::pool_counts::PoolCounts;
-use crate::refusal::Refusal;
+use crate::pool::counts::PoolCounts;
 use kvferry_types::{
     Edge, EndedCopy, Epoch, GroupId, PageList, Part, Rank, Ratio, Replica, Request, RequestId,
     SlotId, TierId, Time, TransferId, WorkerId,
@@ -48,13 +48,10 @@ fn send(leader: &mut Leader, at: Time, id: u64, request: Request) -> Vec<Transfe
 /// The worker reports that the first `complete_pages` of `pages` pages of a copy are complete.
 fn end(leader: &mut Leader, at: Time, transfer: TransferId, (complete_pages, pages): (u32, u32)) {
     let copy = EndedCopy {
-        transfer,
-        complete: complete_pages == pages,
         complete_pages,
         bytes: 64,
         copy_us: 1,
-        bad_source: false,
-        faulty_page: None,
+        ..EndedCopy::new(transfer, complete_pages == pages)
     };
     let epoch = leader.epoch();
     let event = LeaderEvent::Ended {
@@ -277,7 +274,7 @@ fn refusals_are_counted_once_for_all_retries() {
 #[test]
 fn a_request_whose_answer_is_no_longer_kept_is_counted_as_stale() {
     let mut leader = serving();
-    for id in 2..=crate::session::ANSWERS_KEPT as u64 + 3 {
+    for id in 2..=crate::leader::session::ANSWERS_KEPT as u64 + 3 {
         send(&mut leader, ms(0), id, Request::Finish { slot: SlotId(9) });
     }
     send(&mut leader, ms(0), 1, lookup(1, 2));

@@ -4,11 +4,11 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use super::*;
-use crate::anchor::AnchorKey;
-use crate::event::{LeaderEffect, LeaderEvent};
+use crate::index::anchor::AnchorKey;
+use crate::index::namespaces::{NamespaceRule, Namespaces};
 use crate::leader::LeaderSettings;
+use crate::leader::event::{LeaderEffect, LeaderEvent};
 use crate::leader::tests::{ENGINE, arrival};
-use crate::namespaces::{NamespaceRule, Namespaces};
 use kvferry_types::{
     Answer, DepotId, EndedCopy, Epoch, LookupAnswer, PageHashes, PageList, Part, PerTier, Rank,
     Ratio, Replica, Request, RequestId, SlotId, Time, Transfer, WorkerId,
@@ -111,13 +111,9 @@ impl World {
     fn end_copies(&mut self) {
         let copies = std::mem::take(&mut self.copies);
         let copies = copies.iter().map(|transfer| EndedCopy {
-            transfer: transfer.id,
-            complete: true,
-            complete_pages: 0,
             bytes: 64,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::complete(transfer.id)
         });
         let event = LeaderEvent::Ended {
             worker: WORKER,

@@ -6,11 +6,11 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::anchor::AnchorKey;
-use crate::blocks::{BlockIndex, Hidden};
+use crate::index::anchor::AnchorKey;
+use crate::index::blocks::{BlockIndex, Hidden};
+use crate::index::shard_set::ShardSet;
+use crate::pool::tests::domain_of;
 use crate::pool::{BlockRun, ReservationKind};
-use crate::shard_set::ShardSet;
-use crate::tests::domain_of;
 use kvferry_types::{Fingerprint, PageHashes, Ratio, Scope, Shard};
 
 const SEQUENCES: usize = 4;
@@ -108,7 +108,7 @@ impl World {
             (block.start..block.start + total).contains(&at)
         });
         block.is_some_and(|block| {
-            hidden.contains(&self.pool.blocks, self.pool.blocks.get(block.index))
+            hidden.contains(self.pool.blocks(), self.pool.blocks().get(block.index))
         })
     }
 
@@ -285,7 +285,7 @@ impl World {
         let Some((index, ready)) = all.get(which % all.len().max(1)).copied() else {
             return;
         };
-        let block = self.pool.blocks.get(index);
+        let block = self.pool.blocks().get(index);
         let (start, retired) = (block.start, block.retired);
         let keep = which as u32 % ready.max(1);
         if retired || keep >= ready {
@@ -299,7 +299,7 @@ impl World {
         } else {
             self.forget(|_, other| other == index);
         }
-        let reference = self.pool.blocks.reference(index);
+        let reference = self.pool.blocks().reference(index);
         self.pool.cut(reference, start + keep);
     }
 
@@ -321,19 +321,19 @@ impl World {
             Step::Hide(sequence) => {
                 if self.hidden.is_none() {
                     let scope = Scope::Namespace(domain_of(space(sequence)).id().namespace());
-                    self.hidden = Some(self.pool.blocks.hide(scope));
+                    self.hidden = Some(self.pool.parts_mut().0.hide(scope));
                 }
             }
             Step::Show => {
                 if let Some(hidden) = self.hidden.take() {
-                    self.pool.blocks.show(&hidden);
+                    self.pool.parts_mut().0.show(&hidden);
                 }
             }
             Step::Forget(sequence) => {
                 let scope = Scope::Namespace(domain_of(space(sequence)).id().namespace());
                 let mut sweep = self.pool.begin_sweep(scope);
                 let id = domain_of(space(sequence)).id();
-                self.forget(|pool, block| pool.blocks.get(block).domain == id);
+                self.forget(|pool, block| pool.blocks().get(block).domain == id);
                 self.pool
                     .remove_next(&mut sweep, &mut 1_000, &mut Vec::new());
                 self.pool.end_sweep(&sweep);

@@ -3,9 +3,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::eviction::RuleLimits;
+use crate::index::shard_set::ShardSet;
 use crate::pool::BlockRun;
-use crate::shard_set::ShardSet;
-use crate::tests::domain;
+use crate::pool::tests::domain;
 use kvferry_types::{Fingerprint, PageHashes, Ratio, Scope, Shard};
 
 const RATIO: u32 = 4;
@@ -91,7 +91,7 @@ struct Stored {
     next: [u32; SEQUENCES],
     open: Vec<Open>,
     held: Vec<Pin>,
-    hidden: Option<crate::blocks::Hidden>,
+    hidden: Option<crate::index::blocks::Hidden>,
     evicted: Vec<PageRun>,
 }
 
@@ -218,12 +218,12 @@ impl Stored {
                 let pages = hashes(sequence, PAGES).fingerprints(5).step_by(7).collect();
                 let scope = Scope::Pages(domain().id().namespace(), pages);
                 if self.hidden.is_none() {
-                    self.hidden = Some(self.pool.blocks.hide(scope));
+                    self.hidden = Some(self.pool.parts_mut().0.hide(scope));
                 }
             }
             Step::Show => {
                 if let Some(hidden) = self.hidden.take() {
-                    self.pool.blocks.show(&hidden);
+                    self.pool.parts_mut().0.show(&hidden);
                 }
             }
             Step::Reset => self.pool.reset(),
@@ -234,7 +234,7 @@ impl Stored {
     /// All that later decisions depend on: the blocks by age, the holes, the counters and what was evicted.
     fn state(&self) -> String {
         let blocks: Vec<_> = self.pool.view().collect();
-        let holes = self.pool.arena.holes();
+        let holes = self.pool.arena().holes();
         let counts = self.pool.counts();
         format!("{blocks:?} {holes:?} {counts:?} {:?}", self.evicted)
     }

@@ -1,7 +1,7 @@
 //! Requests that wait for the copies of an older leader, and ids that are not known any more.
 
 use super::*;
-use crate::session::ANSWERS_KEPT;
+use crate::leader::session::ANSWERS_KEPT;
 
 fn load() -> Request {
     Request::Load {

@@ -326,13 +326,12 @@ impl RunningCopies {
         let faulty = place && edge.touches(TierId::Disk);
         let copy_us = env.now() - running.begun;
         let ended = EndedCopy {
-            transfer,
-            complete: complete || env.lies(Lie::SwallowError),
             complete_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * u64::from(running.shape.cells) * CELL_BYTES,
             copy_us: u64::try_from(copy_us.as_micros()).unwrap_or(u64::MAX),
             bad_source: !complete && bad,
             faulty_page: (!complete && faulty).then_some(u32::try_from(running.done).unwrap_or(0)),
+            ..EndedCopy::new(transfer, complete || env.lies(Lie::SwallowError))
         };
         Some((ended, running.failure))
     }

@@ -217,15 +217,7 @@ impl DiskSide {
             if self.refused.is_empty() {
                 self.later(env, Duration::from_micros(5), DiskStep::Refused);
             }
-            self.refused.push(EndedCopy {
-                transfer: copy,
-                complete: false,
-                complete_pages: 0,
-                bytes: 0,
-                copy_us: 0,
-                bad_source: false,
-                faulty_page: None,
-            });
+            self.refused.push(EndedCopy::failed(copy));
             return false;
         }
         self.running.insert(copy);
