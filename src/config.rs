@@ -2,6 +2,7 @@
 
 mod directories;
 mod error;
+mod keys;
 mod monitor_address;
 mod reference;
 mod service_links;
@@ -22,9 +23,10 @@ use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
 pub use directories::Directories;
 pub use error::ConfigError;
+pub use keys::CONFIG_BYTES_MAX;
 pub use monitor_address::MonitorAddress;
 pub use reference::{SettingReference, settings};
-pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
+pub use sources::{ENVIRONMENT_PREFIX, OTHER_VARIABLES};
 pub use tier_size::TierSize;
 pub use user_list::{UNKNOWN_UID, UserList};
 
@@ -57,7 +59,7 @@ const SOCKET_DIR_DEFAULT: &str =
     "$XDG_RUNTIME_DIR/kvferry, or /tmp/kvferry-UID without that variable";
 
 /// Everything that can be configured. Values are in bounds, and a file, a variable or a flag can give each of them.
-/// [`Flags`] describes the keys, `sources::KEYS` has their defaults, and `docs/reference/settings.md` is made of both.
+/// [`Flags`] describes the keys, `keys::KEYS` has their defaults, and `docs/reference/settings.md` is made of both.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[expect(missing_docs, reason = "`Flags` describes the same keys")]
 pub struct Config {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::SHOWN_CHARS_MAX;
-use super::sources::{CONFIG_BYTES_MAX, KEYS};
+use super::keys::{CONFIG_BYTES_MAX, KEYS};
 
 /// Why a configuration was rejected.
 #[derive(Debug, thiserror::Error)]

@@ -2,7 +2,8 @@
 
 use clap::{Args, Command};
 
-use super::sources::{ENVIRONMENT_PREFIX, Fallback, KEYS};
+use super::keys::{Fallback, KEYS};
+use super::sources::ENVIRONMENT_PREFIX;
 use super::{Flags, SOCKET_DIR_DEFAULT};
 
 /// A setting as its users see it.

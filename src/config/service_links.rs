@@ -70,7 +70,7 @@ fn is_address(value: &str, protocol: Option<&str>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sources::KEYS;
+    use super::super::keys::KEYS;
     use super::*;
 
     /// The variables that a kubelet sets for a Service with these ports: number, protocol, and name if it has one.

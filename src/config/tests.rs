@@ -557,9 +557,6 @@ fn every_field_is_a_key_and_every_key_a_field() {
     let json = serde_json::to_value(&config).expect("plain data");
     let fields: std::collections::BTreeSet<_> =
         json.as_object().expect("an object").keys().collect();
-    let keys: Vec<String> = sources::KEYS
-        .iter()
-        .map(|key| key.name.to_owned())
-        .collect();
+    let keys: Vec<String> = keys::KEYS.iter().map(|key| key.name.to_owned()).collect();
     assert_eq!(fields, keys.iter().collect());
 }

@@ -4,7 +4,8 @@ use std::fmt;
 
 use kvferry_types::{Attention, TensorRole};
 
-use crate::pieces::PIECES_MAX;
+/// Limit on the pieces of a plan for one group and one source rank: 4 MiB.
+pub const PIECES_MAX: usize = 65_536;
 
 /// One of the two engines of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -24,7 +24,7 @@ mod side;
 #[cfg(test)]
 mod tests;
 
-pub use error::{At, PlanError, PlanSide};
-pub use pieces::{PIECES_MAX, Piece};
+pub use error::{At, PIECES_MAX, PlanError, PlanSide};
+pub use pieces::Piece;
 pub use plan::{Fetch, GroupPlan, Plan, plan, readers};
 pub use side::{Side, SideGroup};

@@ -1,11 +1,8 @@
 //! The bytes of a page that one copy takes.
 
-use crate::error::{At, PlanError};
+use crate::error::{At, PIECES_MAX, PlanError};
 use crate::holders::Run;
 use crate::side::{Counts, SideTensor};
-
-/// Limit on the pieces of a plan for one group and one source rank: 4 MiB.
-pub const PIECES_MAX: usize = 65_536;
 
 /// Limit on the pieces of a plan before neighbours are merged, which bounds the time to make it: some 10 ms.
 const STEPS_MAX: usize = 1 << 20;

@@ -2,8 +2,9 @@
 
 use memmap2::{Advice, MmapMut};
 
-use super::files::UNIT_BYTES;
-
+/// Reads and writes begin at multiples of this and have multiples of it as their length, in bytes: the largest logical
+/// sector of today's disks, and the page of memory.
+pub const UNIT_BYTES: u64 = 4096;
 /// Smallest buffer for which huge pages are requested: one of them.
 const HUGE_BYTES: usize = 2 << 20;
 

@@ -1,6 +1,6 @@
 //! The files of a disk tier: what the tier asks of a file system, and the implementation with real files.
 //!
-//! Every file is read and written in whole units of [`UNIT_BYTES`], past the page cache where the file system permits
+//! Every file is read and written in whole units of [`UNIT_BYTES`](super::buffer::UNIT_BYTES), past the page cache where the file system permits
 //! it. A directory is opened once, and everything in it relative to that handle, without following links: a directory
 //! that is renamed or replaced meanwhile is still the one whose lock is held.
 
@@ -14,9 +14,6 @@ use std::sync::Arc;
 use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
-/// Reads and writes begin at multiples of this and have multiples of it as their length, in bytes: the largest logical
-/// sector of today's disks, and the page of memory.
-pub const UNIT_BYTES: u64 = 4096;
 /// Bytes of zeros that one call writes where a file system cannot preallocate.
 const ZEROS_BYTES: usize = 4 << 20;
 const FILE_MODE: Mode = Mode::from_raw_mode(0o600);
@@ -85,16 +82,6 @@ impl EntryKind {
         match self {
             Self::Directory => DIR_MODE.bits(),
             Self::File | Self::Other => FILE_MODE.bits(),
-        }
-    }
-}
-
-impl dyn Files {
-    /// Opens the directory of a set; `None` if the name is that of a file.
-    pub(super) fn directory_of_set(&self, name: &str) -> io::Result<Option<Arc<dyn Files>>> {
-        match super::format::SetKey::is_name(name) {
-            true => self.directory(name),
-            false => Ok(None),
         }
     }
 }

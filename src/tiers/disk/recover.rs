@@ -12,10 +12,10 @@ use super::faults::is_full;
 use super::files::{DiskFile, Files};
 use super::format::{
     BlockHeader, FormatError, Geometry, INDEX_NAME, Mark, Marks, Numbers, REGION_PAGES, Region,
-    SetFile, SetKey, Sweeps, read_index,
+    SetFile, SetKey, Sweeps, read_index, segment_name, segment_number,
 };
 use super::room::Room;
-use super::set::{DiskSet, Segments, lock_file, region_id, segment_name, segment_number};
+use super::set::{DiskSet, Segments, lock_file};
 use super::sweep::{is_swept, write_sweep};
 use super::table::{Slots, Table};
 use super::verify::{Verifier, segment_of};
@@ -537,7 +537,7 @@ pub(super) fn read_tables(
 impl Headers {
     /// Adds a region: the slot with the higher sequence number that is whole.
     fn add(&mut self, file: &SetFile, number: u32, slots: &[u8], reader: &mut dyn TableReader) {
-        let id = region_id(file, number);
+        let id = file.region_id(number);
         let halves = slots
             .chunks_exact(slots.len() / 2)
             .map(|slot| Region::decode(id, slot));

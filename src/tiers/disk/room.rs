@@ -5,8 +5,18 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::files::{EntryKind, Files};
-use super::format::{INDEX_NAME, SetFile};
-use super::set::{is_ours, segment_number};
+use super::format::{INDEX_NAME, SetFile, SetKey, is_ours, segment_number};
+
+/// Opens the directory of a set; `None` if the name is that of a file.
+pub(super) fn directory_of_set(
+    directory: &dyn Files,
+    name: &str,
+) -> io::Result<Option<Arc<dyn Files>>> {
+    match SetKey::is_name(name) {
+        true => directory.directory(name),
+        false => Ok(None),
+    }
+}
 
 /// The files of one disk.
 #[derive(Debug)]
@@ -35,7 +45,7 @@ impl DiskRoom {
         self.open_bytes = 0;
         for (number, directory) in self.directories.iter().enumerate() {
             for name in directory.names()? {
-                let Some(set) = directory.directory_of_set(&name)? else {
+                let Some(set) = directory_of_set(directory.as_ref(), &name)? else {
                     continue;
                 };
                 match number == 0 && Some(name.as_str()) == open {
@@ -258,7 +268,7 @@ impl Room {
         for directory in directories {
             bytes += set_bytes(directory.as_ref())?;
             for name in directory.names()? {
-                if let Some(set) = directory.directory_of_set(&name)? {
+                if let Some(set) = directory_of_set(directory.as_ref(), &name)? {
                     bytes += set_bytes(set.as_ref())?;
                 }
             }

@@ -12,8 +12,7 @@ use super::buffer::AlignedBuffer;
 use super::faults::{FaultyPages, is_full};
 use super::files::{DiskFile, Files};
 use super::format::{
-    Geometry, HeaderPage, INDEX_NAME, Numbers, PageSum, Region, RegionId, SET_NAME, SetFile,
-    SetKeys, write_index,
+    Geometry, HeaderPage, Numbers, PageSum, Region, SetFile, SetKeys, segment_name, write_index,
 };
 use super::room::Room;
 use super::sweep::{first_region, write_sweep};
@@ -28,16 +27,6 @@ const WRITTEN_MAX: usize = 1024;
 /// Regions that are written between two looks at the table.
 const FLUSH_REGIONS: usize = 256;
 const DRAIN_PAUSE: Duration = Duration::from_millis(20);
-
-/// Name of a segment's file.
-pub(super) fn segment_name(segment: u32) -> String {
-    format!("segment-{segment:05}")
-}
-
-/// The number of a segment's file; `None` for other files.
-pub(super) fn segment_number(name: &str) -> Option<u32> {
-    name.strip_prefix("segment-")?.parse().ok()
-}
 
 /// The segments of one disk, opened when first needed.
 pub(super) type Segments = Vec<Option<Arc<dyn DiskFile>>>;
@@ -351,7 +340,7 @@ impl DiskSet {
                 durable: write.durable,
                 sweep: self.sweep.load(Ordering::SeqCst),
             };
-            let (id, blocks) = (self.region_id(region), table.region(region));
+            let (id, blocks) = (self.file.region_id(region), table.region(region));
             (write, Region::encode(id, numbers, blocks, slot.bytes_mut()))
         };
         let written = encoded.map_err(io::Error::other).and_then(|()| {
@@ -442,11 +431,6 @@ impl DiskSet {
             )
         })
     }
-
-    /// Identity of a region.
-    pub(super) fn region_id(&self, number: u32) -> RegionId {
-        region_id(&self.file, number)
-    }
 }
 
 /// Creates the file of a segment with room for all of its pages. A file that has its name was put there while the set was
@@ -480,16 +464,6 @@ fn create_file(
     Ok(created)
 }
 
-/// Identity of a region of a set.
-pub(super) fn region_id(file: &SetFile, number: u32) -> RegionId {
-    RegionId {
-        set: file.set,
-        shard: file.shard,
-        number,
-        seed: SetKeys::new(file.set, file.shard).region_seed(),
-    }
-}
-
 /// Takes the lock of a file, and waits for I/O of an ended process.
 pub(super) fn lock_file(file: &dyn DiskFile) -> io::Result<()> {
     let begun = std::time::Instant::now();
@@ -501,12 +475,6 @@ pub(super) fn lock_file(file: &dyn DiskFile) -> io::Result<()> {
         std::thread::sleep(DRAIN_PAUSE);
     }
     Ok(())
-}
-
-/// True for a file of a set's directory that some version of the program wrote.
-pub(super) fn is_ours(name: &str) -> bool {
-    let name = name.strip_suffix(".new").unwrap_or(name);
-    matches!(name, SET_NAME | INDEX_NAME) || segment_number(name).is_some()
 }
 
 #[cfg(test)]

@@ -6,7 +6,6 @@ use std::io;
 use super::buffer::AlignedBuffer;
 use super::files::DiskFile;
 use super::format::{Numbers, REGION_PAGES, Region, SetFile, Sweeps};
-use super::set::region_id;
 
 /// The first region of a segment of a disk.
 pub(super) fn first_region(file: &SetFile, (disk, segment): (usize, u32)) -> u32 {
@@ -28,7 +27,7 @@ pub(super) fn is_swept(
     if sweeps.include(0) {
         return Ok(true);
     }
-    let id = region_id(file, first_region(file, place));
+    let id = file.region_id(first_region(file, place));
     let mut slot = AlignedBuffer::new(file.geometry.slot_bytes as usize);
     let (mut read, mut failed) = (false, None);
     for number in 0..2 {
@@ -61,7 +60,7 @@ pub(super) fn write_sweep(
     segment: &dyn DiskFile,
     sweep: u32,
 ) -> io::Result<()> {
-    let id = region_id(file, first_region(file, place));
+    let id = file.region_id(first_region(file, place));
     let mut slots = AlignedBuffer::new(2 * file.geometry.slot_bytes as usize);
     // Any later write of the region counts more.
     let numbers = Numbers {

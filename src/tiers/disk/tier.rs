@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvferry_types::{DepotId, Scope, Stored};
 
-use super::buffer::AlignedBuffer;
+use super::buffer::{AlignedBuffer, UNIT_BYTES};
 use super::directories::{DiskDirectories, DiskError, failed};
-use super::files::{Files, UNIT_BYTES};
+use super::files::Files;
 use super::format::{
     DiskIdentity, Geometry, Mark, Marks, SetKey, ShardDirectory, Sweeps, shard_name,
 };

@@ -9,15 +9,15 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::batch::{Attributes, Lists};
 use crate::code::{
     self, ALREADY_REGISTERED, CAPTURE_INVALIDATED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT,
     INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NO_DEVICE, NOT_READY, NOT_REGISTERED,
     OUT_OF_MEMORY, SUCCESS,
 };
 use crate::memory::{Addresses, Block, Part, give, take};
-use crate::stream::{Stream, Work};
 use crate::vmm::{self, HANDLE_BYTES};
+use crate::world::stream::batch::{Attributes, Lists};
+use crate::world::stream::{Stream, Work};
 use crate::world::{Capture, Kind, Mapping, Needs, Physical, Registered, World};
 
 const POSIX_FD: c_uint = 1;

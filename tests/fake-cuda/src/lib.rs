@@ -21,12 +21,10 @@
 //!
 //! The environment variable [`SETTINGS`] configures the driver.
 
-mod batch;
 mod code;
 mod exports;
 mod memory;
 mod settings;
-mod stream;
 mod vmm;
 mod world;
 

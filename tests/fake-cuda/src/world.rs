@@ -1,5 +1,7 @@
 //! The driver's state in one process: memory, streams, events, and failures of calls.
 
+pub(crate) mod stream;
+
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -14,7 +16,7 @@ use crate::code::{
 };
 use crate::memory::{self, Addresses, Block};
 use crate::settings::Settings;
-use crate::stream::{Event, Stream, lock};
+use crate::world::stream::{Event, Stream, lock};
 
 thread_local! {
     /// Number of this thread's context, or 0.
@@ -563,7 +565,7 @@ impl World {
     }
 
     /// Gives work to a stream.
-    pub(crate) fn give(&self, stream: u64, work: crate::stream::Work) -> Result<(), Code> {
+    pub(crate) fn give(&self, stream: u64, work: crate::world::stream::Work) -> Result<(), Code> {
         let inner = self.inner();
         inner.stream(stream)?.give(work);
         Ok(())

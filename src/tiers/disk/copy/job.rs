@@ -329,8 +329,6 @@ impl Job {
         let bytes = progress.copied.iter().filter(|copied| **copied).count() as u64;
         Some(DiskCopyEnd {
             ended: EndedCopy {
-                transfer: transfer.id,
-                complete,
                 complete_pages: u32::try_from(whole).unwrap_or(u32::MAX),
                 bytes: bytes * transfer.page_bytes,
                 copy_us: u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX),
@@ -339,6 +337,7 @@ impl Job {
                     .faulty
                     .filter(|_| !complete)
                     .and_then(|index| u32::try_from(index).ok()),
+                ..EndedCopy::new(transfer.id, complete)
             },
             write: self.write,
             error: progress.error.take(),

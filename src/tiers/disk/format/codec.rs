@@ -10,8 +10,8 @@
 //!     32         body, then zeros up to a multiple of 4 KiB
 //! ```
 
-use super::super::buffer::AlignedBuffer;
-use super::super::files::{DiskFile, Files, UNIT_BYTES};
+use super::super::buffer::{AlignedBuffer, UNIT_BYTES};
+use super::super::files::{DiskFile, Files};
 use super::{FORMAT_VERSION, FormatError};
 use std::hash::Hasher as _;
 use std::io;

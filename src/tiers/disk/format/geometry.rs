@@ -2,13 +2,11 @@
 
 use std::fmt;
 
-use super::super::files::UNIT_BYTES;
+use super::super::buffer::UNIT_BYTES;
 use super::codec::file_bytes;
-use super::region::slot_bytes;
+use super::region::{REGION_PAGES, slot_bytes};
 use super::{FormatError, marks, region};
 
-/// Pages of a region: their blocks' headers lie in one place of the table.
-pub const REGION_PAGES: u32 = 16;
 /// Segments are about this part of a disk's share of the cap, so that less than that is lost at its end.
 const SEGMENTS_OF_A_CAP: u64 = 64;
 /// Largest segment, in bytes, unless a stripe is larger: a cap of 4 TiB has 512 files.

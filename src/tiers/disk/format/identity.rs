@@ -6,7 +6,8 @@
 
 use std::io;
 
-use super::super::files::{Files, UNIT_BYTES};
+use super::super::buffer::UNIT_BYTES;
+use super::super::files::Files;
 use super::FormatError;
 use super::codec::{Reader, Writer, read, replace};
 

@@ -17,7 +17,8 @@ use std::io;
 
 use kvferry_types::{Epoch, Fingerprint, NamespaceId, PageSet, Scope, Stored, TransferId};
 
-use super::super::files::{Files, UNIT_BYTES};
+use super::super::buffer::UNIT_BYTES;
+use super::super::files::Files;
 use super::FormatError;
 use super::codec::{Reader, Writer, file_bytes, read, replace};
 

@@ -32,12 +32,13 @@
 
 use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Stored, TransferId};
 
-use super::super::files::UNIT_BYTES;
+use super::super::buffer::UNIT_BYTES;
 use super::checksum::{PagePlace, PageSum};
 use super::codec::{Reader, Writer, checksum};
-use super::geometry::REGION_PAGES;
 use super::{FORMAT_VERSION, FormatError};
 
+/// Pages of a region: their blocks' headers lie in one place of the table.
+pub const REGION_PAGES: u32 = 16;
 const MAGIC: [u8; 4] = *b"KVFR";
 const SLOT_HEADER_BYTES: u64 = 64;
 const SUM_AT: usize = 48;

@@ -7,9 +7,10 @@
 
 use std::io;
 
-use super::super::files::{Files, UNIT_BYTES};
+use super::super::buffer::UNIT_BYTES;
+use super::super::files::Files;
 use super::codec::{Reader, Writer, read, replace};
-use super::{FormatError, Geometry, SetKey};
+use super::{FormatError, Geometry, RegionId, SetKey, SetKeys};
 
 /// Name of the file.
 pub(in super::super) const SET_NAME: &str = "set";
@@ -26,6 +27,16 @@ pub(in super::super) struct SetFile {
 }
 
 impl SetFile {
+    /// Identity of a region of the set.
+    pub(in super::super) fn region_id(&self, number: u32) -> RegionId {
+        RegionId {
+            set: self.set,
+            shard: self.shard,
+            number,
+            seed: SetKeys::new(self.set, self.shard).region_seed(),
+        }
+    }
+
     /// Reads the file; `None` in a directory without one.
     pub(in super::super) fn read(
         files: &dyn Files,

@@ -26,7 +26,7 @@ use super::format::{
     DiskIdentity, FormatError, IDENTITY_NAME, MARKS_NAME, Marks, SHARD_ID_NAME, SetFile, SetKey,
     shard_beside, shard_name,
 };
-use super::room::{remove_set, set_bytes};
+use super::room::{directory_of_set, remove_set, set_bytes};
 use super::tier::PROBE_NAME;
 use set::SetCheck;
 
@@ -342,7 +342,7 @@ impl Checker<'_> {
                 continue;
             };
             for name in first.names().map_err(self.failed(0, "list a shard"))? {
-                let set = first.directory_of_set(&name);
+                let set = directory_of_set(first.as_ref(), &name);
                 let Some(set) = set.map_err(self.failed(0, "open a set"))? else {
                     continue;
                 };

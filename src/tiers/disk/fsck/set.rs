@@ -7,13 +7,13 @@ use std::sync::Arc;
 use super::super::files::{DiskFile, EntryKind, Files};
 use super::super::format::{
     BlockHeader, FormatError, Geometry, INDEX_NAME, Index, Marks, REGION_PAGES, SET_NAME, SetFile,
-    Sweeps, check_index,
+    Sweeps, check_index, is_ours, segment_name, segment_number,
 };
 use super::super::recover::{
     Headers, TableReader, cut_without_segment, lengths, read_tables, resolve,
 };
 use super::super::room::Room;
-use super::super::set::{DiskSet, Segments, is_ours, lock_file, segment_name, segment_number};
+use super::super::set::{DiskSet, Segments, lock_file};
 use super::super::sweep::{is_swept, write_sweep};
 use super::super::table::Table;
 use super::super::verify::{PageFault, Verifier, segment_of};

@@ -11,8 +11,8 @@ use kvferry_types::{
     Time, Transfer, TransferId,
 };
 
-use super::super::format::SetKey;
-use super::super::set::{DiskSet, segment_name};
+use super::super::format::{SetKey, segment_name};
+use super::super::set::DiskSet;
 use super::super::{DiskCopier, DiskCopy, DiskCopyEnd, DiskIo};
 use super::sim_files::SimDisk;
 use super::world::World;

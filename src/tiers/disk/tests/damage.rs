@@ -1,7 +1,6 @@
 //! Changed bits, and clean ends.
 
-use super::super::format::REGION_PAGES;
-use super::super::set::segment_name;
+use super::super::format::{REGION_PAGES, segment_name};
 use super::world::{World, key};
 use kvferry_types::Epoch;
 

@@ -2,9 +2,8 @@
 
 use std::io;
 
-use super::super::format::DiskIdentity;
+use super::super::format::{DiskIdentity, segment_name};
 use super::super::scrub::Scrub;
-use super::super::set::segment_name;
 use super::super::{DiskDirectories, DiskError, DiskIo, is_full, is_read_only};
 use super::copies::{Copies, PAGE_BYTES, PAGES, in_files};
 use super::world::{World, key};

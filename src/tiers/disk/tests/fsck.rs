@@ -3,11 +3,10 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::super::buffer::AlignedBuffer;
-use super::super::files::{DiskFile, Files, UNIT_BYTES};
-use super::super::format::{Extent, REGION_PAGES, SetKey};
+use super::super::buffer::{AlignedBuffer, UNIT_BYTES};
+use super::super::files::{DiskFile, Files};
+use super::super::format::{Extent, REGION_PAGES, SetKey, segment_name};
 use super::super::fsck::{FindingKind, FsckReport, check};
-use super::super::set::segment_name;
 use super::sim_files::SimDisk;
 use super::world::{Served, World, key};
 

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use twox_hash::XxHash3_64;
 
-use super::super::files::{DiskFile, Files, UNIT_BYTES};
+use super::super::buffer::UNIT_BYTES;
+use super::super::files::{DiskFile, Files};
+use super::super::format::segment_name;
 use super::super::fsck::{FindingKind, FsckError, check, fsck};
-use super::super::set::segment_name;
 use super::super::{DiskDirectories, DiskError, DiskTier};
 use super::fsck::{bytes_at, end, file_of, fill, filled, found_and_repaired, kinds, run};
 use super::sim_files::SimDisk;

@@ -3,8 +3,8 @@
 use kvferry_types::Stored;
 
 use super::super::files::Files;
+use super::super::format::segment_name;
 use super::super::fsck::{FsckReport, check};
-use super::super::set::segment_name;
 use super::sim_files::SimDisk;
 use super::world::{World, key};
 

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use kvferry_types::PageRun;
 
+use super::super::format::segment_name;
 use super::super::scrub::{SCRUB_EVERY, Scrub, ScrubPass, ScrubStep};
-use super::super::set::segment_name;
 use super::world::{World, key};
 
 const RATE: u64 = 1 << 20;

@@ -4,8 +4,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::super::DiskTier;
-use super::super::format::{Geometry, SetKey};
-use super::super::set::segment_name;
+use super::super::format::{Geometry, SetKey, segment_name};
 use super::world::{World, key};
 
 #[test]

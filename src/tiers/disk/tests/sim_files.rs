@@ -10,7 +10,8 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use super::super::files::{DiskFile, Entry as Named, EntryKind, Files, UNIT_BYTES};
+use super::super::buffer::UNIT_BYTES;
+use super::super::files::{DiskFile, Entry as Named, EntryKind, Files};
 use super::super::format::DiskIdentity;
 
 type Unit = Arc<[u8]>;

@@ -9,8 +9,8 @@ use std::ffi::c_uint;
 
 use crate::code::{Code, ILLEGAL_ADDRESS, INVALID_VALUE};
 use crate::memory::take;
-use crate::stream::Work;
 use crate::world::World;
+use crate::world::stream::Work;
 
 /// Access orders of a source: 1 in stream order, 2 during the call, 3 any.
 const ACCESS_ORDERS: std::ops::RangeInclusive<c_uint> = 1..=3;

@@ -1,13 +1,15 @@
 //! A stream: a thread that runs its work in order, and late.
 
+pub(crate) mod batch;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::batch::Batch;
 use crate::code::Code;
 use crate::world::World;
+use crate::world::stream::batch::Batch;
 
 /// One piece of work in this many begins late, and delays all work after it.
 const PAUSE_ONE_IN: u8 = 16;
