@@ -69,15 +69,15 @@ impl InUse {
     }
 }
 
-impl<P> Holder<P> {
+impl<P: fmt::Debug> Holder<P> {
     /// A holder with a handle to its process, if that is visible.
-    pub fn new(host: &mut impl HolderPeers<Process = P>, peer: PeerId, pid: Option<i32>) -> Self {
+    pub fn new(host: &mut dyn HolderPeers<Process = P>, peer: PeerId, pid: Option<i32>) -> Self {
         let process = pid.and_then(|pid| host.open_process(pid));
         Self { peer, pid, process }
     }
 
     /// True when the holder's process is known to have ended.
-    fn has_ended(&self, host: &impl HolderPeers<Process = P>) -> bool {
+    fn has_ended(&self, host: &dyn HolderPeers<Process = P>) -> bool {
         let process = self.process.as_ref();
         process.is_some_and(|process| host.has_ended(process))
     }
@@ -90,13 +90,13 @@ impl<P> Holder<P> {
 
     /// Returns why another process, `pid`, does not get the seat: the holder is connected, is not silent, and has not
     /// ended.
-    pub fn in_use(&self, host: &impl HolderPeers<Process = P>, pid: Option<i32>) -> Option<InUse> {
+    pub fn in_use(&self, host: &dyn HolderPeers<Process = P>, pid: Option<i32>) -> Option<InUse> {
         let live = host.is_live(self.peer) && !self.has_ended(host);
         (live && !self.is_process(pid)).then_some(InUse(self.pid))
     }
 
     /// Like [`Self::in_use`], for a holder that is silent but whose process is known to live.
-    pub fn lives(&self, host: &impl HolderPeers<Process = P>, pid: Option<i32>) -> Option<InUse> {
+    pub fn lives(&self, host: &dyn HolderPeers<Process = P>, pid: Option<i32>) -> Option<InUse> {
         let lives = self.process.is_some() && !self.has_ended(host);
         (lives && !self.is_process(pid)).then_some(InUse(self.pid))
     }

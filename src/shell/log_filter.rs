@@ -1,5 +1,7 @@
 //! Operators change the filter of a process's log.
 
+use std::fmt;
+
 use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, ErrorCode, Message, SetLog, SetLogAnswer};
 
@@ -7,7 +9,10 @@ use kvferry_protocol::{ErrorBody, ErrorCode, Message, SetLog, SetLogAnswer};
 const FILTER_BYTES_MAX: usize = 1024;
 
 /// Changes the filter, and returns the answer.
-pub(crate) fn set_log(host: &mut impl HolderPeers, SetLog { filter }: &SetLog) -> Message {
+pub(crate) fn set_log<P: fmt::Debug>(
+    host: &mut dyn HolderPeers<Process = P>,
+    SetLog { filter }: &SetLog,
+) -> Message {
     let changed = match filter.len() {
         0..=FILTER_BYTES_MAX => host.set_log(filter),
         bytes => Err(format!(

@@ -15,9 +15,9 @@ const SHOWN_MAX: usize = 64;
 
 impl<P: fmt::Debug> LeaderShell<P> {
     /// Refuses requests of engines about namespaces that are not their user's.
-    pub(super) fn check_access<H: LeaderHost<Process = P>>(
+    pub(super) fn check_access(
         &mut self,
-        host: &H,
+        host: &dyn LeaderHost<Process = P>,
         peer: PeerId,
         message: &Message,
     ) -> Result<(), ErrorBody> {

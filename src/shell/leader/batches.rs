@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::time::Duration;
 
-use super::{LeaderHost, LeaderShell};
+use super::{LeaderHost, LeaderShell, Origin};
 use kvferry_core::LeaderEvent;
 use kvferry_protocol::{ErrorBody, ErrorCode, Message, StoreResult, Stores, StoresAnswer};
 use kvferry_types::{EngineId, PeerId, Request, RequestId, Time};
@@ -174,13 +174,19 @@ fn taken(id: RequestId) -> String {
 
 impl<P: fmt::Debug> LeaderShell<P> {
     /// Carries out the stores of a message in their order.
-    pub(super) fn stores<H: LeaderHost<Process = P>>(
+    pub(super) fn stores(
         &mut self,
-        host: &mut H,
-        (peer, engine, message): (PeerId, EngineId, RequestId),
-        deadline_ms: u32,
+        host: &mut dyn LeaderHost<Process = P>,
+        origin: Origin,
+        engine: EngineId,
         stores: Stores,
     ) {
+        let Origin {
+            peer,
+            request: message,
+            deadline_ms,
+            ..
+        } = origin;
         let ids: Vec<RequestId> = stores.stores.iter().map(|one| RequestId(one.id)).collect();
         // One of these, or of a store of another message, would get two answers or none of its own.
         let alone = ids
@@ -212,13 +218,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     };
                     self.step(host, event);
                 }
-                Err(error) => self.reply(host, (peer, engine, id), Message::Error(error)),
+                Err(error) => self.reply(host, peer, engine, id, Message::Error(error)),
             }
         }
     }
 
     /// Answers stores that have ended, where others of their message do not end soon.
-    pub(super) fn answer_alone<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
+    pub(super) fn answer_alone(&mut self, host: &mut dyn LeaderHost<Process = P>) {
         for (engine, store, answer) in self.batches.grown_old(host.now()) {
             if let Some(peer) = self.engines.get(&engine).map(|holder| holder.peer) {
                 host.reply(peer, store, answer);
@@ -227,10 +233,12 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Answers a request of an engine: in a message of its own, or with the stores that arrived with it.
-    pub(super) fn reply<H: LeaderHost<Process = P>>(
+    pub(super) fn reply(
         &mut self,
-        host: &mut H,
-        (peer, engine, id): (PeerId, EngineId, RequestId),
+        host: &mut dyn LeaderHost<Process = P>,
+        peer: PeerId,
+        engine: EngineId,
+        id: RequestId,
         answer: Message,
     ) {
         if let Some((request, answer)) = self.batches.end(host.now(), engine, id, answer) {

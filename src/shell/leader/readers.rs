@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use super::{LeaderHost, LeaderShell};
+use super::{LeaderHost, LeaderShell, Origin};
 use kvferry_core::{Change, GoneReason, LOG_IDLE, LOG_READ_PAGES_MAX, Leader, LogPart, LogRead};
 use kvferry_protocol::limits::EVENT_PAGES_MAX;
 use kvferry_protocol::{
@@ -62,13 +62,18 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Answers a read, or lets it wait for the next change.
-    pub(super) fn read_events<H: LeaderHost<Process = P>>(
+    pub(super) fn read_events(
         &mut self,
-        host: &mut H,
-        (peer, request): (PeerId, RequestId),
-        deadline_ms: u32,
+        host: &mut dyn LeaderHost<Process = P>,
+        origin: Origin,
         body: ReadEvents,
     ) {
+        let Origin {
+            peer,
+            request,
+            deadline_ms,
+            ..
+        } = origin;
         let now = host.now();
         if let Some(before) = self.readers.waiting.remove(&peer) {
             self.answer_read(host, peer, &before);
@@ -95,7 +100,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Answers the reads for which there are changes.
-    pub(super) fn answer_readers<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
+    pub(super) fn answer_readers(&mut self, host: &mut dyn LeaderHost<Process = P>) {
         let end = self.core.log_end();
         if self.readers.waiting.is_empty() || end == self.readers.seen {
             return;
@@ -117,7 +122,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Answers the reads whose wait has ended.
-    pub(super) fn end_waits<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
+    pub(super) fn end_waits(&mut self, host: &mut dyn LeaderHost<Process = P>) {
         let now = host.now();
         let mut waiting = std::mem::take(&mut self.readers.waiting);
         waiting.retain(|peer, waiting| {
@@ -130,9 +135,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.readers.waiting = waiting;
     }
 
-    fn answer_read<H: LeaderHost<Process = P>>(
+    fn answer_read(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         peer: PeerId,
         waiting: &WaitingRead,
     ) {

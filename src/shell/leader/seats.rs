@@ -63,9 +63,9 @@ pub(super) struct WorkerPeer<P> {
 
 impl<P: fmt::Debug> LeaderShell<P> {
     /// Handles the hello of a peer.
-    pub fn opened<H: LeaderHost<Process = P>>(
+    pub fn opened(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         peer: PeerId,
         hello: &Hello,
         caller: impl Into<Caller>,
@@ -103,7 +103,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Closes the oldest peers that wait for a seat, beyond [`WAITING_MAX`]: those that come again and again would take the
     /// places of others.
-    fn close_oldest_waiting<H: LeaderHost<Process = P>>(&mut self, host: &mut H, seat: SeatId) {
+    fn close_oldest_waiting(&mut self, host: &mut dyn LeaderHost<Process = P>, seat: SeatId) {
         let waits =
             |role: &PeerRole| matches!(role, PeerRole::Waiting(wanted, _) if *wanted == seat);
         let waiting = self.roles.iter().filter(|(_, role)| waits(role));
@@ -118,9 +118,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
     /// Returns a name that no engine has: half of it is a secret of this leader. A command that connects again with the
     /// same identity gets the same name, and its earlier connection is closed, so that a repeated request is
     /// recognised.
-    fn admin_name<H: LeaderHost<Process = P>>(
+    fn admin_name(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         identity: [u8; 16],
         pid: Option<i32>,
     ) -> EngineId {
@@ -159,9 +159,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Gives a seat to a peer, or makes the peer wait for it.
-    fn claim<H: LeaderHost<Process = P>>(
+    fn claim(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         peer: PeerId,
         seat: SeatId,
         pid: Option<i32>,
@@ -177,9 +177,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Closes the older connections of a process that waited for the seat which its newest one now has: what is left to read
     /// of them would take the seat from it.
-    fn close_older_waiting<H: LeaderHost<Process = P>>(
+    fn close_older_waiting(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         peer: PeerId,
         seat: SeatId,
         pid: Option<i32>,
@@ -202,9 +202,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Claims the seat of a waiting peer again, when that peer sends a request. The error says why the seat is still
     /// taken.
-    pub(super) fn claim_again<H: LeaderHost<Process = P>>(
+    pub(super) fn claim_again(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         peer: PeerId,
     ) -> Result<(), ErrorBody> {
         let Some(PeerRole::Waiting(seat, pid)) = self.roles.get(&peer).copied() else {
@@ -214,9 +214,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
         claimed.map_err(|in_use| in_use.refusal(&seat.to_string()))
     }
 
-    fn claim_engine<H: LeaderHost<Process = P>>(
+    fn claim_engine(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         peer: PeerId,
         engine: EngineId,
         pid: Option<i32>,
@@ -242,9 +242,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Notes which process has the name of an engine. Another one than before begins without the answers, slots and ids of
     /// the earlier one, which may be as low as its own.
-    fn note_process<H: LeaderHost<Process = P>>(
+    fn note_process(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         engine: EngineId,
         pid: Option<i32>,
     ) {
@@ -266,9 +266,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    fn claim_worker<H: LeaderHost<Process = P>>(
+    fn claim_worker(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         peer: PeerId,
         worker: WorkerId,
         pid: Option<i32>,
@@ -315,7 +315,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Ends the process that has a worker's seat. Its exit is handled like any other. A supervisor ends only its own
     /// child, so a process that still lives when its end is requested a second time is killed by the leader.
-    pub(super) fn fence<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
+    pub(super) fn fence(&mut self, host: &mut dyn LeaderHost<Process = P>, worker: WorkerId) {
         let pid = self.workers.get(&worker).and_then(|peer| peer.holder.pid);
         if host.request_end(worker, pid) {
             tracing::error!(%worker, pid, "worker does not end its copies, or is silent: it is ended");
@@ -343,7 +343,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Handles the close of a connection whose peer had sent its hello. A peer that lost its seat to another one has no
     /// role any longer, so its close has no effect on the seat.
-    pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
+    pub fn closed(&mut self, host: &mut dyn LeaderHost<Process = P>, peer: PeerId) {
         self.readers.forget(peer);
         self.other_users.remove(&peer);
         match self.roles.remove(&peer) {
@@ -379,7 +379,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Handles the exit of a watched process. Only the exit proves that the process writes nothing more.
-    pub fn worker_exited<H: LeaderHost<Process = P>>(&mut self, host: &mut H, pid: i32) {
+    pub fn worker_exited(&mut self, host: &mut dyn LeaderHost<Process = P>, pid: i32) {
         let mut workers = self.workers.iter();
         let dead = workers.find(|(_, worker)| worker.holder.pid == Some(pid));
         if let Some(worker) = dead.map(|(worker, _)| *worker) {
@@ -388,7 +388,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Handles the end of the process that has a worker's seat.
-    fn worker_ended<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
+    fn worker_ended(&mut self, host: &mut dyn LeaderHost<Process = P>, worker: WorkerId) {
         // Drops messages that the worker sent before its death and that arrive after this event.
         if let Some(dead) = self.workers.remove(&worker) {
             self.roles.remove(&dead.holder.peer);
@@ -402,9 +402,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
     ///
     /// A worker connects while it runs, and the supervisor after that; ids of connections grow. So older connections for
     /// the seat are of processes that have ended, and a younger one is of a process that was started later.
-    pub(super) fn worker_gone<H: LeaderHost<Process = P>>(
+    pub(super) fn worker_gone(
         &mut self,
-        host: &mut H,
+        host: &mut dyn LeaderHost<Process = P>,
         supervisor: PeerId,
         worker: WorkerId,
     ) -> bool {

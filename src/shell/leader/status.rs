@@ -139,7 +139,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// The numbers that the status does not have.
-    pub(super) fn measure(&self, host: &impl LeaderHost<Process = P>) -> MeasureAnswer {
+    pub(super) fn measure(&self, host: &dyn LeaderHost<Process = P>) -> MeasureAnswer {
         let hits = self.core.hit_tokens().iter();
         let hits = hits.map(|((tier, group), tokens)| GroupHits {
             tier: tier.number(),
@@ -178,7 +178,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     pub(super) fn status(
         &mut self,
-        host: &impl LeaderHost<Process = P>,
+        host: &dyn LeaderHost<Process = P>,
         check: bool,
     ) -> Result<Box<StatusAnswer>, ErrorBody> {
         let mut contradiction = None;

@@ -13,12 +13,12 @@ use super::*;
 use crate::HolderPeers;
 use kvferry_core::AnchorKey;
 use kvferry_protocol::{
-    AttachDepot, Ended, Hello, Inventory, Lookup, Memory, PartBody, RankStatus, Reset, ResetPages,
-    Role, StatedMemory, Status, Store, TierPages, VERSION,
+    Attach, AttachDepot, Ended, Hello, Inventory, Lookup, Memory, PartBody, RankStatus, Reset,
+    ResetPages, Role, StatedMemory, Status, Store, TierPages, VERSION,
 };
 use kvferry_types::{
     EndedCopy, GroupGeometry, GroupId, PageHashes, PageList, Rank, Ratio, Replica, ResetScope,
-    Sharding, SlotId,
+    Sharding, SlotId, TransferId,
 };
 
 const EPOCH: Epoch = Epoch(3);
@@ -693,13 +693,10 @@ fn the_status_names_each_rank_with_its_last_report_and_its_copies() {
         panic!("a copy was ordered");
     };
     let copies = transfer.transfers.iter().map(|transfer| EndedCopy {
-        transfer: TransferId(transfer.id),
-        complete: true,
         complete_pages: 2,
         bytes: 8192,
         copy_us: 1,
-        bad_source: false,
-        faulty_page: None,
+        ..EndedCopy::complete(TransferId(transfer.id))
     });
     let copies = copies.collect();
     world.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));

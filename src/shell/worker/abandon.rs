@@ -11,9 +11,9 @@ use kvferry_types::{EngineId, PeerId, RequestId, User};
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Abandons requests, also those of an engine that has not registered here: a worker that replaced a dead one
     /// copies nothing for that engine, and answers so.
-    pub(super) fn abandon<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn abandon(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         request: RequestId,
         abandon: &Abandon,
@@ -40,9 +40,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Abandons the requests of an engine up to `through`.
-    pub(super) fn abandon_through<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn abandon_through(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         (engine, user): (EngineId, User),
         number: u64,
         through: RequestId,
@@ -58,9 +58,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 
     /// Refuses to abandon requests of an engine, and returns true, if the worker could not remember them, so that a late
     /// order would be carried out.
-    pub(super) fn forgets_abandoned_of<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn forgets_abandoned_of(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         request: RequestId,
         (engine, user): (EngineId, User),

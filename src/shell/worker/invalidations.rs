@@ -101,9 +101,9 @@ impl Invalidations {
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Queues a reset that the leader orders, or refuses it.
-    pub(super) fn invalidate<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn invalidate(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         invalidate: PendingInvalidation,
     ) -> Result<(), Fatal> {
         self.give_up_invalidations(host);
@@ -116,7 +116,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 
     /// Refuses resets whose deadline has passed, also those that have begun: the leader has already answered that they
     /// are not confirmed.
-    fn give_up_invalidations<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H) {
+    fn give_up_invalidations(&mut self, host: &mut dyn WorkerHost<Process = P, Memory = M>) {
         for invalidate in self.invalidations.take_overdue(host.now()) {
             let text = "the reset's deadline passed before its pages were removed";
             let error = ErrorBody::new(ErrorCode::Deadline, text);
@@ -124,9 +124,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         }
     }
 
-    fn call_invalidate<H: WorkerHost<Process = P, Memory = M>>(
+    fn call_invalidate(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
     ) -> Result<(), Fatal> {
         if !self.invalidations.queue.is_empty() && !self.invalidations.called {
             self.invalidations.called = true;
@@ -136,9 +136,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Carries out one slice, and schedules the next one after the messages that wait by then.
-    pub fn continue_invalidations<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn continue_invalidations(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
     ) -> Result<(), Fatal> {
         self.invalidations.called = false;
         self.give_up_invalidations(host);

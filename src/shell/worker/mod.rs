@@ -119,43 +119,43 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Fires the timers that are due.
-    pub fn tick<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn tick(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
     ) -> Result<(), Fatal> {
         self.step(host, WorkerEvent::Tick)
     }
 
     /// Handles the end of the depot's mapping: [`WorkerHost::depot`] returns the depot from now on.
-    pub fn depot_ready<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn depot_ready(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
     ) -> Result<(), Fatal> {
         self.step(host, WorkerEvent::DepotReady)
     }
 
     /// Handles a depot below host memory that was opened or closed: [`WorkerHost::arena_pages`] returns another number of
     /// pages for it.
-    pub fn tiers_changed<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn tiers_changed(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
     ) -> Result<(), Fatal> {
         self.step(host, WorkerEvent::TiersChanged)
     }
 
     /// Handles the end of copies, which no longer read or write anything.
-    pub fn copies_ended<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn copies_ended(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         copies: Vec<EndedCopy>,
     ) -> Result<(), Fatal> {
         self.step(host, WorkerEvent::CopiesEnded(copies))
     }
 
     /// Handles the progress of an engine's device: its timeline has reached `through`.
-    pub fn timeline_reached<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn timeline_reached(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         engine: EngineId,
         through: RequestId,
     ) -> Result<(), Fatal> {
@@ -163,9 +163,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Handles a new connection to the leader of this epoch.
-    pub fn leader_found<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn leader_found(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         epoch: Epoch,
         link: LinkId,
     ) -> Result<(), Fatal> {
@@ -176,18 +176,18 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Handles the loss of the connection to the leader.
-    pub fn leader_lost<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn leader_lost(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
     ) -> Result<(), Fatal> {
         self.invalidations.clear();
         self.step(host, WorkerEvent::LeaderLost)
     }
 
     /// Handles the leader's answer to a request of [`WorkerHost::request_leader`].
-    pub fn leader_answered<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn leader_answered(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         id: RequestId,
         answer: Result<Message, ErrorBody>,
     ) -> Result<(), Fatal> {
@@ -234,18 +234,18 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, event)
     }
 
-    fn tiers_admitted<H: WorkerHost<Process = P, Memory = M>>(
+    fn tiers_admitted(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         number: MemoryId,
         known: bool,
     ) -> Result<(), Fatal> {
         self.step(host, WorkerEvent::TiersAdmitted { number, known })
     }
 
-    fn step<H: WorkerHost<Process = P, Memory = M>>(
+    fn step(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         event: WorkerEvent,
     ) -> Result<(), Fatal> {
         let mut effects = std::mem::take(&mut self.effects);
@@ -258,9 +258,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         Ok(())
     }
 
-    fn carry_out<H: WorkerHost<Process = P, Memory = M>>(
+    fn carry_out(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         effect: WorkerEffect,
     ) -> Result<(), Fatal> {
         match effect {
@@ -330,7 +330,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 
     /// Sends an attach request. The answer arrives in order with the leader's orders, because the orders that follow it
     /// need an admitted worker.
-    fn attach<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H, attach: AttachId) {
+    fn attach(&mut self, host: &mut dyn WorkerHost<Process = P, Memory = M>, attach: AttachId) {
         let all = host.depots();
         let depots = all.iter().map(|(tier, depot)| {
             Ok(AttachDepot {
@@ -358,9 +358,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// States the registered memory, or that there is none. The answer arrives in order with the leader's orders.
-    fn state_memory<H: WorkerHost<Process = P, Memory = M>>(
+    fn state_memory(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         number: MemoryId,
     ) {
         let registered = self.ranks.registered();
@@ -389,9 +389,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// States the pages of the tiers below host memory.
-    fn state_tiers<H: WorkerHost<Process = P, Memory = M>>(
+    fn state_tiers(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         number: MemoryId,
     ) {
         let (layout, pages) = self.leader.stated.add(host);
@@ -409,9 +409,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Sends a statement to the leader; without an answer in time the core sends it again.
-    fn request_leader<H: WorkerHost<Process = P, Memory = M>>(
+    fn request_leader(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         request: Message,
         statement: Statement,
     ) {
@@ -424,9 +424,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Answers an order over the connection over which the current leader was found.
-    fn answer<H: WorkerHost<Process = P, Memory = M>>(
+    fn answer(
         &self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         order: RequestId,
         message: Message,
     ) {

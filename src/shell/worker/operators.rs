@@ -23,10 +23,7 @@ pub(super) struct Probes {
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// The numbers of the copies.
-    pub(super) fn measure<H: WorkerHost<Process = P, Memory = M>>(
-        &self,
-        host: &H,
-    ) -> MeasureAnswer {
+    pub(super) fn measure(&self, host: &dyn WorkerHost<Process = P, Memory = M>) -> MeasureAnswer {
         let counts = self.core.edge_counts();
         let loads = self.core.edge_loads();
         let mut edges: Vec<Edge> = counts.keys().chain(loads.keys()).copied().collect();
@@ -48,9 +45,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 
     /// Begins a probe, or waits for the end of the one that runs, which proves as much: the end comes later than this
     /// request.
-    pub(super) fn probe<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn probe(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         request: RequestId,
     ) {
@@ -71,9 +68,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Answers the probes that wait: the copy has ended, with these bytes or for this reason.
-    pub fn probed<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn probed(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         copied: Result<u64, String>,
     ) {
         let answer = match copied {

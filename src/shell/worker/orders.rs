@@ -10,9 +10,9 @@ use kvferry_types::{Epoch, LinkId, PerTier, RequestId, ResetId, TierLayout, Tran
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Handles an order that the leader sends over this connection.
-    pub fn order<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn order(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         link: LinkId,
         envelope: Envelope,
     ) -> Result<(), Fatal> {
@@ -100,9 +100,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Reads a part of the depot's inventory, in pages of the size that the leader names.
-    fn read_inventory<H: WorkerHost<Process = P, Memory = M>>(
+    fn read_inventory(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         order: RequestId,
         epoch: Epoch,
         read: ReadInventory,
@@ -133,9 +133,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         host.read_inventory(self.leader.link, order, epoch, read)
     }
 
-    pub(super) fn refuse_order<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn refuse_order(
         &self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         order: RequestId,
         refusal: OrderRefusal,
     ) {
@@ -157,7 +157,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 }
 
 /// Number of pages of this size in the depot of each tier.
-pub(super) fn arena_pages<H: WorkerHost>(host: &H, page_bytes: u64) -> PerTier<u32> {
+pub(super) fn arena_pages<P: fmt::Debug, M>(
+    host: &dyn WorkerHost<Process = P, Memory = M>,
+    page_bytes: u64,
+) -> PerTier<u32> {
     let depots = host.depots();
     let tiers = depots.tiers();
     tiers

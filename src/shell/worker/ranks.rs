@@ -178,7 +178,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
 
     /// Returns why a rank does not get the seat of the registered memory: another process has it, which is connected
     /// and lives.
-    fn seat_taken(&self, host: &impl HolderPeers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
+    fn seat_taken(&self, host: &dyn HolderPeers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
         let newcomer = self.connected.get(&peer);
         let pid = newcomer.and_then(|rank| rank.holder.pid);
         let holder = match &self.mapped {
@@ -198,7 +198,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
     /// memory.
     pub(super) fn registered_by_another(
         &self,
-        host: &impl HolderPeers<Process = P>,
+        host: &dyn HolderPeers<Process = P>,
         peer: PeerId,
         engine: EngineId,
     ) -> Option<ErrorBody> {
@@ -238,8 +238,8 @@ fn hex(id: &[u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(*id))
 }
 
-pub(super) fn refuse<H: WorkerHost>(
-    host: &mut H,
+pub(super) fn refuse<P: fmt::Debug, M>(
+    host: &mut dyn WorkerHost<Process = P, Memory = M>,
     peer: PeerId,
     request: RequestId,
     code: ErrorCode,
@@ -257,16 +257,16 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 
     /// Reports to the leader why a rank is refused, unless another rank is served: the refusal is no problem for that
     /// one.
-    pub fn rank_refused<H: WorkerHost<Process = P, Memory = M>>(&self, host: &mut H, why: &str) {
+    pub fn rank_refused(&self, host: &mut dyn WorkerHost<Process = P, Memory = M>, why: &str) {
         if self.ranks.mapped.is_none() {
             host.report_problem(why);
         }
     }
 
     /// Handles the hello of a rank.
-    pub fn opened<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn opened(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         hello: &Hello,
         caller: impl Into<Caller>,
@@ -287,9 +287,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Handles the close of a rank's connection.
-    pub fn closed<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn closed(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
     ) -> Result<(), Fatal> {
         self.probes.waiting.retain(|(waiting, _)| *waiting != peer);
@@ -307,9 +307,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Handles a request of a rank that has sent its hello.
-    pub fn message<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn message(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         envelope: Envelope,
     ) -> Result<(), Fatal> {
@@ -345,9 +345,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         }
     }
 
-    fn written<H: WorkerHost<Process = P, Memory = M>>(
+    fn written(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         request: RequestId,
         written: &Written,
@@ -422,9 +422,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Checks what is known without the memory; the host then opens and maps the memory.
-    fn register<H: WorkerHost<Process = P, Memory = M>>(
+    fn register(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         request: RequestId,
         register: Register,
@@ -482,9 +482,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 
     /// Handles the end of an opening. New memory replaces the old one; the leader is requested to admit the new memory
     /// once no copies run.
-    pub fn mapped<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn mapped(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         registering: Registering,
         memory: Result<M, ErrorBody>,
     ) -> Result<(), Fatal> {
@@ -559,9 +559,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Handles the end of a check of memory that is not served: its page size is now known. After a mere check, memory
     /// that is served stays. Otherwise this registration replaces it: the rank is answered once it is closed, after which
     /// nothing is copied for the engine.
-    pub fn checked<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn checked(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         registering: Registering,
         found: Result<u64, ErrorBody>,
     ) -> Result<(), Fatal> {
@@ -642,9 +642,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Answers a rank's registration: its memory is used, or why it is not.
-    pub(super) fn registered<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn registered(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         engine: EngineId,
         admitted: bool,
     ) {
@@ -708,9 +708,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 
     /// Unregisters a rank's memory. The rank is answered once none of the memory is open in this worker, whichever
     /// connection of its process registered it.
-    fn unregister<H: WorkerHost<Process = P, Memory = M>>(
+    fn unregister(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         peer: PeerId,
         request: RequestId,
     ) -> Result<(), Fatal> {
@@ -742,9 +742,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     }
 
     /// Takes the memory of an engine back, if it is mapped. A registration of it that waits is refused with `why`.
-    fn memory_gone<H: WorkerHost<Process = P, Memory = M>>(
+    fn memory_gone(
         &mut self,
-        host: &mut H,
+        host: &mut dyn WorkerHost<Process = P, Memory = M>,
         engine: EngineId,
         why: &str,
     ) -> Result<(), Fatal> {

@@ -4,6 +4,8 @@
 //! an order is checked against what was stated. A move that does not fit into what the disk has now is not carried out,
 //! as if the disk had failed it.
 
+use std::fmt;
+
 use std::collections::VecDeque;
 
 use kvferry_types::{PerTier, TierId, TierLayout};
@@ -20,7 +22,10 @@ pub(super) struct StatedTiers(VecDeque<(TierLayout, PerTier<u32>)>);
 
 impl StatedTiers {
     /// Notes the pages that a worker states now, and returns them.
-    pub(super) fn add(&mut self, host: &impl WorkerHost) -> (TierLayout, PerTier<u32>) {
+    pub(super) fn add<P: fmt::Debug, M>(
+        &mut self,
+        host: &dyn WorkerHost<Process = P, Memory = M>,
+    ) -> (TierLayout, PerTier<u32>) {
         let layout = host.tier_layout().unwrap_or_default();
         let tiers: Vec<TierId> = host.depots().tiers().collect();
         let below = tiers.into_iter().filter(|tier| *tier > TierId::Host);

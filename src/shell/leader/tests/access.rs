@@ -276,13 +276,10 @@ fn a_reader_of_a_namespace_receives_nothing_of_others() {
             _ => None,
         });
     let ended = EndedCopy {
-        transfer: TransferId(transfer.expect("a copy")),
-        complete: true,
         complete_pages: 2,
         bytes: 8192,
         copy_us: 1,
-        bad_source: false,
-        faulty_page: None,
+        ..EndedCopy::complete(TransferId(transfer.expect("a copy")))
     };
     let copies = vec![ended];
     world.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));

@@ -36,13 +36,10 @@ impl World {
             _ => None,
         });
         let copies = transfers.flatten().map(|transfer| EndedCopy {
-            transfer: TransferId(transfer.id),
-            complete: true,
             complete_pages: 1,
             bytes: 4096,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::complete(TransferId(transfer.id))
         });
         let copies = copies.collect();
         self.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));

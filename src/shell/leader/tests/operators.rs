@@ -1,7 +1,7 @@
 //! Requests of operators: second counts, numbers and probes, a drain, and the filter of the log.
 
 use super::*;
-use kvferry_protocol::{Drain, Measure, MeasureAnswer, Probe, SetLog};
+use kvferry_protocol::{Drain, DrainAnswer, Measure, MeasureAnswer, Probe, ProbeAnswer, SetLog};
 
 #[test]
 fn audits_of_peers_have_a_pause_between_them() {

@@ -52,13 +52,10 @@ impl World {
             other => panic!("no order: {other:?}"),
         };
         let ended = EndedCopy {
-            transfer: TransferId(transfer),
-            complete: true,
             complete_pages: 2,
             bytes: 8192,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::complete(TransferId(transfer))
         };
         let copies = vec![ended];
         self.send(WORKER.0, Message::Ended(Ended { rank: 0, copies }));

@@ -35,7 +35,7 @@ impl World {
     /// Carries out the slice of a reset that the shell requested.
     fn run_slice(&mut self) {
         self.process.slices_to_come -= 1;
-        self.run(WorkerShell::continue_invalidations);
+        self.run(|shell, host| shell.continue_invalidations(host));
     }
 }
 

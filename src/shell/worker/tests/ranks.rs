@@ -43,15 +43,7 @@ impl World {
     }
 
     pub(super) fn end_load(&mut self) {
-        let ended = EndedCopy {
-            transfer: TransferId(COPY),
-            complete: false,
-            complete_pages: 0,
-            bytes: 0,
-            copy_us: 0,
-            bad_source: false,
-            faulty_page: None,
-        };
+        let ended = EndedCopy::failed(TransferId(COPY));
         self.run(|shell, process| shell.copies_ended(process, vec![ended]));
     }
 
