@@ -144,13 +144,10 @@ mod tests {
 
     fn ended(complete: bool) -> EndedCopy {
         EndedCopy {
-            transfer: PROBE,
-            complete,
             complete_pages: u32::from(complete),
             bytes: PAGE_BYTES,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::new(PROBE, complete)
         }
     }
 

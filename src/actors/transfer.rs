@@ -286,15 +286,7 @@ fn copied(
         Direction::Store => u64::MAX,
         Direction::Load => load_part_bytes,
     };
-    let mut ended = EndedCopy {
-        transfer: id,
-        complete: true,
-        complete_pages: 0,
-        bytes: 0,
-        copy_us: 0,
-        bad_source: false,
-        faulty_page: None,
-    };
+    let mut ended = EndedCopy::complete(id);
     let group = transfer.device.map_or(GroupId(0), |device| device.group);
     let Some(layout) = memory.layout.of(group) else {
         tracing::error!(transfer = %id, %group, "copy of no registered group refused");

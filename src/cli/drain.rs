@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::cli::{LocalArguments, block_on, print_line, say_progress, status};
+use crate::cli::arguments::LocalArguments;
+use crate::cli::common::{block_on, print_line, say_progress};
+use crate::cli::status;
 use crate::error::CommandError;
 use kvferry_client::AdminClient;
 use kvferry_protocol::DrainAnswer;

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::cli::{block_on, program};
+use crate::cli::common::block_on;
+use crate::cli::program;
 use crate::error::CommandError;
 use kvferry_engine::rank::run;
 use kvferry_engine::rank_pipe::RankPipe;

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::cli::{ClientArguments, block_on, print_line, status};
+use crate::cli::arguments::ClientArguments;
+use crate::cli::common::{block_on, print_line};
+use crate::cli::status;
 use crate::error::CommandError;
 
 #[derive(Debug, clap::Args)]

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::cli::{lock_holder::lock_holder, print_line};
+use crate::cli::common::print_line;
+use crate::cli::lock_holder::lock_holder;
 use crate::config::Directories;
 use crate::error::CommandError;
 use kvferry_tiers::disk::fsck::{Finding, FsckError, FsckReport, fsck};

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::cli::print_line;
+use crate::cli::common::print_line;
 use crate::config::{RANKS_MAX, REPLICAS_MAX};
 use crate::error::CommandError;
 use kvferry_transport::{CertificateHolder, LEAF_DAYS, ROOT_DAYS, Root, Written};

@@ -11,13 +11,15 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
+use crate::cli::arguments::ConfigArguments;
+use crate::cli::common::{block_on, open_as_many_files_as_allowed, random};
 use crate::cli::remote::{ListenArguments, listen};
 use crate::cli::shutdown::{
     ChildReport, DRAIN_LIMIT, EndedBy, Ending, FenceWorker, end_with_supervisor,
 };
-use crate::cli::worker::{disks, open_as_many_files_as_allowed};
+use crate::cli::worker::disks;
 use crate::cli::{
-    ConfigArguments, block_on, disk_room,
+    disk_room,
     lock_holder::lock_holder,
     namespaces, restarts,
     socket_paths::{SocketPaths, prepare_sockets},
@@ -346,19 +348,6 @@ fn unix_ms() -> u64 {
     since.map_or(0, |since| {
         u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
     })
-}
-
-/// Fills `bytes` with random bytes of the system.
-pub(super) fn random(bytes: &mut [u8]) -> Result<(), CommandError> {
-    let flags = rustix::rand::GetRandomFlags::empty();
-    match rustix::rand::getrandom(&mut *bytes, flags) {
-        Ok(count) if count == bytes.len() => Ok(()),
-        Ok(count) => Err(CommandError::Failed(format!(
-            "the system gave {count} of {} random bytes",
-            bytes.len()
-        ))),
-        Err(error) => Err(CommandError::failed(error)),
-    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::cli::{LocalArguments, block_on, print_line, socket_paths::SocketPaths, status};
+use crate::cli::arguments::LocalArguments;
+use crate::cli::common::{block_on, print_line};
+use crate::cli::{socket_paths::SocketPaths, status};
 use crate::error::CommandError;
 use kvferry_client::AdminClient;
 use kvferry_transport::{Address, ZmqTransport};

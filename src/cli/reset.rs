@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::cli::{ClientArguments, block_on, print_line, remote::LeaderPlace, status};
+use crate::cli::arguments::ClientArguments;
+use crate::cli::common::{block_on, print_line};
+use crate::cli::{remote::LeaderPlace, status};
 use crate::error::CommandError;
 use kvferry_types::{
     HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, PagesBelow, ResetAnswer, ResetScope, TierId,

@@ -5,15 +5,13 @@ use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::sync::watch;
 
+use crate::cli::arguments::ConfigArguments;
+use crate::cli::common::{block_on, open_as_many_files_as_allowed};
 use crate::cli::remote::LeaderArguments;
 use crate::cli::shutdown::{ChildReport, EndedBy, Ending, end_with_supervisor};
-use crate::cli::{
-    ConfigArguments, block_on,
-    socket_paths::{SocketPaths, prepare_sockets},
-};
+use crate::cli::socket_paths::{SocketPaths, prepare_sockets};
 use crate::config::Config;
 use crate::error::CommandError;
 use kvferry_actors::{DepotSettings, DiskSettings, WorkerArguments, run_worker};
@@ -217,14 +215,4 @@ fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
     let file = OpenOptions::new().read(true).write(true).open(&path);
     file.map(OwnedFd::from)
         .map_err(|error| CommandError::Failed(format!("{path}: {error}")))
-}
-
-/// Raises the limit of open files to its maximum. Each chunk of an engine's memory is a file, so that the usual limit of
-/// 1024 may be too low.
-pub(super) fn open_as_many_files_as_allowed() {
-    let mut files = getrlimit(Resource::Nofile);
-    files.current = files.maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, files) {
-        tracing::warn!(%error, "cannot raise the number of open files");
-    }
 }

@@ -4,9 +4,10 @@ use std::cell::Cell;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::cli::arguments::LocalArguments;
+use crate::cli::common::{block_on, print_line};
 use crate::cli::remote::{LeaderArguments, LeaderPlace};
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{LocalArguments, block_on, print_line};
 use crate::error::CommandError;
 use kvferry_protocol::{Hello, Role, WorkerGone};
 use kvferry_transport::{

@@ -397,13 +397,10 @@ impl Job {
     fn ended(&self) -> EndedCopy {
         let busy = self.begun.map_or(Duration::ZERO, |begun| begun.elapsed());
         EndedCopy {
-            transfer: self.order.transfer,
-            complete: !self.failed,
             complete_pages: u32::try_from(self.complete_pages).unwrap_or(u32::MAX),
             bytes: self.bytes,
             copy_us: u64::try_from(busy.as_micros()).unwrap_or(u64::MAX),
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::new(self.order.transfer, !self.failed)
         }
     }
 

@@ -383,13 +383,9 @@ impl Puppet {
     /// Reports that the copies of an order have ended.
     pub fn ended(&self, order: &Order, complete: bool) {
         let results = order.transfer.transfers.iter().map(|transfer| EndedCopy {
-            transfer: TransferId(transfer.id),
-            complete,
-            complete_pages: 0,
             bytes: 64,
             copy_us: 1,
-            bad_source: false,
-            faulty_page: None,
+            ..EndedCopy::new(TransferId(transfer.id), complete)
         });
         let ended = Ended {
             rank: self.rank,

@@ -116,15 +116,7 @@ impl Host {
             let disk = self.disk.as_mut().filter(|_| sized);
             if !disk.is_some_and(|disk| disk.copy(copy, Arc::clone(depot))) {
                 tracing::debug!(transfer = %id, "the disk is not open, takes no writes or has fewer pages: not moved");
-                ended.push(EndedCopy {
-                    transfer: id,
-                    complete: false,
-                    complete_pages: 0,
-                    bytes: 0,
-                    copy_us: 0,
-                    bad_source: false,
-                    faulty_page: None,
-                });
+                ended.push(EndedCopy::failed(id));
             }
         }
         if !ended.is_empty() {

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 use std::time::Instant;
 
-use crate::cli::{block_on, print_line};
+use crate::cli::common::{block_on, print_line};
 use crate::error::CommandError;
 use kvferry_memory::CopyEngine;
 use kvferry_types::Direction;

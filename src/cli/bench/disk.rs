@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::cli::print_line;
+use crate::cli::common::print_line;
 use crate::error::CommandError;
 use kvferry_memory::Depot;
 use kvferry_tiers::disk::{

@@ -10,8 +10,9 @@ use std::time::Instant;
 
 use tokio::process::Child;
 
+use crate::cli::common::{block_on, print_line};
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{block_on, engine_rank, print_line, status};
+use crate::cli::{engine_rank, status};
 use crate::error::CommandError;
 use kvferry_client::StoredPages;
 use kvferry_memory::Depot;

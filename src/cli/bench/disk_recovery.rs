@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use crate::cli::print_line;
+use crate::cli::common::print_line;
 use crate::error::CommandError;
 use kvferry_memory::Depot;
 use kvferry_tiers::disk::format::INDEX_NAME;

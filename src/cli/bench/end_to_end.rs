@@ -9,8 +9,9 @@ use std::time::Instant;
 
 use tokio::process::Child;
 
+use crate::cli::common::{block_on, print_line};
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{block_on, engine_rank, print_line, status};
+use crate::cli::{engine_rank, status};
 use crate::error::CommandError;
 use kvferry_client::{RequestGuard, StoredPages};
 use kvferry_engine::layout::describe;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::cli::print_line;
+use crate::cli::common::print_line;
 use crate::error::CommandError;
 use kvferry_cuda::{
     BATCH_COPIES_MAX, Context, Copier, CopierReport, CopierSettings, DeviceCopy, DeviceMemories,

@@ -13,8 +13,8 @@ use tokio::process::{Child, ChildStderr};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
+use crate::cli::common::{block_on, print_line};
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{block_on, print_line};
 use crate::error::CommandError;
 use kvferry_client::StoredPages;
 use kvferry_memory::Depot;

@@ -9,8 +9,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::time::{Instant, sleep_until};
 
+use crate::cli::arguments::ClientArguments;
+use crate::cli::common::{block_on, print_line};
 use crate::cli::signals::Signals;
-use crate::cli::{ClientArguments, block_on, print_line, status};
+use crate::cli::status;
 use crate::error::CommandError;
 use kvferry_client::AdminClient;
 use kvferry_events::{

@@ -21,8 +21,9 @@ use std::time::Duration;
 use hyper::StatusCode;
 use tokio::net::TcpListener;
 
+use crate::cli::arguments::ConfigArguments;
+use crate::cli::common::{block_on, open_as_many_files_as_allowed};
 use crate::cli::shutdown::{EndedBy, Ending, end_with_supervisor};
-use crate::cli::{ConfigArguments, block_on};
 use crate::error::CommandError;
 use http::Page;
 pub use list::{METRICS, metrics_catalogue};
@@ -46,7 +47,7 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let config = self.config.load()?;
         end_with_supervisor(self.supervised)?;
-        crate::cli::worker::open_as_many_files_as_allowed();
+        open_as_many_files_as_allowed();
         block_on(1, async move {
             let mut ending = Ending::listen(EndedBy::child(self.supervised))?;
             let listener = match (self.inherits_socket, config.monitor.0) {

@@ -8,10 +8,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::processes::{END_LIMIT, START_LIMIT, Up, UpSettings};
 use super::{ArenaPages, Arguments, DEFAULT_G2, DEFAULT_RATIO};
-use crate::cli::leader::random;
+use crate::cli::common::{block_on, print_line, random};
 use crate::cli::shutdown::{EndedBy, Ending};
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{block_on, print_line, status};
+use crate::cli::status;
 use crate::error::CommandError;
 use kvferry_engine::calls::{
     CallsError, CallsReport, PAGE_BYTES, Plan, PlayError, PlaySettings, Player, rank_bytes,

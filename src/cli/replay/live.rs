@@ -8,10 +8,10 @@ use std::time::Duration;
 use indicatif::ProgressBar;
 use tokio::time::Instant;
 
-use crate::cli::leader::random;
+use crate::cli::common::{block_on, random};
 use crate::cli::shutdown::{EndedBy, Ending};
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{block_on, status};
+use crate::cli::status;
 use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings};
 use kvferry_core::NOT_RECORDED;

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::cli::print_line;
+use crate::cli::common::print_line;
 use crate::config::Directories;
 use crate::error::CommandError;
 use kvferry_core::{ARENA_PAGES_MAX, TierPolicy};

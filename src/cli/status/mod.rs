@@ -8,10 +8,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::cli::{
-    ClientArguments, block_on, print_line, remote::LeaderPlace, say_progress,
-    socket_paths::SocketPaths,
-};
+use crate::cli::arguments::ClientArguments;
+use crate::cli::common::{block_on, print_line, say_progress};
+use crate::cli::{remote::LeaderPlace, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
 use kvferry_protocol::{DiskHealth, ErrorCode, RankStatus, StatusAnswer};

@@ -14,9 +14,11 @@ mod system;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use crate::cli::arguments::ConfigArguments;
+use crate::cli::common::block_on;
 use crate::cli::remote_workers::{RemoteWorkers, RemoteWorkersArguments};
 use crate::cli::shutdown::{EndedBy, Ending};
-use crate::cli::{ConfigArguments, block_on, leader, namespaces, worker::disks};
+use crate::cli::{leader, namespaces, worker::disks};
 use crate::config::Config;
 use crate::error::CommandError;
 use claim::{claim_disks, claim_sockets, warn_of_closed_folders, warn_of_sizes};
