@@ -178,8 +178,7 @@ fn built(root: &Path, input: Input) -> PathBuf {
 /// Builds a target. No sanitizer: the packages that the targets call forbid `unsafe`, except for the bytes of memory and
 /// of sockets, which no target reaches, so that AddressSanitizer would find nothing and take half of the runs.
 fn build(root: &Path, target: &Target) -> Result<(), String> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
+    let mut command = crate::cargo_command();
     command
         .current_dir(root.join("fuzz"))
         // The fuzzer needs flags of the compiler that are not stable.

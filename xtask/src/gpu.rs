@@ -205,8 +205,7 @@ fn find(built: &[Built], target: &str, is_test: bool) -> Result<PathBuf, String>
 
 /// Runs cargo. Returns the programs that it built or found to be up to date.
 fn built(arguments: &[&str]) -> Result<Vec<Built>, String> {
-    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut cargo = Command::new(program);
+    let mut cargo = crate::cargo_command();
     cargo
         .args(arguments)
         .arg("--message-format=json-render-diagnostics")

@@ -207,20 +207,22 @@ fn check() -> Result<(), String> {
     test()
 }
 
-/// The cargo that runs this program, without the variables of this package: build scripts that look at them (that of
-/// `ring`) would run again after each change between `cargo` and `cargo xtask`, and all that depends on them be compiled.
+/// The cargo that runs this program.
 fn cargo_command() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    without_package(&mut cargo);
+    cargo
+}
+
+/// Removes the variables of this package from a command that builds. A build script that looks at them, such as that of
+/// `ring`, would run again after each change between `cargo` and `cargo xtask`, and all that depends on it be compiled.
+fn without_package(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
-        let of_package = ["CARGO_PKG_", "CARGO_MANIFEST_"];
-        if of_package
-            .iter()
-            .any(|of| name.to_string_lossy().starts_with(of))
-        {
-            cargo.env_remove(name);
+        let shown = name.to_string_lossy();
+        if shown.starts_with("CARGO_PKG_") || shown.starts_with("CARGO_MANIFEST_") {
+            command.env_remove(&name);
         }
     }
-    cargo
 }
 
 fn cargo(arguments: &[&str]) -> Result<(), String> {

@@ -210,7 +210,7 @@ pub(crate) fn run(root: &Path, only: &str) -> Result<(), String> {
 
 /// Runs cargo in the copy of the tree.
 fn cargo(place: &Path, arguments: &[&str]) -> Result<Output, String> {
-    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    crate::cargo_command()
         .current_dir(place.join("tree"))
         .env("CARGO_TARGET_DIR", place.join("target"))
         .args(arguments)

@@ -159,6 +159,7 @@ fn build(root: &Path, installed: &Installed, profile: &str) -> Result<PathBuf, S
             format!("--profile {profile} --locked"),
         )
         .env("CARGO_TARGET_DIR", root.join("target"));
+    crate::without_package(&mut uv);
     succeed(&mut uv, "building the Python package")?;
     Ok(package)
 }
@@ -166,7 +167,7 @@ fn build(root: &Path, installed: &Installed, profile: &str) -> Result<PathBuf, S
 /// Builds the CUDA driver for tests, and the program that applies the rules of groups.
 fn build_packages(root: &Path) -> Result<(), String> {
     let packages = ["kvferry-fake-cuda", "kvferry-tools"].map(|name| ["--package", name]);
-    let mut cargo = Command::new("cargo");
+    let mut cargo = crate::cargo_command();
     cargo
         .args(["build", "--quiet", "--locked"])
         .args(packages.as_flattened())
