@@ -30,7 +30,7 @@ pub use disk::DiskSettings;
 pub use gpu::EngineSide;
 pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch, ReadRestarts};
 pub use supervision::{ProcessHandle, run_leader, run_worker};
-pub use transfer::{TransferActor, TransferArguments, TransferMessage};
+pub use transfer::{CopyBatch, CopyThreads, TransferActor, TransferArguments};
 pub use worker::WorkerArguments;
 
 /// Changes the filter of the process's log, and returns the one before. An error is one line for users.

@@ -1,12 +1,16 @@
 //! Runs copies on threads of its own, one for each direction, so that a load never waits for a store.
+//!
+//! The worker's actor gives copies to [`CopyThreads`], and the threads report their ends to it. [`TransferActor`] owns the
+//! threads: it starts them, stops them with all of their copies, and fails when one of them has panicked.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
-use ractor::{Actor, ActorProcessingErr, ActorRef, DerivedActorRef};
+use ractor::{Actor, ActorProcessingErr, ActorRef};
 
 use crate::gpu::{EngineSide, Gpu};
 use kvferry_cuda::RegisteredDevice;
@@ -15,29 +19,162 @@ use kvferry_memory::{
     WaitingLoad, WaitingLoads,
 };
 use kvferry_transport::Clock;
-use kvferry_types::{
-    Direction, EndedCopy, FragmentPair, GroupId, TierId, Time, Transfer, TransferId,
-};
+use kvferry_types::{Direction, EndedCopy, FragmentPair, GroupId, Time, Transfer, TransferId};
 
 pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 
+/// Receives the ends of copies, on the thread that made them. Returns false when nobody takes them any longer.
+pub type ReportEnds = Arc<dyn Fn(Vec<EndedCopy>) -> bool + Send + Sync>;
+
+/// Copies of one direction between an engine's memory and host memory, which run in this order.
+pub struct CopyBatch {
+    /// The direction of all of them.
+    pub direction: Direction,
+    /// The copies, each with the time at which it was ready.
+    pub copies: Vec<(Transfer, Time)>,
+    /// The engine's memory.
+    pub memory: EngineSide,
+    /// The depot.
+    pub depot: Arc<Depot>,
+    /// With loads: stores yield their CPUs until the first of these starts.
+    pub waiting: Option<WaitingLoad>,
+}
+
+/// A batch on its way to a copying thread.
+struct HostBatch {
+    direction: Direction,
+    copies: Vec<(Transfer, Time, Arc<CancelFlag>)>,
+    memory: RegisteredMemory,
+    depot: Arc<Depot>,
+    /// Dropped when the first of these copies starts.
+    waiting: Option<WaitingLoad>,
+}
+
+/// The queues of the copying threads, and the flags that stop copies. Cheap to clone.
+#[derive(Clone, Default)]
+pub struct CopyThreads(Arc<Mutex<CopyState>>);
+
+#[derive(Default)]
+struct CopyState {
+    /// Of every copy that was given to a thread and has not ended.
+    flags: HashMap<TransferId, Arc<CancelFlag>>,
+    /// Of stores and of loads; `None` before the threads start and after they have stopped.
+    queues: Option<[Sender<HostBatch>; 2]>,
+}
+
+/// A copy that was not given to a thread, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("copies are not started: {0}")]
+pub struct NotStarted(&'static str);
+
+impl CopyThreads {
+    fn state(&self) -> MutexGuard<'_, CopyState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives copies to the thread of their direction, or to their GPU's. Never blocks.
+    ///
+    /// # Errors
+    ///
+    /// The threads have ended, or have more copies than a worker runs at a time.
+    pub fn start(&self, batch: CopyBatch) -> Result<(), NotStarted> {
+        let CopyBatch {
+            direction,
+            copies,
+            memory,
+            depot,
+            waiting,
+        } = batch;
+        let mut state = self.state();
+        let memory = match memory {
+            EngineSide::Host(memory) => memory,
+            EngineSide::Device(memory, gpu) => {
+                return state.start_on(&gpu, direction, copies, &memory);
+            }
+        };
+        let copies = copies
+            .into_iter()
+            .map(|(copy, ready_at)| {
+                let flag = state.flag(copy.id);
+                (copy, ready_at, flag)
+            })
+            .collect();
+        let batch = HostBatch {
+            direction,
+            copies,
+            memory,
+            depot,
+            waiting,
+        };
+        let queues = state.queues.as_ref();
+        let [stores, loads] = queues.ok_or(NotStarted("the copying threads do not run"))?;
+        let queue = match direction {
+            Direction::Store => stores,
+            Direction::Load => loads,
+        };
+        // The core runs at most as many copies as a queue has places, beside that of a probe.
+        let sent = queue.try_send(batch);
+        sent.map_err(|_| NotStarted("a copying thread has ended, or its queue is full"))
+    }
+
+    /// Stops a copy between two steps (CPU) or parts (GPU). Its end is still reported.
+    pub fn stop(&self, transfer: TransferId) {
+        if let Some(flag) = self.state().flags.get(&transfer) {
+            flag.cancel();
+        }
+    }
+
+    /// Removes the flags of copies that have ended.
+    pub(super) fn ended(&self, copies: &[EndedCopy]) {
+        let mut state = self.state();
+        for copy in copies {
+            state.flags.remove(&copy.transfer);
+        }
+    }
+
+    /// Stops all copies, and takes no others. The threads end.
+    fn close(&self) {
+        let mut state = self.state();
+        state.queues = None;
+        state.flags.values().for_each(|flag| flag.cancel());
+    }
+}
+
+impl CopyState {
+    fn flag(&mut self, transfer: TransferId) -> Arc<CancelFlag> {
+        let flag = Arc::new(CancelFlag::default());
+        self.flags.insert(transfer, Arc::clone(&flag));
+        flag
+    }
+
+    /// Submits copies to the GPU's thread, which reports their ends.
+    fn start_on(
+        &mut self,
+        gpu: &Gpu,
+        direction: Direction,
+        copies: Vec<(Transfer, Time)>,
+        memory: &RegisteredDevice,
+    ) -> Result<(), NotStarted> {
+        for (copy, _) in copies {
+            let flag = self.flag(copy.id);
+            let group = copy.device.map_or(GroupId(0), |device| device.group);
+            let page_bytes = memory
+                .layout
+                .of(group)
+                .map_or(1, |layout| layout.page_bytes);
+            let parts = FragmentPair::parts(copy.pairs, page_bytes, COPY_PART_BYTES);
+            if !gpu.copy((copy.id, direction, group), parts, memory, flag) {
+                return Err(NotStarted("the GPU's thread takes no copies"));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A message to the transfer actor.
 pub enum TransferMessage {
-    /// Run these copies, in order within each direction.
-    Start {
-        /// The copies, each with the time at which it was ready.
-        copies: Vec<(Transfer, Time)>,
-        /// The engine's memory.
-        memory: EngineSide,
-        /// The depot.
-        depot: Arc<Depot>,
-        /// Present if the copies contain loads: stores yield their CPUs until the first of these loads starts.
-        waiting: Option<WaitingLoad>,
-    },
-    /// Stop this copy between two steps (CPU) or parts (GPU).
-    Stop(TransferId),
-    /// From a copying thread: these copies have ended.
-    Ended(Vec<EndedCopy>),
+    /// This thread has panicked. Its copies never end.
+    Panicked(&'static str),
 }
 
 /// Arguments of the transfer actor.
@@ -48,30 +185,19 @@ pub struct TransferArguments {
     pub waiting: WaitingLoads,
     /// The clock of the times at which copies were ready.
     pub clock: Clock,
+    /// Where the worker gives copies to the threads.
+    pub threads: CopyThreads,
     /// Receives the ends of copies.
-    pub ended: DerivedActorRef<Vec<EndedCopy>>,
+    pub report: ReportEnds,
 }
 
-/// A batch of copies for a copying thread.
-struct CopyBatch {
-    direction: Direction,
-    copies: Vec<(Transfer, Time, Arc<CancelFlag>)>,
-    memory: RegisteredMemory,
-    depot: Arc<Depot>,
-    /// Dropped when the first of these copies starts.
-    waiting: Option<WaitingLoad>,
-}
-
-/// The actor that runs copies.
+/// The actor that owns the copying threads.
 pub struct TransferActor;
 
 /// The actor's state.
 pub struct State {
-    ended: DerivedActorRef<Vec<EndedCopy>>,
-    flags: HashMap<TransferId, Arc<CancelFlag>>,
-    stores: Sender<CopyBatch>,
-    loads: Sender<CopyBatch>,
-    threads: Vec<JoinHandle<()>>,
+    threads: CopyThreads,
+    handles: Vec<JoinHandle<()>>,
 }
 
 impl Actor for TransferActor {
@@ -89,22 +215,32 @@ impl Actor for TransferActor {
         let (stores, store_work) = bounded(RUNNING_COPIES_MAX);
         // One more, for the copy of a probe.
         let (loads, load_work) = bounded(RUNNING_COPIES_MAX + 1);
-        let mut threads = Vec::new();
+        arguments.threads.state().queues = Some([stores, loads]);
+        let mut handles = Vec::new();
         for (name, work) in [
             ("kvferry-gather", store_work),
             ("kvferry-scatter", load_work),
         ] {
-            let (engine, actor) = (Arc::clone(&engine), myself.clone());
-            let clock = arguments.clock;
-            let thread = std::thread::Builder::new().name(name.to_owned());
-            threads.push(thread.spawn(move || run(&work, &engine, &actor, clock))?);
+            let actor = myself.clone();
+            let thread = CopyThread {
+                work,
+                engine: Arc::clone(&engine),
+                threads: arguments.threads.clone(),
+                report: Arc::clone(&arguments.report),
+                clock: arguments.clock,
+            };
+            let run = move || {
+                let ran = catch_unwind(AssertUnwindSafe(|| thread.run()));
+                if ran.is_err() && actor.cast(TransferMessage::Panicked(name)).is_err() {
+                    tracing::error!("{name} panicked after its actor had stopped");
+                }
+            };
+            let builder = std::thread::Builder::new().name(name.to_owned());
+            handles.push(builder.spawn(run)?);
         }
         Ok(State {
-            ended: arguments.ended,
-            flags: HashMap::new(),
-            stores,
-            loads,
-            threads,
+            threads: arguments.threads,
+            handles,
         })
     }
 
@@ -112,41 +248,10 @@ impl Actor for TransferActor {
         &self,
         _myself: ActorRef<TransferMessage>,
         message: TransferMessage,
-        state: &mut State,
+        _state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
-        match message {
-            TransferMessage::Start {
-                copies,
-                memory,
-                depot,
-                waiting,
-            } => {
-                let memory = match memory {
-                    EngineSide::Host(memory) => memory,
-                    EngineSide::Device(memory, gpu) => {
-                        let copies = copies.into_iter().map(|(copy, _)| copy).collect();
-                        return state.start_on(&gpu, copies, &memory);
-                    }
-                };
-                let (stores, loads): (Vec<_>, Vec<_>) = copies
-                    .into_iter()
-                    .partition(|(transfer, _)| transfer.edge.to != TierId::Device);
-                state.start((loads, waiting), Direction::Load, &memory, &depot)?;
-                state.start((stores, None), Direction::Store, &memory, &depot)?;
-            }
-            TransferMessage::Stop(transfer) => {
-                if let Some(flag) = state.flags.get(&transfer) {
-                    flag.cancel();
-                }
-            }
-            TransferMessage::Ended(copies) => {
-                for copy in &copies {
-                    state.flags.remove(&copy.transfer);
-                }
-                state.ended.cast(copies)?;
-            }
-        }
-        Ok(())
+        let TransferMessage::Panicked(name) = message;
+        Err(format!("the thread {name} has panicked").into())
     }
 
     async fn post_stop(
@@ -154,12 +259,9 @@ impl Actor for TransferActor {
         _myself: ActorRef<TransferMessage>,
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
-        state.flags.values().for_each(|flag| flag.cancel());
-        let (closed, _) = bounded(0);
-        state.stores = closed.clone();
-        state.loads = closed;
-        for thread in state.threads.drain(..) {
-            if thread.join().is_err() {
+        state.threads.close();
+        for handle in state.handles.drain(..) {
+            if handle.join().is_err() {
                 tracing::error!("a copying thread panicked");
             }
         }
@@ -167,108 +269,63 @@ impl Actor for TransferActor {
     }
 }
 
-impl State {
-    /// Submits copies to the GPU's thread, which reports their ends.
-    fn start_on(
-        &mut self,
-        gpu: &Gpu,
-        copies: Vec<Transfer>,
-        memory: &RegisteredDevice,
-    ) -> Result<(), ActorProcessingErr> {
-        for copy in copies {
-            let Some(direction) = copy.edge.direction() else {
-                return Err(format!("{} from {} is not for a GPU", copy.id, copy.edge).into());
-            };
-            let flag = Arc::new(CancelFlag::default());
-            self.flags.insert(copy.id, Arc::clone(&flag));
-            let group = copy.device.map_or(GroupId(0), |device| device.group);
-            let page_bytes = memory
-                .layout
-                .of(group)
-                .map_or(1, |layout| layout.page_bytes);
-            let parts = FragmentPair::parts(copy.pairs, page_bytes, COPY_PART_BYTES);
-            if !gpu.copy((copy.id, direction, group), parts, memory, flag) {
-                return Err("the GPU's thread takes no copies".into());
-            }
-        }
-        Ok(())
-    }
-
-    fn start(
-        &mut self,
-        (copies, waiting): (Vec<(Transfer, Time)>, Option<WaitingLoad>),
-        direction: Direction,
-        memory: &RegisteredMemory,
-        depot: &Arc<Depot>,
-    ) -> Result<(), ActorProcessingErr> {
-        if copies.is_empty() {
-            return Ok(());
-        }
-        let flagged = copies.into_iter().map(|(copy, ready_at)| {
-            let flag = Arc::new(CancelFlag::default());
-            self.flags.insert(copy.id, Arc::clone(&flag));
-            (copy, ready_at, flag)
-        });
-        let work = CopyBatch {
-            direction,
-            copies: flagged.collect(),
-            memory: memory.clone(),
-            depot: Arc::clone(depot),
-            waiting,
-        };
-        let queue = match direction {
-            Direction::Store => &self.stores,
-            Direction::Load => &self.loads,
-        };
-        // Never blocks: the core runs at most as many copies as the queue has places, beside that of a probe.
-        queue
-            .try_send(work)
-            .map_err(|error| error.to_string().into())
-    }
+/// A copying thread.
+struct CopyThread {
+    work: Receiver<HostBatch>,
+    engine: Arc<CopyEngine>,
+    threads: CopyThreads,
+    report: ReportEnds,
+    clock: Clock,
 }
 
-fn run(
-    work: &Receiver<CopyBatch>,
-    engine: &CopyEngine,
-    actor: &ActorRef<TransferMessage>,
-    clock: Clock,
-) {
-    while let Ok(CopyBatch {
-        direction,
-        copies,
-        memory,
-        depot,
-        waiting,
-    }) = work.recv()
-    {
-        drop(waiting);
-        // Reports each end separately, so that a small copy is not reported after a large one of the same order. The
-        // last end is reported after the memory is released.
-        let mut last = None;
-        for (copy, ready_at, cancel) in copies {
-            let waited_us = ready_at.until(clock.now()).as_micros();
-            let copy = (copy, direction);
-            let ended = copied(copy, &cancel, engine, &memory, &depot, COPY_PART_BYTES);
-            let EndedCopy {
-                transfer,
-                bytes,
-                copy_us,
-                ..
-            } = ended;
-            // `kvferry bench lanes` reads these lines.
-            tracing::debug!(%transfer, ?direction, waited_us, copy_us, bytes, "copy ended");
-            let before = last.replace(ended);
-            if let Some(ended) = before
-                && actor.cast(TransferMessage::Ended(vec![ended])).is_err()
-            {
+impl CopyThread {
+    fn run(&self) {
+        while let Ok(HostBatch {
+            direction,
+            copies,
+            memory,
+            depot,
+            waiting,
+        }) = self.work.recv()
+        {
+            drop(waiting);
+            // Reports each end separately, so that a small copy is not reported after a large one of the same order. The
+            // last end is reported after the memory is released.
+            let mut last = None;
+            for (copy, ready_at, cancel) in copies {
+                let waited_us = ready_at.until(self.clock.now()).as_micros();
+                let copy = (copy, direction);
+                let ended = copied(
+                    copy,
+                    &cancel,
+                    &self.engine,
+                    &memory,
+                    &depot,
+                    COPY_PART_BYTES,
+                );
+                let EndedCopy {
+                    transfer,
+                    bytes,
+                    copy_us,
+                    ..
+                } = ended;
+                // `kvferry bench lanes` reads these lines.
+                tracing::debug!(%transfer, ?direction, waited_us, copy_us, bytes, "copy ended");
+                if last.replace(ended).is_some_and(|ended| !self.end(ended)) {
+                    return;
+                }
+            }
+            drop((memory, depot));
+            if last.is_some_and(|ended| !self.end(ended)) {
                 return;
             }
         }
-        drop((memory, depot));
-        let last = last.into_iter().collect();
-        if actor.cast(TransferMessage::Ended(last)).is_err() {
-            return;
-        }
+    }
+
+    /// Reports the end of a copy. Returns false when nobody takes it any longer.
+    fn end(&self, ended: EndedCopy) -> bool {
+        self.threads.ended(&[ended]);
+        (self.report)(vec![ended])
     }
 }
 
@@ -389,6 +446,71 @@ mod tests {
         };
         depot.hold_pages_of(PAGE_BYTES).expect("writable");
         (memory, Arc::new(depot))
+    }
+
+    /// A started actor, and what gives it copies.
+    async fn started(report: ReportEnds) -> (ActorRef<TransferMessage>, CopyThreads) {
+        let threads = CopyThreads::default();
+        let arguments = TransferArguments {
+            copy_threads: 1,
+            waiting: WaitingLoads::default(),
+            clock: Clock::start(),
+            threads: threads.clone(),
+            report,
+        };
+        let (actor, _) = Actor::spawn(None, TransferActor, arguments)
+            .await
+            .expect("threads");
+        (actor, threads)
+    }
+
+    fn load(id: u64) -> CopyBatch {
+        let (memory, depot) = memories();
+        let copy = Transfer {
+            id: TransferId(id),
+            edge: Edge::LOAD,
+            device: None,
+            page_bytes: PAGE_BYTES,
+            pairs: vec![FragmentPair {
+                src: PageList::run(0, 1),
+                dst: PageList::run(0, 1),
+            }],
+            record: None,
+            deadline: Time::NEVER,
+        };
+        CopyBatch {
+            direction: Direction::Load,
+            copies: vec![(copy, Time(0))],
+            memory: EngineSide::Host(memory),
+            depot,
+            waiting: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn an_ended_copy_has_no_flag_and_stopped_threads_take_no_copies() {
+        let (ends, ended) = crossbeam::channel::unbounded();
+        let report = move |copies| ends.send(copies).is_ok();
+        let (actor, threads) = started(Arc::new(report)).await;
+        threads.start(load(3)).expect("a thread that runs");
+        let limit = std::time::Duration::from_secs(60);
+        let copies = ended.recv_timeout(limit).expect("its end");
+        let [copy] = &copies[..] else {
+            panic!("one copy ended, not {copies:?}");
+        };
+        assert!(copy.transfer == TransferId(3) && copy.complete, "{copy:?}");
+        assert!(threads.state().flags.is_empty());
+        actor.stop_and_wait(None, None).await.expect("stopped");
+        let why = threads.start(load(4)).expect_err("no thread runs");
+        assert!(why.to_string().contains("do not run"), "{why}");
+    }
+
+    #[tokio::test]
+    async fn a_thread_that_panics_ends_its_actor() {
+        let (actor, threads) = started(Arc::new(|_| panic!("a defect"))).await;
+        threads.start(load(3)).expect("a thread that runs");
+        let limit = std::time::Duration::from_secs(60);
+        actor.wait(Some(limit)).await.expect("the actor ends");
     }
 
     #[test]

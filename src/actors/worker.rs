@@ -20,7 +20,9 @@ use crate::mailbox::{Credited, Credits, MailboxPump};
 use crate::probe::PROBE;
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
-use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
+use crate::transfer::{
+    CopyThreads, RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
+};
 use kvferry_core::WorkerSettings;
 use kvferry_cuda::{Announced, CudaError};
 use kvferry_memory::WaitingLoads;
@@ -101,23 +103,6 @@ pub(super) enum WorkerMessage {
     Tick,
 }
 
-impl From<Vec<EndedCopy>> for WorkerMessage {
-    fn from(copies: Vec<EndedCopy>) -> Self {
-        Self::Ended(copies)
-    }
-}
-
-impl TryFrom<WorkerMessage> for Vec<EndedCopy> {
-    type Error = ();
-
-    fn try_from(message: WorkerMessage) -> Result<Self, ()> {
-        match message {
-            WorkerMessage::Ended(copies) => Ok(copies),
-            _ => Err(()),
-        }
-    }
-}
-
 fn cast(worker: &ActorRef<WorkerMessage>, message: WorkerMessage) {
     if worker.cast(message).is_err() {
         tracing::debug!("the worker has stopped");
@@ -128,6 +113,7 @@ pub(super) struct WorkerActor;
 
 pub(super) struct State {
     feeder: MailboxPump,
+    transfer: ActorRef<TransferMessage>,
     shell: WorkerShell<Process, EngineSide>,
     host: Host,
     /// When the progress of the depot was last logged.
@@ -166,11 +152,16 @@ impl Actor for WorkerActor {
         let progress = Arc::new(DepotProgress::default());
         let clock = Clock::start();
         let waiting = WaitingLoads::default();
+        let copies = CopyThreads::default();
         let transfer = TransferArguments {
             copy_threads,
             waiting: waiting.clone(),
             clock,
-            ended: myself.get_derived(),
+            threads: copies.clone(),
+            report: Arc::new({
+                let to = myself.clone();
+                move |copies| to.cast(WorkerMessage::Ended(copies)).is_ok()
+            }),
         };
         let cell = myself.get_cell();
         let (transfer, _) =
@@ -206,6 +197,7 @@ impl Actor for WorkerActor {
         settings.bytes_per_s = rate.into_iter().collect();
         Ok(State {
             feeder,
+            transfer,
             shell: WorkerShell::new(worker, sharding, settings),
             host: Host {
                 myself,
@@ -214,7 +206,7 @@ impl Actor for WorkerActor {
                 replier,
                 fds: Arc::new(fds),
                 leader,
-                transfer,
+                copies,
                 waiting,
                 progress,
                 readiness,
@@ -243,7 +235,7 @@ impl Actor for WorkerActor {
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
         state.feeder.stop().await;
-        if let Err(error) = state.host.transfer.stop_and_wait(None, None).await {
+        if let Err(error) = state.transfer.stop_and_wait(None, None).await {
             tracing::debug!(%error, "the copies had ended");
         }
         if let Some(mut disk) = state.host.disk.take() {

@@ -388,8 +388,9 @@ impl World {
             }
             WorkerEffect::StateMemory { number } => self.last_memory = number.0,
             WorkerEffect::StateTiers { number } => self.last_tiers = number.0,
-            WorkerEffect::Start(transfers) => {
-                for transfer in transfers {
+            WorkerEffect::Start { edge, copies } => {
+                for transfer in copies {
+                    assert_eq!(transfer.edge, edge);
                     self.start(transfer);
                 }
             }

@@ -366,7 +366,7 @@ impl State {
                 WorkerEffect::StateTiers { number } => {
                     self.network.send(Message::Tiers(rank, number));
                 }
-                WorkerEffect::Start(copies) => {
+                WorkerEffect::Start { copies, .. } => {
                     for copy in copies.iter().map(id) {
                         self.started_old |= Some(copy.0) != place.link;
                         place.start(copy);

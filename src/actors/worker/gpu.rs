@@ -9,7 +9,6 @@ use super::gpu_state::{
 };
 use super::{Host, WorkerMessage};
 use crate::gpu::{EngineSide, Gpu};
-use crate::transfer::TransferMessage;
 use kvferry_cuda::{Announced, CopierReport, CudaError, device_of};
 use kvferry_protocol::{ErrorBody, ErrorCode};
 use kvferry_types::{ByteSize, Registration, RequestId};
@@ -59,13 +58,14 @@ impl Host {
                 self.gpu = GpuState::Starting(uuid, 0);
                 self.readiness.pinned(Some(0));
                 let text = pinning(0, bytes);
-                let (transfer, myself) = (self.transfer.clone(), self.myself.clone());
+                let (threads, myself) = (self.copies.clone(), self.myself.clone());
                 let (number, way) = (self.number, self.gpu_copy);
                 tokio::task::spawn_blocking(move || {
                     let worker = myself.clone();
                     let notify = move |outcome| match outcome {
                         CopierReport::Ended(copies) => {
-                            transfer.cast(TransferMessage::Ended(copies)).is_ok()
+                            threads.ended(&copies);
+                            worker.cast(WorkerMessage::Ended(copies)).is_ok()
                         }
                         CopierReport::Written(announced) => {
                             worker.cast(WorkerMessage::Written(announced)).is_ok()

@@ -15,7 +15,7 @@ use crate::gpu::EngineSide;
 use crate::probe::ProbeMemory;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
-use crate::transfer::TransferMessage;
+use crate::transfer::{CopyBatch, CopyThreads};
 use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter, WaitingLoads};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
@@ -27,9 +27,9 @@ use kvferry_shell::{
 };
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier, by_name};
 use kvferry_types::{
-    DepotId, EndedCopy, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun, PerTier, Record,
-    Registration, RequestId, Scope, Stored, TierId, TierLayout, Time, Transfer, TransferId,
-    WorkerId,
+    DepotId, Direction, Edge, EndedCopy, EngineId, Epoch, GpuCopy, MemoryGeometry, PageRun,
+    PerTier, Record, Registration, RequestId, Scope, Stored, TierId, TierLayout, Time, Transfer,
+    TransferId, WorkerId,
 };
 
 /// The live implementation of [`WorkerHost`].
@@ -40,7 +40,7 @@ pub(super) struct Host {
     pub(super) replier: Replier,
     pub(super) fds: Arc<FdReceiver>,
     pub(super) leader: Client,
-    pub(super) transfer: ActorRef<TransferMessage>,
+    pub(super) copies: CopyThreads,
     pub(super) waiting: WaitingLoads,
     pub(super) progress: Arc<DepotProgress>,
     pub(super) readiness: ReadinessReporter,
@@ -379,30 +379,26 @@ impl WorkerHost for Host {
 
     fn start(
         &mut self,
+        edge: Edge,
         copies: Vec<(Transfer, Time)>,
         memory: Option<&EngineSide>,
     ) -> Result<(), Fatal> {
         let Some(depot) = self.depot.clone() else {
             return Err("copies started without a depot".into());
         };
-        let (copies, moves): (Vec<_>, Vec<_>) = copies
-            .into_iter()
-            .partition(|(copy, _)| copy.device.is_some());
-        self.start_moves(moves, &depot);
-        if copies.is_empty() {
+        let Some(direction) = edge.direction() else {
+            self.start_moves(copies, &depot);
             return Ok(());
-        }
+        };
         let Some(memory) = memory.cloned() else {
             return Err("copies started without an engine's memory".into());
         };
-        let loads = copies
-            .iter()
-            .any(|(copy, _)| copy.edge.to == TierId::Device);
-        Ok(self.transfer.cast(TransferMessage::Start {
+        Ok(self.copies.start(CopyBatch {
+            direction,
             copies,
             memory,
             depot,
-            waiting: loads.then(|| self.waiting.add()),
+            waiting: (direction == Direction::Load).then(|| self.waiting.add()),
         })?)
     }
 
@@ -413,7 +409,8 @@ impl WorkerHost for Host {
                 none => none.insert(ProbeMemory::create()?),
             };
             let ((load, memory), depot) = memory.begin()?;
-            Ok(self.transfer.cast(TransferMessage::Start {
+            Ok(self.copies.start(CopyBatch {
+                direction: Direction::Load,
                 copies: vec![(load, self.clock.now())],
                 memory: EngineSide::Host(memory),
                 depot,
@@ -427,7 +424,8 @@ impl WorkerHost for Host {
         if let Some(disk) = &self.disk {
             disk.stop(transfer);
         }
-        Ok(self.transfer.cast(TransferMessage::Stop(transfer))?)
+        self.copies.stop(transfer);
+        Ok(())
     }
 
     fn invalid_copy(&mut self, _: TransferId, _: &str) {}

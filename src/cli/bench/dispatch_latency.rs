@@ -1,16 +1,17 @@
-//! Cost of ordering a copy: from the order to the report of its end, through the transfer actor and the copy thread of
-//! a worker, beside the same copy made directly.
+//! Cost of ordering a copy: from the order to the report of its end, through the copy thread and the mailbox of a
+//! worker, beside the same copy made directly.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 
 use crate::error::CommandError;
-use kvferry_actors::{EngineSide, TransferActor, TransferArguments, TransferMessage};
+use kvferry_actors::{CopyBatch, CopyThreads, EngineSide, TransferActor, TransferArguments};
 use kvferry_memory::{CopyEngine, CopyJob, RegisteredMemory, WaitingLoads};
 use kvferry_transport::Clock;
-use kvferry_types::{DeviceEnd, Edge, EndedCopy, Time, Transfer, TransferId};
+use kvferry_types::{DeviceEnd, Direction, Edge, EndedCopy, Time, Transfer, TransferId};
 
 use super::percentiles;
 
@@ -74,11 +75,16 @@ pub(super) async fn measure(
         .await
         .map_err(CommandError::failed)?;
     let clock = Clock::start();
+    let threads = CopyThreads::default();
     let arguments = TransferArguments {
         copy_threads: 1,
         waiting: WaitingLoads::default(),
         clock,
-        ended: orderer.get_derived(),
+        threads: threads.clone(),
+        report: Arc::new({
+            let orderer = orderer.clone();
+            move |copies| orderer.cast(copies).is_ok()
+        }),
     };
     let (transfer, transfers_end) = Actor::spawn(None, TransferActor, arguments)
         .await
@@ -98,14 +104,15 @@ pub(super) async fn measure(
             record: None,
             deadline: Time(u64::MAX),
         };
-        let start = TransferMessage::Start {
+        let batch = CopyBatch {
+            direction: Direction::Load,
             copies: vec![(copy, clock.now())],
             memory: EngineSide::Host(memory.clone()),
-            depot: std::sync::Arc::clone(&job.depot),
+            depot: Arc::clone(&job.depot),
             waiting: None,
         };
         let begun = Instant::now();
-        transfer.cast(start).map_err(CommandError::failed)?;
+        threads.start(batch).map_err(CommandError::failed)?;
         let copies = tokio::time::timeout(ANSWER_TIMEOUT, ended.recv()).await;
         let copies = copies.map_err(|_| {
             CommandError::Failed(format!(

@@ -225,10 +225,16 @@ impl Copies {
         }
     }
 
-    /// Starts ready copies up to the limit and the rate of each edge, in the order of [`Lanes::edges`].
-    pub(super) fn start(&mut self, now: Time, settings: &WorkerSettings) -> Vec<Transfer> {
-        let mut started = Vec::new();
+    /// Starts ready copies up to the limit and the rate of each edge, in the order of [`Lanes::edges`]. Returns those of
+    /// each edge that has any.
+    pub(super) fn start(
+        &mut self,
+        now: Time,
+        settings: &WorkerSettings,
+    ) -> Vec<(Edge, Vec<Transfer>)> {
+        let mut all = Vec::new();
         for edge in self.lanes.edges() {
+            let mut started = Vec::new();
             let bytes_per_s = settings.bytes_per_s.get(&edge).copied();
             while let Some(transfer) = self.lanes.pop(now, edge, settings.running_max) {
                 let queued = self.open.get_mut(&transfer);
@@ -238,6 +244,9 @@ impl Copies {
                     started.push(task.transfer.clone());
                 }
             }
+            if !started.is_empty() {
+                all.push((edge, started));
+            }
         }
         let open = &self.open;
         let queued = |transfer| {
@@ -245,7 +254,7 @@ impl Copies {
                 .is_some_and(|task| task.phase == CopyPhase::Queued)
         };
         self.lanes.clean(open.len(), queued);
-        started
+        all
     }
 
     /// Stops a copy. A running one must have ended by `fence`.
@@ -382,7 +391,8 @@ mod tests {
     /// Starts ready copies. Returns their ids.
     fn start(copies: &mut Copies, running_max: usize) -> Vec<TransferId> {
         let started = copies.start(Time(0), &WorkerSettings::new(running_max));
-        started.iter().map(|copy| copy.id).collect()
+        let copies = started.iter().flat_map(|(_, copies)| copies);
+        copies.map(|copy| copy.id).collect()
     }
 
     /// Two ready loads and two waiting stores, of which one load runs.

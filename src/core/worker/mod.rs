@@ -241,7 +241,12 @@ pub enum WorkerEffect {
         run: PageRun,
     },
     /// Run these copies and report their ends.
-    Start(Vec<Transfer>),
+    Start {
+        /// The edge of all of them.
+        edge: Edge,
+        /// The copies, in the order in which they start.
+        copies: Vec<Transfer>,
+    },
     /// Stop this copy between two steps (CPU) or parts (GPU). Its end must still be reported.
     Stop(TransferId),
     /// Add these pages to the inventory of a tier: their last byte was copied.
@@ -455,23 +460,20 @@ impl Worker {
         }
     }
 
-    /// Starts ready copies, all in one batch. The pages of a tier that they overwrite are removed from its inventory
-    /// first.
+    /// Starts ready copies, those of each edge in one batch. The pages of a tier that they overwrite are removed from its
+    /// inventory first.
     fn start(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         let started = self.copies.start(now, &self.settings);
-        if started.is_empty() {
-            return;
-        }
-        let to_tier = started
-            .iter()
-            .filter(|transfer| transfer.edge.to != TierId::Device);
-        for transfer in to_tier {
-            let tier = transfer.edge.to;
-            for run in transfer.pairs.iter().flat_map(|pair| &pair.dst.0) {
-                effects.push(WorkerEffect::Unlist { tier, run: *run });
+        let to_tier = started.iter().filter(|(edge, _)| edge.to != TierId::Device);
+        for (edge, copies) in to_tier {
+            let pairs = copies.iter().flat_map(|copy| &copy.pairs);
+            for run in pairs.flat_map(|pair| &pair.dst.0) {
+                let (tier, run) = (edge.to, *run);
+                effects.push(WorkerEffect::Unlist { tier, run });
             }
         }
-        effects.push(WorkerEffect::Start(started));
+        let starts = started.into_iter();
+        effects.extend(starts.map(|(edge, copies)| WorkerEffect::Start { edge, copies }));
     }
 
     /// Stops a copy: a running one is ordered to stop and ends later; any other ends immediately.

@@ -223,9 +223,16 @@ fn report(batch: u64, copies: Vec<EndedCopy>) -> WorkerEffect {
     WorkerEffect::Report { batch, copies }
 }
 
+fn start_of(copy: Transfer) -> WorkerEffect {
+    WorkerEffect::Start {
+        edge: copy.edge,
+        copies: vec![copy],
+    }
+}
+
 fn starts(effects: &[WorkerEffect]) -> Vec<u64> {
     let started = effects.iter().filter_map(|effect| match effect {
-        WorkerEffect::Start(copies) => Some(copies),
+        WorkerEffect::Start { copies, .. } => Some(copies),
         _ => None,
     });
     started.flatten().map(|copy| copy.id.0).collect()
@@ -240,7 +247,7 @@ fn a_store_reads_nothing_before_it_is_written_and_unlists_before_it_writes() {
         tier: TierId::Host,
         run: PageRun { start: 0, count: 1 },
     };
-    let start = WorkerEffect::Start(vec![store(1, 5)]);
+    let start = start_of(store(1, 5));
     assert_eq!(written(&mut worker, 5), [out, start]);
 }
 

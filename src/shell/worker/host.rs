@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, FlushTier, Message, ReadInventory};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
+    DepotId, Edge, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, TierLayout, Time, Transfer, TransferId,
 };
 
@@ -163,10 +163,11 @@ pub trait WorkerHost: HolderPeers {
     /// find them.
     fn list(&mut self, tier: TierId, record: &Record);
 
-    /// Starts copies, each with the time at which it was ready. `memory` is the registered memory, which moves between
+    /// Starts copies of one edge, each with the time at which it was ready. `memory` is the registered memory, which moves between
     /// tiers do not need. The ends of the copies are reported with [`super::WorkerShell::copies_ended`].
     fn start(
         &mut self,
+        edge: Edge,
         copies: Vec<(Transfer, Time)>,
         memory: Option<&Self::Memory>,
     ) -> Result<(), Fatal>;

@@ -270,7 +270,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             WorkerEffect::Registered { engine, admitted } => {
                 self.registered(host, engine, admitted);
             }
-            WorkerEffect::Start(copies) => {
+            WorkerEffect::Start { edge, copies } => {
                 let memory = self.ranks.memory();
                 if memory.is_none() && copies.iter().any(|copy| copy.device.is_some()) {
                     return Err(WorkerFailure::NoMemory.into());
@@ -280,7 +280,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                     (copy, ready_at.unwrap_or(host.now()))
                 });
                 let copies = copies.collect();
-                host.start(copies, memory)?;
+                host.start(edge, copies, memory)?;
             }
             WorkerEffect::Stop(transfer) => host.stop(transfer)?,
             WorkerEffect::Report { batch, copies } => {

@@ -15,7 +15,7 @@ use kvferry_protocol::{
     ReadInventory, Register, Role, TierFlushed, Unregister, VERSION, Written,
 };
 use kvferry_types::{
-    Attention, DepotId, GroupGeometry, GroupId, GroupMemory, MemoryGeometry, Nonce, PageRun,
+    Attention, DepotId, Edge, GroupGeometry, GroupId, GroupMemory, MemoryGeometry, Nonce, PageRun,
     PeerId, PerTier, Rank, Record, Registration, Replica, Scope, Stored, TierId, TierLayout,
     Transfer,
 };
@@ -247,7 +247,12 @@ impl WorkerHost for Process {
 
     fn list(&mut self, _: TierId, _: &Record) {}
 
-    fn start(&mut self, copies: Vec<(Transfer, Time)>, _: Option<&Mapping>) -> Result<(), Fatal> {
+    fn start(
+        &mut self,
+        _: Edge,
+        copies: Vec<(Transfer, Time)>,
+        _: Option<&Mapping>,
+    ) -> Result<(), Fatal> {
         self.started.extend(copies.iter().map(|(copy, _)| copy.id));
         Ok(())
     }

@@ -142,7 +142,9 @@ impl Bench {
         self.worker.step(self.now, event, &mut effects);
         for effect in effects {
             match effect {
-                WorkerEffect::Start(copies) => copies.iter().for_each(|copy| self.start(copy)),
+                WorkerEffect::Start { copies, .. } => {
+                    copies.iter().for_each(|copy| self.start(copy))
+                }
                 WorkerEffect::Stop(transfer) => panic!("{transfer} is stopped"),
                 _ => {}
             }

@@ -402,7 +402,9 @@ impl Timed {
             worker.step(self.now, event, &mut orders);
             for order in orders.drain(..) {
                 match order {
-                    WorkerEffect::Start(copies) => self.copies.start(self.now, rank, &copies),
+                    WorkerEffect::Start { copies, .. } => {
+                        self.copies.start(self.now, rank, &copies)
+                    }
                     WorkerEffect::Stop(transfer) => {
                         stopped.extend(self.copies.stop(self.now, rank, transfer));
                     }

@@ -12,14 +12,11 @@ fn a_load_overwrites_nothing_that_its_engine_still_writes() {
     };
     assert_eq!(
         order(&mut worker, 1, 1, vec![late, load(2)]),
-        [waits, WorkerEffect::Start(vec![load(2)])]
+        [waits, start_of(load(2))]
     );
     assert_eq!(written(&mut worker, 6), []);
     let started = after(7, load(1));
-    assert_eq!(
-        written(&mut worker, 7),
-        [WorkerEffect::Start(vec![started])]
-    );
+    assert_eq!(written(&mut worker, 7), [start_of(started)]);
 }
 
 #[test]

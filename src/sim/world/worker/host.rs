@@ -13,7 +13,7 @@ use super::disk::DiskSide;
 use kvferry_protocol::{ErrorBody, ErrorCode, FlushTier, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, HolderPeers, Registering, Unlisted, WorkerHost};
 use kvferry_types::{
-    DepotId, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
+    DepotId, Edge, EngineId, Epoch, LinkId, MemoryGeometry, PageRun, PeerId, PerTier, Record,
     Registration, RequestId, Scope, Stored, TierId, TierLayout, Time, Transfer, TransferId,
     WorkerId,
 };
@@ -425,6 +425,7 @@ impl WorkerHost for Host<'_> {
 
     fn start(
         &mut self,
+        _: Edge,
         copies: Vec<(Transfer, Time)>,
         memory: Option<&EngineId>,
     ) -> Result<(), Fatal> {
