@@ -23,7 +23,7 @@ use kvferry_types::{Direction, EndedCopy, FragmentPair, GroupId, Time, Transfer,
 
 pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 
-/// Receives the ends of copies, on the thread that made them. Returns false when nobody takes them any longer.
+/// Receives the ends of copies, on the thread that made them. Returns false once the worker has stopped.
 pub type ReportEnds = Arc<dyn Fn(Vec<EndedCopy>) -> bool + Send + Sync>;
 
 /// Copies of one direction between an engine's memory and host memory, which run in this order.
@@ -86,6 +86,12 @@ impl CopyThreads {
             waiting,
         } = batch;
         let mut state = self.state();
+        let queues = state.queues.as_ref();
+        let [stores, loads] = queues.ok_or(NotStarted("the copying threads do not run"))?;
+        let queue = match direction {
+            Direction::Store => stores.clone(),
+            Direction::Load => loads.clone(),
+        };
         let memory = match memory {
             EngineSide::Host(memory) => memory,
             EngineSide::Device(memory, gpu) => {
@@ -105,12 +111,6 @@ impl CopyThreads {
             memory,
             depot,
             waiting,
-        };
-        let queues = state.queues.as_ref();
-        let [stores, loads] = queues.ok_or(NotStarted("the copying threads do not run"))?;
-        let queue = match direction {
-            Direction::Store => stores,
-            Direction::Load => loads,
         };
         // The core runs at most as many copies as a queue has places, beside that of a probe.
         let sent = queue.try_send(batch);
@@ -216,7 +216,11 @@ impl Actor for TransferActor {
         // One more, for the copy of a probe.
         let (loads, load_work) = bounded(RUNNING_COPIES_MAX + 1);
         arguments.threads.state().queues = Some([stores, loads]);
-        let mut handles = Vec::new();
+        // From here on, a failed start closes the queues when it drops the state.
+        let mut state = State {
+            threads: arguments.threads.clone(),
+            handles: Vec::new(),
+        };
         for (name, work) in [
             ("kvferry-gather", store_work),
             ("kvferry-scatter", load_work),
@@ -236,21 +240,20 @@ impl Actor for TransferActor {
                 }
             };
             let builder = std::thread::Builder::new().name(name.to_owned());
-            handles.push(builder.spawn(run)?);
+            state.handles.push(builder.spawn(run)?);
         }
-        Ok(State {
-            threads: arguments.threads,
-            handles,
-        })
+        Ok(state)
     }
 
     async fn handle(
         &self,
         _myself: ActorRef<TransferMessage>,
         message: TransferMessage,
-        _state: &mut State,
+        state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
         let TransferMessage::Panicked(name) = message;
+        state.threads.close();
+        tracing::error!("the thread {name} has panicked: this worker ends");
         Err(format!("the thread {name} has panicked").into())
     }
 
@@ -266,6 +269,13 @@ impl Actor for TransferActor {
             }
         }
         Ok(())
+    }
+}
+
+/// The threads hold the queues, too, so that these do not close by themselves: an actor that fails has no `post_stop`.
+impl Drop for State {
+    fn drop(&mut self) {
+        self.threads.close();
     }
 }
 
@@ -322,7 +332,7 @@ impl CopyThread {
         }
     }
 
-    /// Reports the end of a copy. Returns false when nobody takes it any longer.
+    /// Reports the end of a copy. Returns false once the worker has stopped.
     fn end(&self, ended: EndedCopy) -> bool {
         self.threads.ended(&[ended]);
         (self.report)(vec![ended])
@@ -489,7 +499,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_ended_copy_has_no_flag_and_stopped_threads_take_no_copies() {
-        let (ends, ended) = crossbeam::channel::unbounded();
+        let (ends, ended) = bounded(1);
         let report = move |copies| ends.send(copies).is_ok();
         let (actor, threads) = started(Arc::new(report)).await;
         threads.start(load(3)).expect("a thread that runs");
@@ -511,6 +521,8 @@ mod tests {
         threads.start(load(3)).expect("a thread that runs");
         let limit = std::time::Duration::from_secs(60);
         actor.wait(Some(limit)).await.expect("the actor ends");
+        let why = threads.start(load(4)).expect_err("its threads end too");
+        assert!(why.to_string().contains("do not run"), "{why}");
     }
 
     #[test]

@@ -152,7 +152,7 @@ pub struct EndedCopy {
 }
 
 impl EndedCopy {
-    /// The end of a copy of which nothing else is known: no byte counted, no source or place blamed.
+    /// An end without counts, and without a bad source or place.
     pub const fn new(transfer: TransferId, complete: bool) -> Self {
         Self {
             transfer,
@@ -170,7 +170,7 @@ impl EndedCopy {
         Self::new(transfer, true)
     }
 
-    /// Not every byte was copied, and no page from the first one on.
+    /// Some bytes were not copied; no page counts as copied.
     pub const fn failed(transfer: TransferId) -> Self {
         Self::new(transfer, false)
     }

@@ -256,8 +256,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
     ) {
         match message {
             Message::Attach(body) => self.attach(host, origin, worker, body),
-            Message::Memory(body) => self.state_memory(host, origin, worker, body),
-            Message::Tiers(body) => self.state_tiers(host, origin, worker, body),
+            Message::Memory(body) => self.memory_stated(host, origin, worker, body),
+            Message::Tiers(body) => self.tiers_stated(host, origin, worker, body),
             Message::Readiness(body) => self.report_readiness(host, origin, worker, body),
             Message::Ended(body) => self.copies_ended(host, origin, worker, body),
             Message::Invalidated(body) => self.invalidated(host, origin, worker, body),

@@ -50,7 +50,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.step(host, LeaderEvent::Attach(attached));
     }
 
-    pub(super) fn state_memory(
+    pub(super) fn memory_stated(
         &mut self,
         host: &mut dyn LeaderHost<Process = P>,
         origin: Origin,
@@ -84,7 +84,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.step(host, LeaderEvent::Memory(stated));
     }
 
-    pub(super) fn state_tiers(
+    pub(super) fn tiers_stated(
         &mut self,
         host: &mut dyn LeaderHost<Process = P>,
         origin: Origin,
